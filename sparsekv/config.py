@@ -1,0 +1,20 @@
+"""Options of a stage: a frozen dataclass whose fields carry their own help, from which the CLI is derived."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
+    """A dataclass field that is also a command-line option.
+
+    `help` says what the option does and in which unit; the CLI appends the default. A field without a default
+    is a required option. `extra` is passed on to `typer.Option` (for example `min=1`).
+    """
+    metadata = {"help": help, "typer": extra}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
