@@ -11,7 +11,6 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -55,14 +54,14 @@ COMMANDS = {
 class LazyGroup(TyperGroup):
     """Imports a stage only to run its command or print its help, never to list it."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         row = COMMANDS.get(cmd_name)
         return None if row is None else _as_click(cmd_name, row.help, lambda: None)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         row = COMMANDS.get(args[0])
         if row is None:
             return super().resolve_command(ctx, args)
@@ -97,15 +96,18 @@ def _command_function(row: Command) -> Callable[..., None]:
     hints = typing.get_type_hints(config_type)
     parameters = []
     for field in dataclasses.fields(config_type):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        default: Any = ... if required else (
-            field.default if field.default is not dataclasses.MISSING else field.default_factory())  # type: ignore[misc]
+        default: Any = inspect.Parameter.empty
+        if field.default is not dataclasses.MISSING:
+            default = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
-        info = declare(help=field.metadata.get("help", ""), show_default=not required and default is not None, **metadata)
+        shown = default is not inspect.Parameter.empty and default is not None
+        info = declare(help=field.metadata.get("help", ""), show_default=shown, **metadata)
         parameters.append(inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],
-            default=inspect.Parameter.empty if required else default))
+            default=default))
 
     def command(**options: Any) -> None:
         result = getattr(module, row.run)(config_type(**options))
@@ -119,7 +121,7 @@ def _command_function(row: Command) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Entry point: an error is one line on standard error and exit status 1, unless `--debug` asks for the traceback."""
+    """Entry point: an error is one line on standard error and exit status 1; `--debug` shows its traceback."""
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     try:

@@ -39,7 +39,9 @@ def model_fingerprint(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def check_fingerprint(expected: dict[str, Any], found: dict[str, Any], what: str, *, ignore: tuple[str, ...] = ()) -> None:
+def check_fingerprint(
+    expected: dict[str, Any], found: dict[str, Any], what: str, *, ignore: tuple[str, ...] = (),
+) -> None:
     """Refuse a mismatch: `expected` is what `what` (an artifact or store) was made for, `found` the model at hand.
 
     Raises SparseKVError naming both sides of every field that differs.
@@ -48,5 +50,5 @@ def check_fingerprint(expected: dict[str, Any], found: dict[str, Any], what: str
     if differ:
         made = ", ".join(f"{key} {expected[key]}" for key in differ)
         here = ", ".join(f"{key} {found.get(key)}" for key in differ)
-        raise SparseKVError(f"{what} was made for a model with {made}; this model has {here}. Use the model it was made "
-                            "for, or train again for this one.")
+        raise SparseKVError(f"{what} was made for a model with {made}; this model has {here}. "
+                            "Use the model it was made for, or train again for this one.")
