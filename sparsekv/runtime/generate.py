@@ -1,0 +1,100 @@
+"""`sparsekv generate`: text from a prompt, decoded sparsely."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
+    prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
+    prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
+    router: Path | None = option(None, help="Router artifact (folder). Sets --selector router.")
+    phi: Path | None = option(None, help="Feature-map artifact (folder); switches completion on.")
+    selector: str | None = option(None, help="What is read exactly: router, topk, streaming, dense, … "
+                                             "Without it: router if one is given, else dense.")
+    probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1)
+    token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
+                                                   "prompt, from 1 on a count [tokens].", min=0)
+    sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
+                                   min=0)
+    window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
+                                                "else 16.", min=0)
+    max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1)
+    temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0)
+    seed: int = option(0, help="Seed of sampling.")
+    chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.")
+    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
+    device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).")
+
+
+def generate(config: GenerateConfig) -> None:
+    """Print the answer as it is made, then one line: tokens/s and the share of the cache that was read."""
+    import time
+
+    import torch
+    from transformers import TextStreamer
+
+    from sparsekv.hub import load_model
+    from sparsekv.runtime.attach import attach
+
+    text = read_prompt(config)
+    selector = config.selector or ("router" if config.router else "dense")
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
+    torch.manual_seed(config.seed)
+    sampling: dict[str, Any] = {"do_sample": False}
+    if config.temperature:
+        sampling = {"do_sample": True, "temperature": config.temperature}
+    with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
+                token_budget=budget(config.token_budget), sink_size=config.sink_size,
+                window_size=config.window_size) as attachment:
+        started = time.perf_counter()
+        out = model.generate(**inputs, max_new_tokens=config.max_new_tokens, **sampling,
+                             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        seconds = time.perf_counter() - started
+        report = attachment.report()
+    prompt_tokens = inputs["input_ids"].shape[1]
+    made = out.shape[1] - prompt_tokens
+    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); selector {selector}"
+          f"{' + phi' if config.phi else ''}, read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
+
+
+def read_prompt(config: GenerateConfig) -> str:
+    """The prompt's text, from exactly one of the two options."""
+    if (config.prompt is None) == (config.prompt_file is None):
+        raise SparseKVError("expected exactly one of --prompt and --prompt-file")
+    if config.prompt_file is not None:
+        if not config.prompt_file.is_file():
+            raise SparseKVError(f"no prompt file at {str(config.prompt_file)!r}")
+        text = config.prompt_file.read_text(encoding="utf-8")
+    else:
+        text = sys.stdin.read() if config.prompt == "-" else str(config.prompt)
+    if not text.strip():
+        raise SparseKVError("the prompt is empty; give some text to continue")
+    return text
+
+
+def budget(value: float | None) -> int | float | None:
+    """The command line's one number as the library's two types: a fraction below 1, else a count of tokens."""
+    if value is None or value < 1:
+        return value
+    if value != int(value):
+        raise SparseKVError(f"a token budget from 1 on is a whole number of tokens, found {value}")
+    return int(value)
+
+
+def _encode(tokenizer: Any, text: str, chat_template: bool) -> Any:
+    if not chat_template:
+        return tokenizer(text, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise SparseKVError("this model's tokenizer has no chat template; leave out --chat-template")
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                         return_tensors="pt", return_dict=True)
