@@ -63,8 +63,9 @@ def generate(config: GenerateConfig) -> None:
         report = attachment.report()
     prompt_tokens = inputs["input_ids"].shape[1]
     made = out.shape[1] - prompt_tokens
-    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); selector {selector}"
-          f"{' + phi' if config.phi else ''}, read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
+    method = selector + (" + phi" if config.phi else "")
+    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
+          f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
 
 
 def read_prompt(config: GenerateConfig) -> str:
