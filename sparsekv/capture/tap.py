@@ -1,0 +1,202 @@
+"""The tap: an attention implementation that computes what the model's own does and shows every call to a listener.
+
+This file and `runtime/attach.py` are the only ones that know transformers' internals.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekv.capture.rope import LAYOUTS, Layout, rotate, unrotate
+from sparsekv.errors import SparseKVError
+
+NAME = "sparsekv_capture"
+ROUND_TRIP = 1e-4
+SLIDING_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of one layer: `query [1, Hq, q, d]`, `key, value [1, Hkv, k, d]`, RoPE applied; the queries are the last
+    q of the k positions. `cos, sin [q, width]` as the model passed them, `scale` its softmax scaling."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class LayerRope:
+    """How one layer rotates: the layout, and how the model's table becomes a full-width one."""
+
+    layout: Layout
+    repeat: bool
+
+    def table(self, table: Tensor) -> Tensor:
+        """The model's `cos` or `sin [..., width]` as float32, full width in the layout."""
+        table = table.float()
+        if not self.repeat:
+            return table
+        if self.layout == "interleaved":
+            return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+        return torch.cat([table, table], dim=-1)
+
+
+class StopForward(Exception):
+    """Raised by a listener that has seen all it wants."""
+
+
+@contextmanager
+def tap(model: nn.Module, listener: Callable[[AttentionCall], None]) -> Iterator[None]:
+    """Route the model's attention through the tap; on exit the model is as it was."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def see_tables(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("position_embeddings") is not None:
+            tables[id(module)] = kwargs["position_embeddings"]
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **_: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        cos, sin = tables.get(id(module), (None, None))
+        if attention_mask is not None:
+            raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
+        listener(AttentionCall(module.layer_idx, query, key, value, None if cos is None else cos[0],  # type: ignore[arg-type]
+                               None if sin is None else sin[0], scale, sliding_window, softcap))
+        return causal_attention(query, key, value, scale, sliding_window).transpose(1, 2).contiguous(), None
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    hooks = [m.register_forward_pre_hook(see_tables, with_kwargs=True) for m in attention_modules(model).values()]
+    try:
+        model.set_attn_implementation(NAME)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(NAME, None)
+        AttentionMaskInterface._global_mapping.pop(NAME, None)
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The self-attention module of every layer, by layer index."""
+    return {m.layer_idx: m for name, m in model.named_modules()  # type: ignore[misc]
+            if hasattr(m, "layer_idx") and "attention" in type(m).__name__.lower() and "cross" not in name}
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Causal attention of the last q of k positions, exact: `[1, Hq, q, d]`. Memory never grows with `k²`."""
+    q_len, k_len = query.shape[2], key.shape[2]
+    if window is not None and window < k_len:
+        return _sliding_attention(query, key, value, scale, window)
+    gqa: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    if q_len == 1 or q_len == k_len:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=q_len > 1, **gqa)
+    if query.is_cuda:
+        from torch.nn.attention.bias import causal_lower_right
+
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(q_len, k_len), **gqa)
+    mask = torch.ones(q_len, k_len, dtype=torch.bool, device=query.device).tril(k_len - q_len)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **gqa)
+
+
+def _sliding_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    q_len, k_len = query.shape[2], key.shape[2]
+    offset = k_len - q_len
+    parts = []
+    for a in range(0, q_len, SLIDING_BLOCK):
+        b = min(a + SLIDING_BLOCK, q_len)
+        first, last = max(0, offset + a - window + 1), offset + b
+        rows = torch.arange(offset + a, offset + b, device=query.device)[:, None]
+        columns = torch.arange(first, last, device=query.device)
+        mask = (columns <= rows) & (columns > rows - window)
+        parts.append(F.scaled_dot_product_attention(
+            query[:, :, a:b], key[:, :, first:last], value[:, :, first:last], attn_mask=mask, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1]))
+    return torch.cat(parts, dim=2)
+
+
+def probe(model: nn.Module) -> tuple[dict[int, LayerRope], dict[int, str]]:
+    """Look at every layer on eight tokens: how it rotates, and which layers cannot be captured and why.
+
+    The layout is the one whose rotation equals the model's own function; nothing is inferred from the model's name.
+    Raises SparseKVError for a model with no layer that can be captured.
+    """
+    calls: dict[int, AttentionCall] = {}
+    device = next(model.parameters()).device
+    with torch.inference_mode(), tap(model, lambda call: calls.setdefault(call.layer, call) and None):
+        decoder(model)(input_ids=torch.arange(3, 11, device=device)[None], use_cache=False)
+    modules = attention_modules(model)
+    ropes, skipped = {}, {}
+    for layer in range(model.config.get_text_config().num_hidden_layers):
+        call = calls.get(layer)
+        if call is None:
+            skipped[layer] = "no softmax attention through transformers' attention interface"
+        elif call.sliding_window is not None:
+            skipped[layer] = f"sliding-window attention over {call.sliding_window} tokens"
+        elif call.softcap is not None:
+            skipped[layer] = "soft-capped scores"
+        elif call.cos is None:
+            skipped[layer] = "no rotary position embedding"
+        else:
+            rope = _match(modules[layer], call)
+            if rope is None:
+                skipped[layer] = "its rotary embedding does not survive the round-trip check"
+            else:
+                ropes[layer] = rope
+    if not ropes:
+        reasons = "; ".join(sorted(set(skipped.values()))) or "no layers"
+        raise SparseKVError(f"{type(model).__name__} is not supported: {reasons}. Expected a decoder with rotary "
+                            "softmax attention, such as Llama, Qwen, Mistral, Phi-3, Gemma 3 or GLM-4.")
+    return ropes, skipped
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The model without its language-model head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # type: ignore[operator,return-value]
+
+
+def _match(module: nn.Module, call: AttentionCall) -> LayerRope | None:
+    """The layout and table form that reproduce the model's own rotation and undo it, or None."""
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or call.cos is None or call.sin is None:
+        return None
+    cos, sin = call.cos.float(), call.sin.float()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, cos.shape[0], call.query.shape[-1], generator=generator).to(cos.device)
+    try:
+        truth = apply(x, x, cos[None], sin[None])[0]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for layout in LAYOUTS:
+        for repeat in (False, True):
+            rope = LayerRope(layout, repeat)
+            full_cos, full_sin = rope.table(cos), rope.table(sin)
+            if full_cos.shape[-1] > x.shape[-1]:
+                continue
+            turned = rotate(x, full_cos, full_sin, layout)
+            back = unrotate(truth, full_cos, full_sin, layout)
+            if max((turned - truth).abs().max().item(), (back - x).abs().max().item()) < ROUND_TRIP:
+                return rope
+    return None
