@@ -13,7 +13,7 @@ from sparsekv.errors import SparseKVError
 SAMPLES_PER_TENSOR = 64
 
 
-def model_fingerprint(model: torch.nn.Module) -> dict[str, Any]:
+def model_fingerprint(model: Any) -> dict[str, Any]:
     """Architecture, layer and head counts, head dimension, RoPE parameters, and a hash of the weights.
 
     The hash covers every parameter's name and shape and an even sample of its values rounded to bfloat16, so that the

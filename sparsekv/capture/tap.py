@@ -12,15 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekv.capture.rope import LAYOUTS, Layout, rotate, unrotate
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels.dense import causal_attention
 
 NAME = "sparsekv_capture"
 ROUND_TRIP = 1e-4
-SLIDING_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -61,12 +60,13 @@ class StopForward(Exception):
 
 
 @contextmanager
-def tap(model: nn.Module, listener: Callable[[AttentionCall], None]) -> Iterator[None]:
+def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]:
     """Route the model's attention through the tap; on exit the model is as it was."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
     tables: dict[int, tuple[Tensor, Tensor]] = {}
+    layer_of = {id(module): layer for layer, module in attention_modules(model).items()}
 
     def see_tables(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("position_embeddings") is not None:
@@ -80,9 +80,9 @@ def tap(model: nn.Module, listener: Callable[[AttentionCall], None]) -> Iterator
         cos, sin = tables.get(id(module), (None, None))
         if attention_mask is not None:
             raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
-        listener(AttentionCall(module.layer_idx, query, key, value, None if cos is None else cos[0],  # type: ignore[arg-type]
+        listener(AttentionCall(layer_of[id(module)], query, key, value, None if cos is None else cos[0],
                                None if sin is None else sin[0], scale, sliding_window, softcap))
-        return causal_attention(query, key, value, scale, sliding_window).transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, scale, window=sliding_window).transpose(1, 2).contiguous(), None
 
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
@@ -105,47 +105,19 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
             if hasattr(m, "layer_idx") and "attention" in type(m).__name__.lower() and "cross" not in name}
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Causal attention of the last q of k positions, exact: `[1, Hq, q, d]`. Memory never grows with `k²`."""
-    q_len, k_len = query.shape[2], key.shape[2]
-    if window is not None and window < k_len:
-        return _sliding_attention(query, key, value, scale, window)
-    gqa: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    if q_len == 1 or q_len == k_len:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=q_len > 1, **gqa)
-    if query.is_cuda:
-        from torch.nn.attention.bias import causal_lower_right
-
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(q_len, k_len), **gqa)
-    mask = torch.ones(q_len, k_len, dtype=torch.bool, device=query.device).tril(k_len - q_len)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **gqa)
-
-
-def _sliding_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    q_len, k_len = query.shape[2], key.shape[2]
-    offset = k_len - q_len
-    parts = []
-    for a in range(0, q_len, SLIDING_BLOCK):
-        b = min(a + SLIDING_BLOCK, q_len)
-        first, last = max(0, offset + a - window + 1), offset + b
-        rows = torch.arange(offset + a, offset + b, device=query.device)[:, None]
-        columns = torch.arange(first, last, device=query.device)
-        mask = (columns <= rows) & (columns > rows - window)
-        parts.append(F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, first:last], value[:, :, first:last], attn_mask=mask, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1]))
-    return torch.cat(parts, dim=2)
-
-
-def probe(model: nn.Module) -> tuple[dict[int, LayerRope], dict[int, str]]:
+def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
     """Look at every layer on eight tokens: how it rotates, and which layers cannot be captured and why.
 
     The layout is the one whose rotation equals the model's own function; nothing is inferred from the model's name.
     Raises SparseKVError for a model with no layer that can be captured.
     """
     calls: dict[int, AttentionCall] = {}
+
+    def remember(call: AttentionCall) -> None:
+        calls.setdefault(call.layer, call)
+
     device = next(model.parameters()).device
-    with torch.inference_mode(), tap(model, lambda call: calls.setdefault(call.layer, call) and None):
+    with torch.inference_mode(), tap(model, remember):
         decoder(model)(input_ids=torch.arange(3, 11, device=device)[None], use_cache=False)
     modules = attention_modules(model)
     ropes, skipped = {}, {}
@@ -172,9 +144,9 @@ def probe(model: nn.Module) -> tuple[dict[int, LayerRope], dict[int, str]]:
     return ropes, skipped
 
 
-def decoder(model: nn.Module) -> nn.Module:
+def decoder(model: Any) -> Any:
     """The model without its language-model head."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model  # type: ignore[operator,return-value]
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
 
 
 def _match(module: nn.Module, call: AttentionCall) -> LayerRope | None:

@@ -1,0 +1,136 @@
+"""Attention of one layer on captured queries, dense on purpose: what any selection and any completion would have given,
+without running the model. Used by the trainers' quality cards and by evaluation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """scores `[Hq, T, N]` scaled, -inf where a query cannot see a key; values `[Hkv, N, d]`; anchors, mid `[H1, T, N]`
+    bool with `H1` = 1 or Hq; full `[Hq, T, d]`: the exact output; context `[H1, T]`: visible keys."""
+
+    scores: Tensor
+    values: Tensor
+    anchors: Tensor
+    mid: Tensor
+    full: Tensor
+    context: Tensor
+
+    @property
+    def group(self) -> int:
+        return self.scores.shape[0] // self.values.shape[0]
+
+
+def make_scene(
+    queries_rot: Tensor, keys_rot: Tensor, values: Tensor, positions: Tensor, *, scale: float, sink_size: int,
+    window_size: int,
+) -> Scene:
+    """queries_rot `[Hq, T, d]`; keys_rot, values `[Hkv, N, d]`; positions `[Hq or 1, T]`: the last key seen."""
+    scores = grouped(queries_rot, keys_rot) * scale
+    column = torch.arange(keys_rot.shape[1], device=keys_rot.device)
+    place = positions[..., None]
+    visible = column <= place
+    mid = (column >= sink_size) & (column <= place - window_size)
+    scores = scores.masked_fill(~visible, NEG_INF)
+    full = apply_weights(scores.softmax(-1), values)
+    return Scene(scores, values, visible & ~mid, mid, full, positions + 1)
+
+
+def grouped(queries: Tensor, keys: Tensor) -> Tensor:
+    """`q·k` for grouped heads: `[Hq, T, d]`, `[Hkv, N, d]` -> `[Hq, T, N]`."""
+    heads_q, count, dim = queries.shape
+    return (queries.reshape(keys.shape[0], -1, dim) @ keys.mT).reshape(heads_q, count, -1)
+
+
+def apply_weights(weights: Tensor, values: Tensor) -> Tensor:
+    """`[Hq, T, N]`, `[Hkv, N, d]` -> `[Hq, T, d]`."""
+    heads_q, count, length = weights.shape
+    return (weights.reshape(values.shape[0], -1, length) @ values).reshape(heads_q, count, -1)
+
+
+def share(scene: Scene, scores: Tensor) -> Tensor:
+    """Sum a score over the query heads of a group and give it to each: `[Hq, T, N] -> [Hq, T, N]`."""
+    heads_q, count, length = scores.shape
+    summed = scores.reshape(-1, scene.group, count, length).sum(1, keepdim=True)
+    return summed.expand(-1, scene.group, -1, -1).reshape(heads_q, count, length)
+
+
+def top_k(scene: Scene, fraction: float, *, shared: bool = True) -> Tensor:
+    """Mid keys read by exact top-k with `⌈fraction · context⌉` tokens, `[Hq, T, N]`; `shared`: one list a group."""
+    mid_scores = scene.scores.masked_fill(~scene.mid, NEG_INF)
+    if shared and scene.group > 1:
+        mid_scores = share(scene, mid_scores.softmax(-1).nan_to_num(0.0)).masked_fill(~scene.mid, NEG_INF)
+    return best(mid_scores, torch.ceil(scene.context * fraction - 1e-9).long())
+
+
+def best(scores: Tensor, count: Tensor) -> Tensor:
+    """True for the `count [H1, T]` largest finite entries of each row of `scores [H, T, N]`."""
+    widest = min(int(count.max()), scores.shape[-1])
+    found, where = scores.topk(widest, dim=-1)
+    keep = (torch.arange(widest, device=scores.device) < count[..., None]) & ~torch.isneginf(found)
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, where, keep)
+
+
+def top_buckets(scene: Scene, bucket: Tensor, bucket_scores: Tensor, fraction: float) -> Tensor:
+    """Mid keys of the best buckets, whole buckets while they fit in `⌈fraction · context⌉` tokens: bool `[Hq, T, N]`.
+
+    bucket `[Hkv, N]`: the bucket of every key; bucket_scores `[Hkv, T, C]`, higher is better.
+    """
+    heads_kv, buckets = bucket.shape[0], bucket_scores.shape[-1]
+    member = torch.nn.functional.one_hot(bucket, buckets).to(scene.scores.dtype)
+    mid = scene.mid[:: scene.group] if scene.mid.shape[0] > 1 else scene.mid
+    sizes = mid.to(member.dtype) @ member
+    order = bucket_scores.masked_fill(sizes == 0, NEG_INF).argsort(-1, descending=True)
+    spent = sizes.expand(heads_kv, -1, -1).gather(-1, order).cumsum(-1)
+    budget = torch.ceil(scene.context * fraction - 1e-9)
+    budget = (budget[:: scene.group] if budget.shape[0] > 1 else budget)[..., None]
+    take = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, spent <= budget)
+    chosen = take.gather(-1, bucket[:, None].expand(-1, take.shape[1], -1))
+    return chosen.repeat_interleave(scene.group, 0) & scene.mid
+
+
+def bucket_mass(scene: Scene, bucket: Tensor, num_buckets: int) -> Tensor:
+    """Attention mass of the mid region per bucket, normalised: `[Hq, T, C]`; the target of a router."""
+    weights = scene.scores.masked_fill(~scene.mid, NEG_INF).softmax(-1).nan_to_num(0.0)
+    index = bucket.repeat_interleave(scene.group, 0)[:, None].expand_as(weights)
+    return weights.new_zeros(*weights.shape[:2], num_buckets).scatter_add_(-1, index, weights)
+
+
+def output(scene: Scene, read: Tensor | None = None, log_weights: Tensor | None = None) -> Tensor:
+    """Head outputs `[Hq, T, d]`: the anchors and `read` (bool `[Hq, T, N]`) are exact, the rest of the mid region
+    is estimated with the logits `log_weights [Hq, T, N]` (None: left out). One normalisation."""
+    exact = scene.anchors if read is None else scene.anchors | read
+    logits = scene.scores.masked_fill(~exact, NEG_INF)
+    if log_weights is not None:
+        logits = torch.where(scene.mid & ~exact, log_weights, logits)
+    return apply_weights(logits.softmax(-1), scene.values)
+
+
+def relative_error(scene: Scene, out: Tensor) -> Tensor:
+    """`‖out − full‖ / ‖full‖` averaged over queries: `[Hq]`."""
+    return ((out - scene.full).norm(dim=-1) / scene.full.norm(dim=-1).clamp(min=1e-12)).mean(-1)
+
+
+def mass_share(scene: Scene, read: Tensor) -> Tensor:
+    """Share of the mid region's attention mass that `read` reaches, averaged over queries: `[Hq]`."""
+    weights = scene.scores.masked_fill(~scene.mid, NEG_INF).softmax(-1).nan_to_num(0.0)
+    return (weights * read).sum(-1).mean(-1)
+
+
+def mass_curve(scene: Scene, points: int = 24) -> tuple[list[float], Tensor]:
+    """Share of the mid mass in the best x of the mid keys: fractions `x` and shares `[Hq, points]`."""
+    weights = scene.scores.masked_fill(~scene.mid, NEG_INF).softmax(-1).nan_to_num(0.0)
+    running = weights.sort(-1, descending=True).values.cumsum(-1)
+    size = scene.mid.sum(-1).clamp(min=1)
+    fractions = [math.exp(math.log(1e-3) * (1 - i / (points - 1))) for i in range(points)]
+    shares = [running.gather(-1, (torch.ceil(size * f).long() - 1).clamp(min=0).expand(weights.shape[:2])[..., None])
+              [..., 0].mean(-1) for f in fractions]
+    return fractions, torch.stack(shares, -1)

@@ -1,0 +1,65 @@
+"""Run by test_attend.py in a process of its own: TRITON_INTERPRET must be set before the kernels are defined."""
+
+import itertools
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from sparsekv.kernels import attend, reference
+
+# (query heads, KV heads, head dim, tokens, sink, window, left padding)
+SHAPES = [(4, 2, 16, 63, 4, 16, 0), (3, 3, 64, 111, 1, 30, 7), (16, 1, 80, 40, 4, 60, 0), (6, 2, 96, 1, 4, 16, 0)]
+POISON = float("nan")
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    return torch.full(shape, POISON if dtype.is_floating_point else -7, dtype=dtype)
+
+
+def main() -> None:
+    torch.empty = lambda *shape, dtype=torch.float32, device=None: poisoned(*shape, dtype=dtype, device=device)
+    worst = 0.0
+    for (heads_q, heads_kv, dim, length, sink, window, pad), dtype in itertools.product(
+            SHAPES, (torch.float32, torch.float16)):
+        torch.manual_seed(length)
+        batch, buckets = 2, 9
+        q = torch.randn(batch, heads_q, dim, dtype=torch.float64)
+        k, v = (torch.randn(1, heads_kv, length + 3, dim, dtype=torch.float64)[:, :, :length] for _ in range(2))
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        k, v = k.expand(batch, -1, -1, -1), v.expand(batch, -1, -1, -1)
+        starts = torch.tensor([0, pad])
+        lengths = torch.tensor([length, max(1, length - 2)])
+        tails = (lengths - window).clamp(min=0).maximum(starts)
+        assignment = reference.assign_buckets(k, torch.randn(heads_kv, buckets, dim))
+        assignment[:, 0] = 3
+        order, offsets = reference.build_index(assignment, buckets, (starts + sink).minimum(tails), tails)
+        options = {"scale": dim**-0.5, "starts": starts, "sink_size": sink, "tail_starts": tails, "lengths": lengths}
+        chosen = torch.stack([torch.randperm(buckets)[:5] for _ in range(batch * heads_kv)])
+        chosen = chosen.reshape(batch, heads_kv, 5).to(torch.int32)
+        chosen[..., 3] = -1
+        cases = {
+            "buckets": (attend._launch(q, k, v, order, offsets, chosen, **options),
+                        reference.attend_buckets(*(x.double() for x in (q, k, v)), order, offsets, chosen, **options)),
+        }
+        tokens = reference.bucket_tokens(order, offsets, chosen)
+        per_head = tokens.repeat_interleave(heads_q // heads_kv, 1).clone()
+        per_head[:, ::2, :2] = -1
+        for name, listed in (("tokens", tokens), ("per head", per_head), ("none", tokens[..., :0])):
+            cases[name] = (attend._launch(q, k, v, listed, **options),
+                           reference.attend_tokens(*(x.double() for x in (q, k, v)), listed, **options))
+        limit = 1e-5 if dtype == torch.float32 else 5e-3
+        for name, ((out, lse), (true_out, true_lse)) in cases.items():
+            error = float((out.double() - true_out).norm() / true_out.norm())
+            gap = float((lse.double() - true_lse).abs().max())
+            print(f"{heads_q}/{heads_kv} d{dim} n{length} {dtype} {name}: {error:.1e} lse {gap:.1e}")
+            if not (error < limit and gap < limit * 4):
+                sys.exit(f"error {error:.2e}, lse {gap:.2e} above {limit:.0e}")
+            worst = max(worst, error)
+    print(f"worst {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
