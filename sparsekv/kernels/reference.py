@@ -61,12 +61,13 @@ def attend_tokens(
     acc = _acc(q)
     anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
     indices = torch.cat([indices, anchors[:, None].expand(-1, indices.shape[1], -1).to(indices.dtype)], dim=-1)
-    per_kv = indices.reshape(batch, heads_kv, -1).clamp(min=0).long()
+    per_kv = indices.reshape(batch, heads_kv, indices.shape[1] // heads_kv * indices.shape[2]).clamp(min=0).long()
     rows = torch.arange(batch, device=q.device)[:, None, None]
     heads = torch.arange(heads_kv, device=q.device)[None, :, None]
     keys, values = (x[rows, heads, per_kv].to(acc) for x in (k, v))
-    keys, values = (x.reshape(batch, heads_kv, -1, indices.shape[-1], dim) for x in (keys, values))
-    mask = (indices >= 0).reshape(batch, heads_kv, -1, indices.shape[-1])
+    lists, listed = indices.shape[1] // heads_kv, indices.shape[2]
+    keys, values = (x.reshape(batch, heads_kv, lists, listed, dim) for x in (keys, values))
+    mask = (indices >= 0).reshape(batch, heads_kv, lists, listed)
     query = q.to(acc).reshape(batch, heads_kv, group, dim)
     if keys.shape[2] == 1:
         scores = (query @ keys[:, :, 0].mT) * scale
@@ -122,7 +123,7 @@ def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """CSR of the tokens `first[b] <= i < last[b]`: assignment `[B, H, N]` -> order `[B, H, N]`, offsets `[B, H, C + 1]`.
+    """CSR of the tokens `first[b] <= i < last[b]`: assignment `[B, H, N]` -> order `[B, H, N]`, offsets `[B, H, C+1]`.
 
     Tokens keep their order inside a bucket. Entries of `order` past `offsets[..., C]` are -1. Both int32.
     """
@@ -232,11 +233,13 @@ def phi_remainder(cache: PhiCache, log_phi_r: Tensor, v_r: Tensor, mask: Tensor)
     return PhiCache(cache.m, (cache.z - weights.sum(2)).clamp(min=0.0), cache.s - weights.mT @ values)
 
 
-def phi_partial(log_phi_q: Tensor, cache: PhiCache, *, full_z: Tensor | None = None, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+def phi_partial(
+    log_phi_q: Tensor, cache: PhiCache, *, full_z: Tensor | None = None, eps: float = 1e-5,
+) -> tuple[Tensor, Tensor]:
     """Evaluate the completion as one more partial attention: log_phi_q `[B, Hq, r]` -> `(out [B, Hq, d], lse [B, Hq])`.
 
-    `t_j = log φ_qj + m_j + log z_j`, `lse = logsumexp_j t_j`, `out = Σ_j softmax_j(t) · s_j / z_j`. Features whose `z_j`
-    is at most `eps` of `full_z_j` (the value before subtraction; default: of 1) contribute nothing: what is left of
+    `t_j = log φ_qj + m_j + log z_j`, `lse = logsumexp_j t_j`, `out = Σ_j softmax_j(t) · s_j / z_j`. Features whose
+    `z_j` is at most `eps` of `full_z_j` (the value before subtraction; default: of 1) contribute nothing: what is left of
     them is rounding error.
     """
     batch, heads_q, features = log_phi_q.shape

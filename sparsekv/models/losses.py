@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NEG = -1e9
+TERMS = ("kl", "top", "far", "partition", "under")
 
 
 def bucket_kl(logits: Tensor, target: Tensor) -> Tensor:
@@ -42,29 +44,90 @@ class KLHuber:
     def __call__(self, teacher: Tensor, student: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """teacher, student `[H, T, N]`; mask broadcastable, true where a key counts -> every term `[H]`, and `loss`.
 
-        A query with no key in its support counts as zero.
+        A query with no key in its support counts as zero. Only `loss` carries a gradient, and only to the student; it is
+        the analytic one, written in the same pass: automatic differentiation of these terms is bound by memory.
         """
+        loss, *terms = _KLHuberFunction.apply(student, teacher, mask, self)  # type: ignore[no-untyped-call]
+        return {**dict(zip(TERMS, terms, strict=True)), "loss": loss}
+
+    def reference(self, teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
+        """The same loss `[H]` as the formula reads, for automatic differentiation: the truth of the tests."""
         teacher = teacher.masked_fill(~mask, NEG)
         top = teacher.amax(-1, keepdim=True)
-        some = (top > NEG / 2)
+        some = top > NEG / 2
         shift = torch.where(some, top, 0.0)
         a, b = teacher - shift, (student - shift).masked_fill(~mask, NEG)
         t = self.temperature
         log_p, log_q = (a / t).log_softmax(-1), (b / t).log_softmax(-1)
-        p = log_p.exp()
-        kl = t * t * (p * (log_p - log_q)).sum(-1)
+        total = t * t * (log_p.exp() * (log_p - log_q)).sum(-1)
         in_band, is_far = (a >= -self.band) & mask, (a < -self.far) & mask
-        near = _masked_mean(_huber(torch.where(in_band, b - a, 0.0), self.delta), in_band)
-        away = _masked_mean(_huber(F.relu(b + self.band).masked_fill(~is_far, 0.0), self.delta), is_far)
+        total = total + self.top_weight * _masked_mean(_huber(torch.where(in_band, b - a, 0.0), self.delta), in_band)
+        total = total + self.far_weight * _masked_mean(
+            _huber(F.relu(b + self.band).masked_fill(~is_far, 0.0), self.delta), is_far)
         gap = b.logsumexp(-1) - a.logsumexp(-1)
-        over, under = _huber(F.relu(gap), self.delta), _huber(F.relu(-gap), self.delta)
-        alive = some[..., 0].to(kl.dtype)
-        terms = {"kl": kl, "top": near, "far": away, "partition": over, "under": under}
+        total = total + self.partition_weight * _huber(F.relu(gap), self.delta)
+        total = total + self.under_weight * _huber(F.relu(-gap), self.delta)
+        alive = some[..., 0].to(total.dtype)
+        return (total * alive).sum(-1) / alive.sum(-1).clamp(min=1)
+
+
+class _KLHuberFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, o: KLHuber) -> tuple[Tensor, ...]:
+        outside = ~mask
+        a = teacher.masked_fill(outside, NEG)
+        top = a.amax(-1, keepdim=True)
+        alive = top > NEG / 2
+        top = torch.where(alive, top, 0.0)
+        a.sub_(top)
+        b = (student - top).masked_fill_(outside, NEG)
+        t = o.temperature
+        lse_a, lse_b = a.logsumexp(-1, keepdim=True), b.logsumexp(-1, keepdim=True)
+        share = torch.exp(b - lse_b)
+        p = torch.exp(a - lse_a) if t == 1 else (a / t).softmax(-1)
+        q = share if t == 1 else (b / t).softmax(-1)
+        low_a, low_b = (lse_a, lse_b) if t == 1 else ((x / t).logsumexp(-1, keepdim=True) for x in (a, b))
+        difference = b - a
+        kl = t * t * (low_b - low_a)[..., 0] - t * torch.einsum("htn,htn->ht", p, difference)
+        gradient = (q - p).mul_(t)
+
+        band = (a >= -o.band).logical_and_(mask)
+        weight = 1.0 / band.sum(-1, keepdim=True).clamp_(min=1)
+        error = difference.mul_(band)
+        pull = error.clamp(-o.delta, o.delta)
+        near = _huber_sum(error, pull) * weight[..., 0]
+        gradient.add_(pull.mul_(weight * o.top_weight))
+
+        far = (a < -o.far).logical_and_(mask)
+        weight = 1.0 / far.sum(-1, keepdim=True).clamp_(min=1)
+        error = b.add_(o.band).clamp_(min=0.0).mul_(far)
+        pull = error.clamp(max=o.delta)
+        away = _huber_sum(error, pull) * weight[..., 0]
+        gradient.add_(pull.mul_(weight * o.far_weight))
+
+        gap = lse_b - lse_a
+        slope = o.partition_weight * gap.clamp(0.0, o.delta) + o.under_weight * gap.clamp(-o.delta, 0.0)
+        gradient.addcmul_(share, slope)
+        over, under = _huber(gap.clamp(min=0.0), o.delta)[..., 0], _huber(gap.clamp(max=0.0), o.delta)[..., 0]
+
+        alive = alive[..., 0].to(kl.dtype)
         count = alive.sum(-1).clamp(min=1)
-        terms = {name: (value * alive).sum(-1) / count for name, value in terms.items()}
-        terms["loss"] = (terms["kl"] + self.top_weight * terms["top"] + self.far_weight * terms["far"]
-                         + self.partition_weight * terms["partition"] + self.under_weight * terms["under"])
-        return terms
+        ctx.save_for_backward(gradient.mul_((alive / count[:, None])[..., None]))
+        terms = [(x * alive).sum(-1) / count for x in (kl, near, away, over, under)]
+        weights = (1.0, o.top_weight, o.far_weight, o.partition_weight, o.under_weight)
+        loss = torch.stack([w * x for w, x in zip(weights, terms, strict=True)]).sum(0)
+        ctx.mark_non_differentiable(*terms)
+        return (loss, *terms)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss[:, None, None], None, None, None
+
+
+def _huber_sum(error: Tensor, pull: Tensor) -> Tensor:
+    """`Σ huber(error)` over the last dimension, given `pull = clamp(error, −δ, δ)`: `pull·error − ½ pull²`."""
+    return torch.einsum("htn,htn->ht", pull, error) - 0.5 * torch.einsum("htn,htn->ht", pull, pull)
 
 
 def _huber(x: Tensor, delta: float) -> Tensor:
