@@ -1,0 +1,333 @@
+"""`sparsekv.attach`: make a transformers model decode sparsely for as long as a `with` block lasts.
+
+Together with `capture/tap.py` the only file that knows transformers' internals: the attention interface, the mask
+interface, what reaches an attention module, and how `generate` gets its cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from sparsekv.capture.rope import LAYOUTS, Layout, rotate
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
+from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.plan import make_plan
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
+from sparsekv.runtime.state import LayerState
+
+NAME = "sparsekv"
+_BOUND: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: Any, *, router: Any = None, phi: Any = None, selector: str | Selector | None = None,
+    probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
+    sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
+    dense_layers: Sequence[int] = (0,), sparse_chunks: bool = False, diagnostics: bool = False,
+    **options: Any,
+) -> Attachment:
+    """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
+
+    router, phi: artifacts or their folders. selector: a name of `sparsekv.runtime.selectors.SELECTORS` or a Selector;
+    without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
+    float = fraction of the context, per query and KV head. completion: phi, centroid or none; without it phi if one is
+    given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated tokens stay
+    exact until there are more than this, then the older half moves into the index. dense_layers decode with full
+    attention. sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its
+    own. diagnostics: also compute full attention and report the relative error.
+
+    Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
+    """
+    modules = _attention_modules(model)
+    _check_model(model)
+    plan, dense = make_plan(
+        model, modules, router=_load(router, "router"), phi=_load(phi, "phi"), selector=selector, probes=probes,
+        token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
+        decode_window=decode_window, dense_layers=dense_layers, options=options)
+    return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
+
+
+class Attachment:
+    """A model that decodes sparsely inside the `with` block and is exactly as before after it."""
+
+    def __init__(self, model: Any, modules: dict[int, nn.Module], plan: Any, dense: set[int], *, sparse_chunks: bool,
+                 diagnostics: bool):
+        self.model, self.modules, self.plan, self.dense_layers = model, modules, plan, dense
+        self.sparse_chunks, self.diagnostics = sparse_chunks, diagnostics
+        self.counters = Counters()
+        self._undo: list[Any] = []
+        self._seen: dict[nn.Module, tuple[Any, Any]] = {}
+        self._layouts: dict[Any, Layout | None] = {}
+        self._mask: tuple[Any, Tensor] | None = None
+        self._prefilling = False
+
+    def __enter__(self) -> Attachment:
+        if self._undo:
+            raise SparseKVError("this attachment is in use already; call attach again for another")
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, flash_attention_mask)
+        for module in self.modules.values():
+            before = _BOUND.get(module)
+            _BOUND[module] = self
+            self._undo.append(lambda m=module, b=before: _BOUND.pop(m, None) if b is None else _BOUND.__setitem__(m, b))
+            self._undo.append(module.register_forward_pre_hook(self._see, with_kwargs=True).remove)
+        for config in {id(m.config): m.config for m in self.modules.values()}.values():
+            self._undo.append(lambda c=config, n=config._attn_implementation: setattr(c, "_attn_implementation", n))
+            config._attn_implementation = NAME
+        self._undo.append(self.model.register_forward_pre_hook(self._give_cache, with_kwargs=True).remove)
+        if hasattr(self.model, "generate"):
+            held = self.model.__dict__.get("generate")
+            self._undo.append(lambda: self.model.__dict__.pop("generate", None) if held is None
+                              else self.model.__dict__.__setitem__("generate", held))
+            self.model.__dict__["generate"] = self._wrap_generate(self.model.generate)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._seen.clear()
+        self._mask = None
+
+    def report(self) -> dict[str, Any]:
+        """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
+        steps, dense layers included; selectivity_sparse without them), rel_err (mean relative L2 error of the sparse
+        layers' attention output; None without diagnostics), the same per layer, and the selectors' own numbers."""
+        return self.counters.report()
+
+    def cache(self) -> SparseCache:
+        """An empty cache for this model."""
+        return SparseCache(self.model.config)
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
+                cache: SparseCache | None = None) -> SparseCache:
+        """Run the prompt densely, in chunks of `chunk_size` tokens, and return its cache; the last token included."""
+        cache = self.cache() if cache is None else cache
+        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        self._prefilling = True
+        try:
+            past = cache.get_seq_length()
+            for part in input_ids.split(chunk_size or max(input_ids.shape[1], 1), dim=1):
+                past += part.shape[1]
+                mask = None if attention_mask is None else attention_mask[:, :past]
+                decoder(input_ids=part, attention_mask=mask, past_key_values=cache, use_cache=True)
+        finally:
+            self._prefilling = False
+        return cache
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the cache and the rotary tables, which do not reach the attention function."""
+        cache, tables = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
+        self._seen[module] = (cache, tables)
+        if isinstance(cache, SparseCache) and tables is not None:
+            layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+            if isinstance(layer, SparseLayer):
+                key = getattr(module, "layer_type", None)
+                if key not in self._layouts:
+                    self._layouts[key] = _find_layout(module, *tables)
+                layout = self._layouts[key]
+                if layout is not None:
+                    cos, sin = (_full_width(t, layout) for t in tables)
+                    table = cache.rope.setdefault(key, RopeTable(layout))
+                    table.append(cos, sin, layer.get_seq_length())
+
+    def _give_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give a forward pass without a cache one of ours; refuse foreign ones."""
+        cache = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache", getattr(module.config, "use_cache", True))
+        if cache is None and use_cache is not False:
+            kwargs["past_key_values"] = self.cache()
+        elif cache is not None:
+            _check_cache(cache)
+        return args, kwargs
+
+    def _wrap_generate(self, inner: Any) -> Any:
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            config = kwargs.get("generation_config") or self.model.generation_config
+            kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+            if kind not in (None, "dynamic"):
+                raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
+                                    "brings its own cache")
+            if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
+                raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
+            if kwargs.get("past_key_values") is None:
+                kwargs.pop("cache_implementation", None)
+                kwargs["past_key_values"] = self.cache()
+            else:
+                _check_cache(kwargs["past_key_values"])
+            return inner(*args, **kwargs)
+
+        return generate
+
+    def _starts(self, mask: Tensor | None, batch: int, device: Any) -> Tensor:
+        """First real token of every row, from the 2-D mask of a left-padded batch; checked once a mask."""
+        if mask is None:
+            return torch.zeros(batch, dtype=torch.long, device=device)
+        if self._mask is None or self._mask[0] is not mask:
+            real = mask.bool()
+            if bool((real[:, :-1] & ~real[:, 1:]).any()):
+                raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; "
+                                    "set tokenizer.padding_side = 'left'")
+            self._mask = (mask, (~real).sum(-1).to(device))
+        return self._mask[1]
+
+    def attention(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float,
+                  window: int | None, softcap: float | None) -> Tensor:
+        """Dense or sparse, `[B, Hq, T, d]`."""
+        index = module.layer_idx
+        cache, _ = self._seen.get(module, (None, None))
+        layers = cache.layers if isinstance(cache, SparseCache) else ()
+        layer = layers[index] if index < len(layers) else None
+        count, past = query.shape[2], key.shape[2] - query.shape[2]
+        decoding = past > 0 and not self._prefilling and (count == 1 or self.sparse_chunks)
+        if mask is not None and mask.dim() != 2:
+            raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
+
+        def dense(q: Tensor = query) -> Tensor:
+            return dense_attention(q, key, value, scale=scale, key_mask=mask, window=window, softcap=softcap)
+
+        if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
+            return dense()
+        if not decoding:
+            layer.remember_queries(query, key.shape[2])
+            return dense()
+        if index in self.dense_layers or softcap is not None:
+            self.counters.dense(index, count)
+            return dense()
+        out = self._decode(module, layer, cache, query, mask, scale, past)
+        if self.diagnostics:
+            self.counters.compare(index, out, dense())
+        return out
+
+    def _decode(self, module: Any, layer: SparseLayer, cache: Any, query: Tensor, mask: Tensor | None,
+                scale: float, past: int) -> Tensor:
+        index, device = module.layer_idx, query.device
+        view = self._view(module, layer, cache, scale, query.shape[1])
+        if layer.state is None or layer.state.plan is not self.plan:
+            starts = self._starts(mask, query.shape[0], device)
+            view.regions = self.plan.regions(starts, past)
+            view.keys, view.values = layer.keys[:, :, :past], layer.values[:, :, :past]
+            layer.state = LayerState(self.plan, view)
+        state, parts = layer.state, []
+        for first in range(0, query.shape[2], QUERY_BLOCK):
+            q = query[:, :, first:first + QUERY_BLOCK]
+            end = past + first + q.shape[2]
+            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
+            view.regions = state.regions.grown(end)
+            state.advance(view, past + first)
+
+            def make_pre(q: Tensor = q, first: int = end - q.shape[2], last: int = end) -> Tensor:
+                return view.unrotate(q, first, last)
+
+            done = sparse_attention(view, Queries(q, make_pre), state.selector, state.completion)
+            self.counters.sparse(index, done.loaded, done.context)
+            parts.append(done.out)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _view(self, module: Any, layer: SparseLayer, cache: Any, scale: float, heads: int) -> LayerView:
+        table = cache.rope.get(getattr(module, "layer_type", None))
+
+        def need() -> RopeTable:
+            if table is None:
+                raise SparseKVError(f"{type(module).__name__} rotates in a way sparsekv could not undo; use a selector "
+                                    "that reads rotated keys only, such as topk, or a router trained with key_space rot")
+            return table
+
+        recent = layer.keys.new_zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3])
+        return LayerView(
+            keys=layer.keys, values=layer.values, regions=None, scale=scale,  # type: ignore[arg-type]
+            num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
+            unrotate=lambda x, a, b: need().unrotate(x, a, b), rotate=lambda x, p: need().turn(x, p),
+            recent_queries=recent if layer.recent is None else layer.recent,
+            recent_end=layer.recent_end)
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls while a model is attached."""
+    attachment = _BOUND.get(module)
+    if attachment is None:
+        raise SparseKVError("attention was called on a module that is not attached; attach the whole model")
+    if kwargs.get("s_aux") is not None:
+        raise SparseKVError(f"{type(module).__name__} has learned attention sinks, which sparsekv does not support")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = attachment.attention(module, query, key, value, attention_mask, scale, sliding_window, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attention_modules(model: Any) -> dict[int, nn.Module]:
+    """The self-attention module of every layer, by layer index."""
+    if not isinstance(model, nn.Module):
+        raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
+    return {m.layer_idx: m for name, m in model.named_modules()  # type: ignore[misc]
+            if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
+            and "cross" not in name}
+
+
+def _check_model(model: Any) -> None:
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise SparseKVError("attach works on the model itself, found one wrapped by torch.compile; attach to the "
+                            "uncompiled model (model._orig_mod, or load it again)")
+    if not hasattr(model, "config"):
+        raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only models")
+
+
+def _check_cache(cache: Any) -> None:
+    if not isinstance(cache, SparseCache):
+        raise SparseKVError(f"a {type(cache).__name__} has no sparse index; leave past_key_values out, or pass the "
+                            "SparseCache of attachment.cache() or attachment.prefill()")
+
+
+def _load(artifact: Any, kind: str) -> Any:
+    """An artifact from its folder, or the object itself."""
+    if not isinstance(artifact, str | Path):
+        return artifact
+    if kind == "router":
+        from sparsekv.artifacts.router import RouterArtifact
+
+        return RouterArtifact.load(artifact)
+    from sparsekv.artifacts.phi import PhiArtifact
+
+    return PhiArtifact.load(artifact)
+
+
+def _full_width(table: Tensor, layout: Layout) -> Tensor:
+    """The model's `cos` or `sin [B, T, width]`, which repeat the angles half by half, in the layout's own order."""
+    if layout == "half":
+        return table.float()
+    return table[..., : table.shape[-1] // 2].float().repeat_interleave(2, dim=-1)
+
+
+def _find_layout(module: nn.Module, cos: Tensor, sin: Tensor) -> Layout | None:
+    """The layout whose rotation equals the model's own function on random vectors; None if neither does."""
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        return None
+    cos, sin = cos[:1].float(), sin[:1].float()
+    generator = torch.Generator().manual_seed(0)
+    dim = getattr(module, "head_dim", cos.shape[-1])
+    x = torch.randn(1, 2, cos.shape[1], dim, generator=generator).to(cos.device)
+    try:
+        truth = apply(x, x, cos, sin)[0]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for layout in LAYOUTS:
+        turned = rotate(x, _full_width(cos, layout)[:, None], _full_width(sin, layout)[:, None], layout)
+        if torch.allclose(turned, truth, atol=1e-4):
+            return layout
+    return None

@@ -1,0 +1,225 @@
+"""SparseCache: a transformers Cache whose full-attention layers carry what sparse decoding needs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from sparsekv.capture.rope import Layout, rotate, unrotate
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.state import LayerState
+from sparsekv.runtime.storage import Growing, repeated, take_rows
+
+OBSERVED = 64
+
+
+class RopeTable:
+    """`cos, sin [B or 1, N, width]` float32, full width in `layout`, of every position in the cache, one for all layers
+    that rotate alike: what the model itself used when the token was computed."""
+
+    def __init__(self, layout: Layout):
+        self.layout: Layout = layout
+        self.cos, self.sin = Growing(), Growing()
+
+    def append(self, cos: Tensor, sin: Tensor, length: int) -> None:
+        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them."""
+        if self.cos.length != length:
+            return
+        batch = cos.shape[0]
+        for store, new in ((self.cos, cos), (self.sin, sin)):
+            held = store.view.shape[0] if store.length else batch
+            if held < batch:
+                store.replace(store.view.expand(batch, -1, -1))
+                store.shared = True
+            store.append(new.expand(max(held, batch), -1, -1).float())
+
+    def rotate(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Apply RoPE at positions `first..last`: x `[B, H, last − first, d]` without RoPE."""
+        cos, sin = (t.view[:, None, first:last] for t in (self.cos, self.sin))
+        return rotate(x, cos, sin, self.layout)
+
+    def unrotate(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Remove RoPE at positions `first..last`: x `[B, H, last − first, d]`."""
+        cos, sin = (t.view[:, None, first:last] for t in (self.cos, self.sin))
+        return unrotate(x, cos, sin, self.layout)
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Apply RoPE at any positions: x `[B, H, n, d]` without RoPE, positions `[B, H, n]` or broadcastable."""
+        cos, sin = (t.view[0][positions] for t in (self.cos, self.sin))
+        return rotate(x, cos, sin, self.layout)
+
+    def fork(self) -> RopeTable:
+        other = RopeTable(self.layout)
+        other.cos, other.sin = self.cos.fork(), self.sin.fork()
+        return other
+
+    def take_rows(self, index: Tensor) -> None:
+        for store in (self.cos, self.sin):
+            if store.length and store.view.shape[0] > 1:
+                store.replace(take_rows(store.view, index))
+
+
+class SparseLayer(DynamicLayer):
+    """Keys and values `[B, Hkv, N, d]` of a full-attention layer, the last queries of its prefill, and the state of the
+    attachment that decodes with it (index, completion cache, regions)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys, self._values = Growing(), Growing()
+        self.state: LayerState | None = None
+        self.recent: Tensor | None = None
+        self.recent_end = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self._keys.view.shape[0] if self._keys.length else key_states.shape[0]
+        if held != key_states.shape[0]:
+            raise SparseKVError(f"this cache holds {held} sequences and was given {key_states.shape[0]}; use a new "
+                                "cache, or batch_repeat_interleave or batch_select_indices on this one")
+        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self._keys.length
+
+    def remember_queries(self, query: Tensor, end: int) -> None:
+        """Keep the last queries of the prefill: query `[B, Hq, T, d]` with RoPE, the last at position `end − 1`."""
+        new = query[:, :, -OBSERVED:].detach()
+        if self.recent is not None and self.recent_end == end - query.shape[2] and new.shape[2] < OBSERVED:
+            new = torch.cat([self.recent, new], dim=2)[:, :, -OBSERVED:]
+        self.recent, self.recent_end = new.clone(), end
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = self.get_seq_length()
+        keep = min(length, tokens_to_remove) if tokens_to_remove > 0 else max(0, length + tokens_to_remove)
+        if keep == length:
+            return
+        self._keys.crop(keep)
+        self._values.crop(keep)
+        self._sync()
+        if self.state is not None:
+            self.state = self.state.cropped(keep)
+        if self.recent is not None and self.recent_end > keep:
+            cut = self.recent.shape[2] - (self.recent_end - keep)
+            self.recent, self.recent_end = (self.recent[:, :, :cut], keep) if cut > 0 else (None, 0)
+
+    def reset(self) -> None:
+        """Forget everything; the object can be used for another request."""
+        self._keys.clear()
+        self._values.clear()
+        self.keys = self.values = None
+        self.state = self.recent = None
+        self.recent_end = 0
+        self.is_initialized = False
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        if self.get_seq_length() == 0:
+            return
+        for store in (self._keys, self._values):
+            store.replace(take_rows(store.view, index))
+        self._sync()
+        if self.recent is not None:
+            self.recent = take_rows(self.recent, index)
+        if self.state is not None:
+            self.state.take_rows(index.to(self._keys.view.device))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.get_seq_length():
+            self.take_rows(repeated(self._keys.view.shape[0], repeats, self._keys.view.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.take_rows(_row_numbers(indices))
+
+    def fork(self) -> SparseLayer:
+        other = SparseLayer()
+        other.__dict__.update(self.__dict__)
+        other._keys, other._values = self._keys.fork(), self._values.fork()
+        other.state = None if self.state is None else self.state.fork()
+        return other
+
+    def _sync(self) -> None:
+        self.keys, self.values = self._keys.view, self._values.view
+
+
+class SparseCache(Cache):
+    """A cache for `model.generate` or `model(...)` under `sparsekv.attach`; the attachment makes it by itself.
+
+    Full-attention layers are `SparseLayer`s; sliding-window layers are transformers' own.
+    """
+
+    def __init__(self, config: Any):
+        plain = DynamicCache(config=config.get_text_config(decoder=True))
+        super().__init__(layers=[SparseLayer() if type(layer) is DynamicLayer else layer for layer in plain.layers])
+        self.rope: dict[Any, RopeTable] = {}
+
+    def fork(self) -> SparseCache:
+        """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
+        other = copy.copy(self)
+        other.layers = [layer.fork() if isinstance(layer, SparseLayer) else _copy_plain(layer) for layer in self.layers]
+        other.rope = {key: table.fork() for key, table in self.rope.items()}
+        return other
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        length = self._length()
+        for table in self.rope.values():
+            table.cos.crop(length)
+            table.sin.crop(length)
+
+    def reset(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                self.layers[index] = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+            else:
+                layer.reset()
+        self.rope = {}
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._take_rope_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self.rows
+        super().batch_repeat_interleave(repeats)
+        self._take_rope_rows(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._take_rope_rows(_row_numbers(indices))
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the cache; 0 before the first."""
+        return next((layer.keys.shape[0] for layer in self.layers if layer.keys is not None), 0)
+
+    def _length(self) -> int:
+        return next((x.get_seq_length() for x in self.layers if isinstance(x, SparseLayer)), self.get_seq_length())
+
+    def _take_rope_rows(self, index: Tensor) -> None:
+        for table in self.rope.values():
+            table.take_rows(index)
+
+
+def _row_numbers(indices: Tensor) -> Tensor:
+    """Row numbers from row numbers or a mask."""
+    indices = torch.as_tensor(indices)
+    return indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices.reshape(-1)
+
+
+def _copy_plain(layer: Any) -> Any:
+    """transformers' own layers replace their tensors and never write into them, so a shallow copy is independent."""
+    return copy.copy(layer)

@@ -1,0 +1,150 @@
+"""From the arguments of `attach` to a plan: which selector and completion every layer gets, checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.completion import Completion, PhiCompletion
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.selectors import SELECTORS, Selector
+
+COMPLETIONS = ("phi", "centroid", "none")
+SINK_SIZE, WINDOW_SIZE = 4, 16
+
+
+@dataclass(eq=False)
+class Plan:
+    """How an attachment decodes. Two plans are the same only if they are one object."""
+
+    sink_size: int
+    window_size: int
+    decode_window: int
+    prototype: Selector
+    completion_kind: str
+    router: Any
+    phi: Any
+    devices: dict[int, Any]
+
+    def regions(self, starts: Tensor, length: int) -> Regions:
+        return Regions.at_prefill_end(starts, length, self.sink_size, self.window_size)
+
+    def selector(self, layer_idx: int) -> Selector:
+        """A fresh selector for a layer, its artifact on the layer's device."""
+        made = copy.copy(self.prototype)
+        if getattr(made, "artifact", None) is not None:
+            made.artifact = self._placed("router", made.artifact, layer_idx)  # type: ignore[attr-defined]
+        return made
+
+    def completion(self, layer_idx: int) -> Completion | None:
+        """A fresh completion for a layer; None where there is none."""
+        if self.completion_kind == "phi":
+            maps = self._placed("phi", self.phi, layer_idx).layer(layer_idx)
+            return None if maps is None else PhiCompletion(maps)
+        if self.completion_kind == "centroid":
+            from sparsekv.runtime.centroid import CentroidCompletion
+
+            return CentroidCompletion()
+        return None
+
+    def _placed(self, kind: str, artifact: Any, layer_idx: int) -> Any:
+        device = self.devices[layer_idx]
+        held = self.__dict__.setdefault("_copies", {})
+        if (kind, device) not in held:
+            held[kind, device] = artifact.to(device) if hasattr(artifact, "to") else artifact
+        return held[kind, device]
+
+
+def make_plan(
+    model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
+    probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
+    window_size: int | None, decode_window: int, dense_layers: Sequence[int], options: dict[str, Any],
+) -> tuple[Plan, set[int]]:
+    """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
+    eligible = _eligible(model, modules)
+    prototype = _selector(selector, router, probes, token_budget, options)
+    for artifact in (router, phi):
+        if artifact is not None and hasattr(artifact, "check"):
+            artifact.check(model)
+    if completion is None:
+        completion = "none" if phi is None else "phi"
+    if completion not in COMPLETIONS:
+        raise SparseKVError(f"unknown completion {completion!r}: expected one of {', '.join(COMPLETIONS)}")
+    if completion == "phi" and phi is None:
+        raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
+    sink_size = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
+    window_size = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
+    if decode_window < 1:
+        raise SparseKVError(f"decode_window must be at least 1 token, found {decode_window}")
+    dense = set(range(len(modules))) - eligible
+    count = max(modules) + 1
+    for layer in dense_layers:
+        if not -count <= layer < count:
+            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {count - 1}")
+        dense.add(layer % count)
+    if prototype.name == "dense":
+        dense |= eligible
+    if prototype.name == "router" and getattr(prototype, "partition", "") == "offline":
+        held = getattr(prototype, "artifact", None)
+        dense |= {i for i in eligible if held is None or held.layer(i) is None}
+    devices = {i: next(m.parameters()).device for i, m in modules.items()}
+    return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices), dense
+
+
+def _selector(
+    selector: str | Selector | None, router: Any, probes: int | None, token_budget: int | float | None,
+    options: dict[str, Any],
+) -> Selector:
+    if isinstance(selector, Selector):
+        given = {k: v for k, v in {**options, "probes": probes, "token_budget": token_budget}.items() if v is not None}
+        made = copy.copy(selector)
+    else:
+        name = selector or ("dense" if router is None else "router")
+        if name not in SELECTORS:
+            raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
+        made = SELECTORS[name]()
+        given = dict(options)
+        if token_budget is not None:
+            given["token_budget"] = token_budget
+        if probes is not None:
+            given["probes"] = probes
+    names = made.option_names()
+    for key, value in given.items():
+        if key not in names:
+            raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
+        setattr(made, key, value)
+    if made.name == "router" and router is not None:
+        made.artifact = router  # type: ignore[attr-defined]
+    made.validate()
+    return made
+
+
+def _size(name: str, given: int | None, artifacts: tuple[Any, ...], default: int) -> int:
+    """The option if given, else the artifacts' own (they must agree), else the default."""
+    if given is not None:
+        if given < 0:
+            raise SparseKVError(f"{name} must not be negative, found {given}")
+        return given
+    found = {getattr(a.config, name) for a in artifacts if hasattr(getattr(a, "config", None), name)}
+    if len(found) > 1:
+        raise SparseKVError(f"the router and the feature maps were trained with different {name} "
+                            f"({' and '.join(map(str, sorted(found)))} tokens); say which with {name}=...")
+    return found.pop() if found else default
+
+
+def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:
+    """Layers with full softmax attention over the whole cache. Raises SparseKVError if there is none."""
+    from sparsekv.runtime.cache import SparseCache, SparseLayer
+
+    layers = SparseCache(model.config).layers
+    good = {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
+            and getattr(m, "attn_logit_softcapping", None) is None}
+    if not good:
+        raise SparseKVError(f"{type(model).__name__} has no layer with full softmax attention; sparsekv supports "
+                            "decoders such as Llama, Qwen, Mistral, Phi-3, Gemma 3 and GLM-4")
+    return good

@@ -1,0 +1,23 @@
+"""Sink and tail only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
+
+
+@dataclass(eq=False)
+class Streaming(Selector):
+    """Reads no mid token: the anchors alone (StreamingLLM, Xiao et al. 2023; Saap's ℓ = 0)."""
+
+    name: ClassVar[str] = "streaming"
+    source: ClassVar[str] = "StreamingLLM (Xiao et al. 2023)"
+    needs_budget: ClassVar[bool] = False
+
+    def select(self, view: LayerView, queries: Queries) -> Selection:
+        rows = view.keys.shape[0] * queries.count
+        return Selection(tokens=torch.empty(rows, view.num_kv_heads, 0, dtype=torch.long, device=view.keys.device))

@@ -1,0 +1,64 @@
+"""What one attachment keeps for one layer of one cache: regions, selector, completion; built when decoding starts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from sparsekv.runtime.selectors.base import LayerView
+
+
+class LayerState:
+    """The sparse state of one layer: made for a plan, grown with the cache, forked and reordered with it."""
+
+    def __init__(self, plan: Any, view: LayerView):
+        self.plan = plan
+        self.regions = view.regions
+        self.selector = plan.selector(view.layer_idx)
+        self.completion = plan.completion(view.layer_idx)
+        if self.completion is not None:
+            self.completion.build(view)
+            view.completion_tokens = self.completion.cost_tokens(view)
+        self.completion_tokens = view.completion_tokens
+        self.selector.build(view)
+
+    def advance(self, view: LayerView, past: int) -> None:
+        """Bring regions up to a cache of `view.regions.length` tokens, of which the first `past` may move into the
+        index: when tail and decode window outgrow their room, the oldest tokens join the mid region.
+
+        `view.regions` is replaced by the new regions.
+        """
+        room = self.plan.window_size + self.plan.decode_window
+        old = self.regions.grown(past)
+        self.regions = self.regions.grown(view.regions.length)
+        oldest = past - room
+        if oldest > int(self.regions.tail_starts.min()):
+            self.regions = self.regions.moved(past - self.plan.window_size - self.plan.decode_window // 2)
+            view.regions = self.regions
+            view.completion_tokens = self.completion_tokens
+            self.selector.extend(view, old)
+            if self.completion is not None:
+                self.completion.extend(view, old)
+        view.regions = self.regions
+        view.completion_tokens = self.completion_tokens
+
+    def cropped(self, length: int) -> LayerState | None:
+        """The state of a cache cut to `length` tokens; None where the cut reaches the index, which is built anew."""
+        if length < int(self.regions.tail_starts.max()):
+            return None
+        self.regions = self.regions.grown(length)
+        return self
+
+    def take_rows(self, index: Tensor) -> None:
+        self.regions = self.regions.rows(index)
+        self.selector.take_rows(index)
+        if self.completion is not None:
+            self.completion.take_rows(index)
+
+    def fork(self) -> LayerState:
+        other: Any = copy.copy(self)
+        other.selector = self.selector.fork()
+        other.completion = None if self.completion is None else self.completion.fork()
+        return other

@@ -1,0 +1,61 @@
+"""Growing tensors: appended in place with room to spare, shared between forks until one of them writes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Growing:
+    """A tensor `[..., n, d]` that grows along its last but one dimension, amortised: a step copies one token."""
+
+    def __init__(self) -> None:
+        self.data: Tensor | None = None
+        self.length = 0
+        self.shared = False
+
+    @property
+    def view(self) -> Tensor:
+        """What is stored, `[..., n, d]`; no copy."""
+        assert self.data is not None
+        return self.data[..., :self.length, :]
+
+    def append(self, new: Tensor) -> Tensor:
+        """Add `[..., m, d]` and return the view."""
+        end = self.length + new.shape[-2]
+        if self.data is None or self.shared or end > self.data.shape[-2]:
+            room = end if self.data is None and end > 1 else end + max(64, end // 8)
+            data = new.new_empty(*new.shape[:-2], room, new.shape[-1])
+            if self.data is not None and self.length:
+                data[..., :self.length, :] = self.data[..., :self.length, :]
+            self.data, self.shared = data, False
+        self.data[..., self.length:end, :] = new
+        self.length = end
+        return self.view
+
+    def crop(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def replace(self, data: Tensor) -> None:
+        """Store another tensor; its rows must be as many as `view`'s."""
+        self.data, self.length, self.shared = data, data.shape[-2], False
+
+    def fork(self) -> Growing:
+        """A copy that shares the tensor; whoever appends first makes it its own."""
+        other = Growing()
+        other.data, other.length = self.data, self.length
+        self.shared = other.shared = self.data is not None
+        return other
+
+    def clear(self) -> None:
+        self.data, self.length, self.shared = None, 0, False
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of the batch in the order given; tables shared by all rows (`B = 1` of more) stay as they are."""
+    return x.index_select(0, index.to(x.device))
+
+
+def repeated(batch: int, repeats: int, device: torch.device) -> Tensor:
+    """Row indices of `repeat_interleave`."""
+    return torch.arange(batch, device=device).repeat_interleave(repeats)

@@ -1,0 +1,6 @@
+"""The runtime's tests share `tiny.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
