@@ -37,6 +37,8 @@ def progress(description: str, total: int, unit: str = "steps") -> Iterator[Call
         task = bar.add_task(description, total=total, note="")
 
         def advance(n: int = 1, note: str | None = None) -> None:
-            bar.update(task, advance=n, **({} if note is None else {"note": note}))
+            bar.update(task, advance=n)
+            if note is not None:
+                bar.update(task, note=note)
 
         yield advance

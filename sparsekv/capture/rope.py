@@ -7,6 +7,8 @@ divides by `cos² + sin²`. A pure leaf: imports no stage.
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,6 +16,49 @@ from torch import Tensor
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
+ROUND_TRIP = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerRope:
+    """How one layer rotates: the layout, and whether the model's table holds every angle once (`repeat`)."""
+
+    layout: Layout
+    repeat: bool
+
+    def table(self, table: Tensor) -> Tensor:
+        """The model's `cos` or `sin [..., width]` as float32, full width in the layout."""
+        table = table.float()
+        if not self.repeat:
+            return table
+        if self.layout == "interleaved":
+            return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
+        return torch.cat([table, table], dim=-1)
+
+
+def find_layout(attention: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: int) -> LayerRope | None:
+    """The layout whose rotation equals the rotary function of the attention's own module, and whose inverse undoes it,
+    on random vectors; None where no layout does. cos, sin `[n, width]` as the model passes them. Nothing is inferred
+    from a name."""
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None:
+        return None
+    cos, sin = cos.float(), sin.float()
+    x = torch.randn(1, 2, cos.shape[0], head_dim, generator=torch.Generator().manual_seed(0)).to(cos.device)
+    try:
+        truth = apply(x, x, cos[None], sin[None])[0]
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    for layout in LAYOUTS:
+        for repeat in (False, True):
+            rope = LayerRope(layout, repeat)
+            tables = rope.table(cos), rope.table(sin)
+            if tables[0].shape[-1] > head_dim:
+                continue
+            forward = (rotate(x, *tables, layout) - truth).abs().max().item()
+            if max(forward, (unrotate(truth, *tables, layout) - x).abs().max().item()) < ROUND_TRIP:
+                return rope
+    return None
 
 
 def _rot(x: Tensor, layout: Layout) -> Tensor:

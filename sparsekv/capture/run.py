@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.corpus import SPLITS, Window, make_windows, read_documents
-from sparsekv.capture.rope import unrotate
+from sparsekv.capture.rope import LayerRope, unrotate
 from sparsekv.capture.statistics import query_statistics
 from sparsekv.capture.store import (
     FORMAT_VERSION,
@@ -27,7 +27,7 @@ from sparsekv.capture.store import (
     storage_bytes,
     write_json,
 )
-from sparsekv.capture.tap import AttentionCall, LayerRope, StopForward, decoder, probe, tap
+from sparsekv.capture.tap import AttentionCall, StopForward, decoder, probe, tap
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.progress import progress

@@ -5,7 +5,6 @@ This file and `runtime/attach.py` are the only ones that know transformers' inte
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekv.capture.rope import LAYOUTS, Layout, rotate, unrotate
+from sparsekv.capture.rope import LayerRope, find_layout
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.dense import causal_attention
 
 NAME = "sparsekv_capture"
-ROUND_TRIP = 1e-4
 
 
 @dataclass(frozen=True)
@@ -36,23 +34,6 @@ class AttentionCall:
     scale: float
     sliding_window: int | None
     softcap: float | None
-
-
-@dataclass(frozen=True)
-class LayerRope:
-    """How one layer rotates: the layout, and how the model's table becomes a full-width one."""
-
-    layout: Layout
-    repeat: bool
-
-    def table(self, table: Tensor) -> Tensor:
-        """The model's `cos` or `sin [..., width]` as float32, full width in the layout."""
-        table = table.float()
-        if not self.repeat:
-            return table
-        if self.layout == "interleaved":
-            return table[..., : table.shape[-1] // 2].repeat_interleave(2, dim=-1)
-        return torch.cat([table, table], dim=-1)
 
 
 class StopForward(Exception):
@@ -129,10 +110,10 @@ def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
             skipped[layer] = f"sliding-window attention over {call.sliding_window} tokens"
         elif call.softcap is not None:
             skipped[layer] = "soft-capped scores"
-        elif call.cos is None:
+        elif call.cos is None or call.sin is None:
             skipped[layer] = "no rotary position embedding"
         else:
-            rope = _match(modules[layer], call)
+            rope = find_layout(modules[layer], call.cos, call.sin, call.query.shape[-1])
             if rope is None:
                 skipped[layer] = "its rotary embedding does not survive the round-trip check"
             else:
@@ -147,28 +128,3 @@ def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
 def decoder(model: Any) -> Any:
     """The model without its language-model head."""
     return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-
-
-def _match(module: nn.Module, call: AttentionCall) -> LayerRope | None:
-    """The layout and table form that reproduce the model's own rotation and undo it, or None."""
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    if apply is None or call.cos is None or call.sin is None:
-        return None
-    cos, sin = call.cos.float(), call.sin.float()
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 2, cos.shape[0], call.query.shape[-1], generator=generator).to(cos.device)
-    try:
-        truth = apply(x, x, cos[None], sin[None])[0]
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    for layout in LAYOUTS:
-        for repeat in (False, True):
-            rope = LayerRope(layout, repeat)
-            full_cos, full_sin = rope.table(cos), rope.table(sin)
-            if full_cos.shape[-1] > x.shape[-1]:
-                continue
-            turned = rotate(x, full_cos, full_sin, layout)
-            back = unrotate(truth, full_cos, full_sin, layout)
-            if max((turned - truth).abs().max().item(), (back - x).abs().max().item()) < ROUND_TRIP:
-                return rope
-    return None

@@ -1,0 +1,211 @@
+"""The runtime inside transformers models: everything selected is the plain model; on exit nothing is left."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.glm4.configuration_glm4 import Glm4Config
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+import sparsekv
+from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
+from sparsekv.errors import SparseKVError
+from sparsekv.kernels.reference import RouterWeights
+from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96}
+CONFIGS = {
+    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig, "phi3": Phi3Config,
+    "gemma3": Gemma3TextConfig, "glm4": Glm4Config,
+}
+
+
+def tiny(name: str = "llama", **extra: object):
+    torch.manual_seed(0)
+    options = {**SIZES, **extra}
+    if name == "gemma3":
+        options |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    if name == "mistral":
+        options |= {"sliding_window": None}
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](**options)).eval()
+    # larger weights make the attention peaked, so that a wrong key would be seen
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+    return model
+
+
+def artifacts(model, *, buckets: int = 8, space: str = "rot", scores: str = "mlp", features: int = 12):
+    torch.manual_seed(1)
+    mark = model_fingerprint(model)
+    layers, heads_q, heads_kv, dim = mark["num_layers"], mark["num_query_heads"], mark["num_kv_heads"], mark["head_dim"]
+    common = {"model": mark, "layers": list(range(layers)), "sink_size": 4, "window_size": 16}
+    centroids = torch.nn.functional.normalize(torch.randn(layers, heads_kv, buckets, dim), dim=-1)
+    weights = None
+    if scores != "mean_key":
+        weights = RouterWeights(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
+                                torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
+    router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
+                                                 router_scope="kv_head", **common), centroids, weights)
+    maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
+    maps = [FeatureMapWeights(*(w.detach().reshape(layers, -1, *w.shape[1:]) for w in m)) for m in maps]
+    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), *maps,
+                      torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
+    return router, phi
+
+
+def prompt(batch: int = 1, length: int = 75) -> torch.Tensor:
+    return torch.randint(1, 95, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_everything_selected_is_the_plain_model(name: str) -> None:
+    model, ids = tiny(name), prompt()
+    plain = model.generate(ids, **GREEDY)
+    want = model(plain).logits
+    router, phi = artifacts(model, space="pre")
+    for options in ({"selector": "topk", "token_budget": 1.0}, {"router": router, "probes": 8},
+                    {"router": router, "probes": 8, "phi": phi},
+                    {"selector": "topk", "token_budget": 1.0, "per_query_head": True, "phi": phi}):
+        with sparsekv.attach(model, dense_layers=(), **options) as attachment:
+            assert torch.equal(model.generate(ids, **GREEDY), plain)
+            cache = attachment.prefill(plain[:, :70])
+            steps = [model(plain[:, t:t + 1], past_key_values=cache, use_cache=True).logits for t in range(70, 80)]
+        torch.testing.assert_close(torch.cat(steps, 1), want[:, 70:80], rtol=1e-4, atol=1e-4)
+        report = attachment.report()
+        assert report["sparse_calls"] > 0 and report["selectivity"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("space", ["rot", "pre"])
+@pytest.mark.parametrize("scores", ["mlp", "mean_key", "hybrid"])
+def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, scores: str) -> None:
+    model, ids = tiny(), prompt(length=90)
+    router, phi = artifacts(model, space=space, scores=scores)
+    options = {"router": router, "phi": phi, "token_budget": 0.1}
+    with sparsekv.attach(model, **options) as one:
+        cache = one.prefill(ids[:, :80])
+        first, second = cache.fork(), cache.fork()
+        steps = [model(ids[:, t:t + 1], past_key_values=first, use_cache=True).logits for t in range(80, 90)]
+        again = [model(ids[:, t:t + 1], past_key_values=second, use_cache=True).logits for t in range(80, 90)]
+        torch.testing.assert_close(torch.cat(steps, 1), torch.cat(again, 1))
+    with sparsekv.attach(model, sparse_chunks=True, diagnostics=True, **options) as other:
+        chunk = model(ids[:, 80:], past_key_values=cache.fork(), use_cache=True).logits
+    torch.testing.assert_close(torch.cat(steps, 1), chunk, rtol=1e-4, atol=1e-4)
+    assert one.report()["selectivity"] == pytest.approx(other.report()["selectivity"])
+    assert 0 < other.report()["rel_err"] < 2 and cache.get_seq_length() == 80
+
+
+@pytest.mark.parametrize("options", [
+    {"selector": "topk", "token_budget": 1.0}, {"selector": "topk", "token_budget": 5},
+    {"selector": "streaming"}, {"probes": 3}])
+def test_padded_rows_decode_as_they_do_alone(options: dict) -> None:
+    model, ids = tiny(), prompt(batch=3)
+    router, _ = artifacts(model)
+    if "selector" not in options:
+        options = {**options, "router": router}
+    mask = torch.ones_like(ids)
+    mask[0, :11], mask[2, :40] = 0, 0
+    with sparsekv.attach(model, **options):
+        together = model.generate(ids, attention_mask=mask, **GREEDY)
+        for row, pad in enumerate((11, 0, 40)):
+            alone = model.generate(ids[row:row + 1, pad:], **GREEDY)
+            assert together[row, ids.shape[1]:].tolist()[:alone.shape[1] - 75 + pad] == alone[0, 75 - pad:].tolist()
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, ids = tiny(), prompt()
+    before, plain = model.config._attn_implementation, model.generate(ids, **GREEDY)
+    hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
+    with pytest.raises(ZeroDivisionError), sparsekv.attach(model, selector="streaming"):
+        _ = 1 // 0
+    attachment = sparsekv.attach(model, selector="streaming")
+    with attachment:
+        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()) as inner:
+            assert torch.equal(model.generate(ids, **GREEDY), plain)
+        assert inner.report()["sparse_calls"] > 0
+        with pytest.raises(SparseKVError, match="in use already"):
+            attachment.__enter__()
+        model.generate(ids, **GREEDY)
+        assert attachment.report()["sparse_calls"] > 0
+    assert model.config._attn_implementation == before and "generate" not in model.__dict__
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == hooks
+    assert torch.equal(model.generate(ids, **GREEDY), plain)
+    with attachment:
+        model.generate(ids, **GREEDY)
+
+
+def test_beams_and_several_sequences_run() -> None:
+    model, ids = tiny(), prompt()
+    for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
+        plain = model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options}, generation_config=None) \
+            if "num_beams" in options else None
+        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()):
+            out = model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options})
+        assert plain is None or torch.equal(out, plain)
+        assert out.shape[0] == options.get("num_return_sequences", 1)
+
+
+def test_long_generation_moves_tokens_into_the_index() -> None:
+    model, ids = tiny(), prompt()
+    router, phi = artifacts(model)
+    with sparsekv.attach(model, router=router, phi=phi, probes=2, decode_window=16) as attachment:
+        out = model.generate(ids, max_new_tokens=120, min_new_tokens=120, do_sample=False)
+    assert out.shape[1] == 195 and attachment.report()["selectivity"] < 0.9
+    with sparsekv.attach(model, router=router, probes=8, decode_window=16, dense_layers=()):
+        all_read = model.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False)
+    assert torch.equal(all_read, model.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False))
+
+
+BAD = [
+    ({"selector": "nope", "token_budget": 1}, "unknown selector"),
+    ({"selector": "router"}, "router"),
+    ({"selector": "topk"}, "needs token_budget"),
+    ({"selector": "topk", "token_budget": 1.5}, "fraction of the context"),
+    ({"selector": "topk", "token_budget": -3}, "negative"),
+    ({"selector": "streaming", "completion": "phi"}, "needs trained feature maps"),
+    ({"selector": "streaming", "completion": "magic"}, "unknown completion"),
+    ({"selector": "streaming", "probes": 3}, "no option 'probes'"),
+    ({"selector": "streaming", "sink_size": -1}, "must not be negative"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_options_are_refused_with_a_sentence(options: dict, message: str) -> None:
+    with pytest.raises(SparseKVError, match=message):
+        sparsekv.attach(tiny(), **options)
+
+
+def test_bad_artifacts_models_and_caches_are_refused() -> None:
+    from transformers import StaticCache, T5Config, T5ForConditionalGeneration
+
+    model, ids = tiny(), prompt()
+    router, phi = artifacts(model)
+    for probes in (0, 9):
+        with pytest.raises(SparseKVError, match="between 1 and the router's 8"):
+            sparsekv.attach(model, router=router, probes=probes)
+    other = tiny(num_hidden_layers=2)
+    for trained in ({"router": router}, {"phi": phi, "selector": "streaming"}):
+        with pytest.raises(SparseKVError, match="num_layers 3.*num_layers 2"):
+            sparsekv.attach(other, **trained)
+    t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20))
+    with pytest.raises(SparseKVError, match="encoder-decoder"):
+        sparsekv.attach(t5, selector="streaming")
+    with pytest.raises(SparseKVError, match=r"torch\.compile"):
+        sparsekv.attach(torch.compile(model), selector="streaming")
+    with sparsekv.attach(model, selector="streaming"):
+        with pytest.raises(SparseKVError, match="StaticCache"):
+            model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=100), **GREEDY)
+        with pytest.raises(SparseKVError, match="cache_implementation"):
+            model.generate(ids, cache_implementation="static", **GREEDY)
