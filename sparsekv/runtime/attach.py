@@ -6,7 +6,6 @@ interface, what reaches an attention module, and how `generate` gets its cache.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from sparsekv.capture.rope import LAYOUTS, Layout, rotate
+from sparsekv.capture.rope import LayerRope, find_layout
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
 from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
@@ -61,14 +60,14 @@ def attach(
 class Attachment:
     """A model that decodes sparsely inside the `with` block and is exactly as before after it."""
 
-    def __init__(self, model: Any, modules: dict[int, nn.Module], plan: Any, dense: set[int], *, sparse_chunks: bool,
+    def __init__(self, model: Any, modules: dict[int, Any], plan: Any, dense: set[int], *, sparse_chunks: bool,
                  diagnostics: bool):
         self.model, self.modules, self.plan, self.dense_layers = model, modules, plan, dense
         self.sparse_chunks, self.diagnostics = sparse_chunks, diagnostics
         self.counters = Counters()
         self._undo: list[Any] = []
         self._seen: dict[nn.Module, tuple[Any, Any]] = {}
-        self._layouts: dict[Any, Layout | None] = {}
+        self._ropes: dict[Any, LayerRope | None] = {}
         self._mask: tuple[Any, Tensor] | None = None
         self._prefilling = False
 
@@ -126,7 +125,7 @@ class Attachment:
             self._prefilling = False
         return cache
 
-    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the cache and the rotary tables, which do not reach the attention function."""
         cache, tables = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         self._seen[module] = (cache, tables)
@@ -134,15 +133,14 @@ class Attachment:
             layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
             if isinstance(layer, SparseLayer):
                 key = getattr(module, "layer_type", None)
-                if key not in self._layouts:
-                    self._layouts[key] = _find_layout(module, *tables)
-                layout = self._layouts[key]
-                if layout is not None:
-                    cos, sin = (_full_width(t, layout) for t in tables)
-                    table = cache.rope.setdefault(key, RopeTable(layout))
-                    table.append(cos, sin, layer.get_seq_length())
+                if key not in self._ropes:
+                    self._ropes[key] = find_layout(module, tables[0][0], tables[1][0], module.head_dim)
+                rope = self._ropes[key]
+                if rope is not None:
+                    table = cache.rope.setdefault(key, RopeTable(rope.layout))
+                    table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
 
-    def _give_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass without a cache one of ours; refuse foreign ones."""
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache", getattr(module.config, "use_cache", True))
@@ -240,8 +238,8 @@ class Attachment:
 
         def need() -> RopeTable:
             if table is None:
-                raise SparseKVError(f"{type(module).__name__} rotates in a way sparsekv could not undo; use a selector "
-                                    "that reads rotated keys only, such as topk, or a router trained with key_space rot")
+                raise SparseKVError(f"{type(module).__name__} rotates in a way sparsekv cannot undo; use a selector "
+                                    "that reads rotated keys only: topk, or a router trained with key_space rot")
             return table
 
         recent = layer.keys.new_zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3])
@@ -268,11 +266,11 @@ def _attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attention_modules(model: Any) -> dict[int, nn.Module]:
+def _attention_modules(model: Any) -> dict[int, Any]:
     """The self-attention module of every layer, by layer index."""
     if not isinstance(model, nn.Module):
         raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
-    return {m.layer_idx: m for name, m in model.named_modules()  # type: ignore[misc]
+    return {m.layer_idx: m for name, m in model.named_modules()
             if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
             and "cross" not in name}
 
@@ -284,7 +282,8 @@ def _check_model(model: Any) -> None:
     if not hasattr(model, "config"):
         raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only models")
+        raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
+                            "models")
 
 
 def _check_cache(cache: Any) -> None:
@@ -304,30 +303,3 @@ def _load(artifact: Any, kind: str) -> Any:
     from sparsekv.artifacts.phi import PhiArtifact
 
     return PhiArtifact.load(artifact)
-
-
-def _full_width(table: Tensor, layout: Layout) -> Tensor:
-    """The model's `cos` or `sin [B, T, width]`, which repeat the angles half by half, in the layout's own order."""
-    if layout == "half":
-        return table.float()
-    return table[..., : table.shape[-1] // 2].float().repeat_interleave(2, dim=-1)
-
-
-def _find_layout(module: nn.Module, cos: Tensor, sin: Tensor) -> Layout | None:
-    """The layout whose rotation equals the model's own function on random vectors; None if neither does."""
-    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:
-        return None
-    cos, sin = cos[:1].float(), sin[:1].float()
-    generator = torch.Generator().manual_seed(0)
-    dim = getattr(module, "head_dim", cos.shape[-1])
-    x = torch.randn(1, 2, cos.shape[1], dim, generator=generator).to(cos.device)
-    try:
-        truth = apply(x, x, cos, sin)[0]
-    except (RuntimeError, TypeError, ValueError):
-        return None
-    for layout in LAYOUTS:
-        turned = rotate(x, _full_width(cos, layout)[:, None], _full_width(sin, layout)[:, None], layout)
-        if torch.allclose(turned, truth, atol=1e-4):
-            return layout
-    return None

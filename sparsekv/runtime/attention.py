@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import reference as ops
+from sparsekv.kernels import attend_buckets, attend_tokens, merge
 from sparsekv.runtime.completion import Completion
 from sparsekv.runtime.rows import attend_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
@@ -36,7 +36,7 @@ def sparse_attention(
     if completion is not None:
         rest_out, rest_lse = completion.partial(view, queries, selection)
         outs, lses = torch.stack([out, rest_out.to(out.dtype)]), torch.stack([lse, rest_lse.to(lse.dtype)])
-        out, lse = ops.merge(outs, lses)
+        out, lse = merge(outs, lses)
     anchors = (lengths - starts) - view.regions.mid_sizes.repeat_interleave(count)
     loaded = selection.counts().to(torch.float32).mean(-1) + anchors
     selector.observe(view, queries, selection)
@@ -49,7 +49,7 @@ def exact_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over anchors and selection: q `[B·T, Hq, d]` -> `(out [B·T, Hq, d], lse [B·T, Hq])`."""
     keys, values = view.keys, view.values
-    regions = {"scale": view.scale, "sink_size": view.regions.sink_size}
+    regions: dict[str, Any] = {"scale": view.scale, "sink_size": view.regions.sink_size}
     if not q.is_cuda or selection.log_weights is not None:
         return attend_rows(q, keys, values, selection.as_tokens(), starts=starts, tail_starts=tails, lengths=lengths,
                            log_weights=selection.log_weights, **regions)
@@ -59,13 +59,13 @@ def exact_attention(
     for b in range(0, keys.shape[0], step):
         rows = slice(b * per_row, (b + step) * per_row)
         k, v = (x[b:b + step].expand(rows.stop - rows.start, -1, -1, -1) for x in (keys, values))
-        common = {"starts": starts[rows], "tail_starts": tails[rows], "lengths": lengths[rows], **regions}
+        common = regions | {"starts": starts[rows], "tail_starts": tails[rows], "lengths": lengths[rows]}
         if selection.tokens is None and selection.order is not None:
             assert selection.offsets is not None and selection.buckets is not None
             order, offsets = (x[b:b + step].expand(k.shape[0], -1, -1) for x in (selection.order, selection.offsets))
-            parts.append(ops.attend_buckets(q[rows], k, v, order, offsets, selection.buckets[rows], **common))
+            parts.append(attend_buckets(q[rows], k, v, order, offsets, selection.buckets[rows], **common))
         else:
-            parts.append(ops.attend_tokens(q[rows], k, v, selection.as_tokens()[rows], **common))
+            parts.append(attend_tokens(q[rows], k, v, selection.as_tokens()[rows], **common))
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 

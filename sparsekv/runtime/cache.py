@@ -67,6 +67,9 @@ class SparseLayer(DynamicLayer):
     """Keys and values `[B, Hkv, N, d]` of a full-attention layer, the last queries of its prefill, and the state of the
     attachment that decodes with it (index, completion cache, regions)."""
 
+    keys: Any
+    values: Any
+
     def __init__(self) -> None:
         super().__init__()
         self._keys, self._values = Growing(), Growing()
@@ -188,7 +191,7 @@ class SparseCache(Cache):
                 layer.reset()
         self.rope = {}
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
         self._take_rope_rows(beam_idx)
 
@@ -204,7 +207,8 @@ class SparseCache(Cache):
     @property
     def rows(self) -> int:
         """Sequences in the cache; 0 before the first."""
-        return next((layer.keys.shape[0] for layer in self.layers if layer.keys is not None), 0)
+        held = (getattr(layer, "keys", None) for layer in self.layers)
+        return next((keys.shape[0] for keys in held if keys is not None), 0)
 
     def _length(self) -> int:
         return next((x.get_seq_length() for x in self.layers if isinstance(x, SparseLayer)), self.get_seq_length())

@@ -1,107 +1,123 @@
-"""Completion: an estimate of the attention that was not read, as one more partial attention to merge.
-
-The stable cache over the mid region is built once; every step subtracts what was retrieved (completion paper §4.3, §4.4).
-Completion takes a list of tokens and does not know which selector chose them.
-"""
+"""Completion: an estimate of what was not read, as one more partial attention (completion paper §4)."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import copy
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.kernels import PhiCache, phi_cache, phi_partial, phi_remainder
-from sparsekv.runtime.selectors.base import LayerView, fold
+from sparsekv.kernels import PhiCache, phi_cache, phi_extend, phi_partial, phi_remainder
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.rows import gather_rows
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold
 
-CHUNK = 16_384
-
-
-class Completion(Protocol):
-    """Estimates the mid region less the retrieved tokens."""
-
-    def partial(self, view: LayerView, q_rot: Tensor, retrieved: Tensor) -> tuple[Tensor, Tensor]:
-        """q_rot `[B, Hq, T, d]`, retrieved `[B·T, H, K]` -> `(out [B·T, Hq, d], lse [B·T, Hq])`."""
-        ...
+BLOCK = 4096
 
 
-class PhiCompletion:
-    """Learned positive feature maps. Features of the mid keys are kept, so that subtraction only gathers."""
+class Completion:
+    """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it.
 
-    def __init__(self, maps: PhiLayer, view: LayerView):
-        self.maps = maps
-        keys = view.keys
-        parts = [maps.log_phi_k(keys[:, :, a:a + CHUNK]) for a in range(0, keys.shape[2], CHUNK)]
-        self.log_phi_k = torch.cat(parts, dim=2)
-        self.cache = phi_cache(self.log_phi_k, view.values, view.regions.mid_mask()[:, None])
+    Like a selector's, its state is replaced and never changed in place; `row_state` names the tensors by row.
+    """
 
-    def partial(self, view: LayerView, q_rot: Tensor, retrieved: Tensor) -> tuple[Tensor, Tensor]:
-        queries = q_rot.shape[2]
-        log_q = self.maps.log_phi_q(q_rot).transpose(1, 2).flatten(0, 1)
-        cache = PhiCache(*(fold(x, queries) for x in self.cache))
-        if retrieved.shape[1] != view.num_kv_heads:
-            return self._per_query_head(view, log_q, cache, retrieved, queries)
-        rest = phi_remainder(cache, *self._gather(view, retrieved, queries), retrieved >= 0)
+    row_state: ClassVar[tuple[str, ...]] = ()
+
+    def build(self, view: LayerView) -> None:
+        """Summarise the mid region."""
+        raise NotImplementedError
+
+    def extend(self, view: LayerView, old: Regions) -> None:
+        """The mid region grew from `old` to `view.regions`."""
+        self.build(view)
+
+    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+        """`(out [B·T, Hq, d], lse [B·T, Hq])` over the remainder; lse = -inf where it estimates nothing."""
+        raise NotImplementedError
+
+    def cost_tokens(self, view: LayerView) -> float:
+        """What the summary costs to fetch, per KV head, in tokens of `2d` elements (METHODS, budget accounting)."""
+        raise NotImplementedError
+
+    def fork(self) -> Any:
+        return copy.copy(self)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        for name in self.row_state:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                setattr(self, name, type(value)(*(x[index] for x in value)))
+            elif value is not None:
+                setattr(self, name, value[index])
+
+
+class PhiCompletion(Completion):
+    """The stable cache of feature sums, minus the selection (completion paper §4.4, appendix C).
+
+    `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
+    """
+
+    row_state = ("cache", "features")
+
+    def __init__(self, layer: Any):
+        self.layer = layer
+        self.cache: PhiCache | None = None
+        self.features: Tensor | None = None
+
+    def build(self, view: LayerView) -> None:
+        self.cache, self.features = None, None
+        self._add(view, view.regions.mid_first, view.regions.mid_last)
+
+    def extend(self, view: LayerView, old: Regions) -> None:
+        self.features = None
+        self._add(view, torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last)
+
+    def _add(self, view: LayerView, first: Tensor, last: Tensor) -> None:
+        """Sum the tokens `first[b] <= i < last[b]` into the cache, a block at a time."""
+        low, high = int(first.min()), int(last.max())
+        for a in list(range(low, high, BLOCK)) or [low]:
+            b = max(a, min(a + BLOCK, high))
+            logs = self.layer.log_phi_k(view.keys[:, :, a:b])
+            positions = torch.arange(a, b, device=logs.device)
+            inside = (positions >= first[:, None]) & (positions < last[:, None])
+            logs = logs.masked_fill(~inside[:, None, :, None], float("-inf"))
+            values = view.values[:, :, a:b]
+            self.cache = phi_cache(logs, values) if self.cache is None else phi_extend(self.cache, logs, values)
+
+    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+        assert self.cache is not None
+        log_q = queries.folded(self.layer.log_phi_q(queries.rot))
+        tokens = selection.as_tokens()
+        cache = PhiCache(*(fold(x, queries.count) for x in self.cache))
+        if tokens.shape[-1] == 0:
+            return phi_partial(log_q, cache)
+        lists = tokens.shape[1] // view.num_kv_heads
+        logs, values = self._read(view, tokens, lists)
+        if lists > 1:
+            cache = PhiCache(*(x.repeat_interleave(lists, dim=1) for x in cache))
+        rest = phi_remainder(cache, logs, values, tokens >= 0)
         return phi_partial(log_q, rest, full_z=cache.z)
 
-    def _gather(self, view: LayerView, tokens: Tensor, queries: int) -> tuple[Tensor, Tensor]:
-        """Features and values of the retrieved tokens `[Q, Hkv, K]`."""
-        row = torch.arange(tokens.shape[0], device=tokens.device)[:, None, None] // queries
-        head = torch.arange(tokens.shape[1], device=tokens.device)[None, :, None]
-        place = tokens.clamp(min=0).long()
-        return self.log_phi_k[row, head, place], view.values[row, head, place]
+    def _read(self, view: LayerView, tokens: Tensor, lists: int) -> tuple[Tensor, Tensor]:
+        """`log φ_k` and values of the selected tokens, `[Q, H, K, r]` and `[Q, H, K, d]`.
 
-    def _per_query_head(
-        self, view: LayerView, log_q: Tensor, cache: PhiCache, retrieved: Tensor, queries: int,
-    ) -> tuple[Tensor, Tensor]:
-        """Every query head subtracts a list of its own."""
-        outs, lses = [], []
-        for g in range(view.group):
-            part = retrieved[:, g::view.group]
-            rest = phi_remainder(cache, *self._gather(view, part, queries), part >= 0)
-            out, lse = phi_partial(log_q[:, g::view.group], rest, full_z=cache.z)
-            outs.append(out)
-            lses.append(lse)
-        return torch.stack(outs, 2).flatten(1, 2), torch.stack(lses, 2).flatten(1, 2)
+        Where a chunk of queries reads more tokens than there are, the features of all of them are computed once.
+        """
+        rows, heads, width = tokens.shape
+        index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, lists * width)
+        values = gather_rows(view.values, index)
+        mid = int(view.regions.mid_last.max())
+        if index.shape[-1] * (rows // view.keys.shape[0]) >= mid:
+            if self.features is None:
+                self.features = torch.cat([self.layer.log_phi_k(view.keys[:, :, a:min(a + BLOCK, mid)])
+                                           for a in range(0, mid, BLOCK)], dim=2)
+            logs = gather_rows(self.features, index)
+        else:
+            logs = self.layer.log_phi_k(gather_rows(view.keys, index))
+        return logs.reshape(rows, heads, width, -1), values.reshape(rows, heads, width, -1)
 
-
-class CentroidCompletion:
-    """The rival without training: `Z_c ≈ n_c · exp(q·mean k_c · scale)`, numerator `Z_c · mean v_c`, over equal runs of
-    tokens; a run's retrieved tokens are subtracted from its mean and count."""
-
-    def __init__(self, view: LayerView, run: int = 32):
-        self.run = run
-        length = view.length
-        self.group_of = torch.arange(length, device=view.keys.device) // run
-        self.num_groups = (length + run - 1) // run
-        mask = view.regions.mid_mask()[:, None, :, None].to(torch.float32)
-        self.counts = self._sum(mask.expand(-1, view.num_kv_heads, -1, -1))[..., 0]
-        self.keys, self.values = (self._sum(x.float() * mask) for x in (view.keys, view.values))
-
-    def _sum(self, x: Tensor) -> Tensor:
-        shape = (*x.shape[:2], self.num_groups, x.shape[3])
-        index = self.group_of[None, None, :, None].expand(x.shape)
-        return torch.zeros(shape, device=x.device).scatter_add_(2, index, x)
-
-    def partial(self, view: LayerView, q_rot: Tensor, retrieved: Tensor) -> tuple[Tensor, Tensor]:
-        queries = q_rot.shape[2]
-        if retrieved.shape[1] != view.num_kv_heads:
-            raise NotImplementedError("centroid completion takes selections shared by the group")
-        q = q_rot.transpose(1, 2).flatten(0, 1).float()
-        valid = (retrieved >= 0).float()
-        place = retrieved.clamp(min=0).long()
-        row = torch.arange(place.shape[0], device=place.device)[:, None, None] // queries
-        head = torch.arange(place.shape[1], device=place.device)[None, :, None]
-        groups = self.group_of[place]
-        counts = fold(self.counts, queries).clone().scatter_add_(2, groups, -valid)
-        sums = []
-        for total, source in ((self.keys, view.keys), (self.values, view.values)):
-            taken = source[row, head, place].float() * valid[..., None]
-            sums.append(fold(total, queries).clone().scatter_add_(2, groups[..., None].expand_as(taken), -taken))
-        means = [s / counts.clamp(min=1)[..., None] for s in sums]
-        grouped = q.reshape(q.shape[0], view.num_kv_heads, view.group, -1)
-        logits = (grouped @ means[0].mT) * view.scale + torch.where(counts > 0.5, counts, 0.0).log()[:, :, None]
-        lse = logits.logsumexp(-1)
-        weights = torch.exp(logits - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
-        return (weights @ means[1]).flatten(1, 2), lse.flatten(1, 2)
+    def cost_tokens(self, view: LayerView) -> float:
+        features, dim = self.layer.log_phi_k(view.keys[:1, :, :1]).shape[-1], view.keys.shape[-1]
+        return features * (dim + 2) / (2 * dim)

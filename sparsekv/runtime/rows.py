@@ -24,7 +24,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
         return x[rows[:, None, None], torch.arange(heads, device=x.device)[:, None], index]
     last = (batch - 1) * sb + (heads - 1) * sh + (x.shape[2] - 1) * sn
     flat = x.as_strided((last // dim + 1, dim), (dim, 1), x.storage_offset())
-    base = torch.arange(batch, device=x.device)[:, None] * (sb // dim) + torch.arange(heads, device=x.device) * (sh // dim)
+    batches, columns = torch.arange(batch, device=x.device), torch.arange(heads, device=x.device)
+    base = batches[:, None] * (sb // dim) + columns * (sh // dim)
     base = base.repeat_interleave(index.shape[0] // batch, dim=0)
     place = index * (sn // dim) + base[:, :, None] if sn != dim else index + base[:, :, None]
     return flat.index_select(0, place.reshape(-1)).view(*index.shape, dim)

@@ -197,7 +197,7 @@ def test_bad_artifacts_models_and_caches_are_refused() -> None:
             sparsekv.attach(model, router=router, probes=probes)
     other = tiny(num_hidden_layers=2)
     for trained in ({"router": router}, {"phi": phi, "selector": "streaming"}):
-        with pytest.raises(SparseKVError, match="num_layers 3.*num_layers 2"):
+        with pytest.raises(SparseKVError, match=r"num_layers 3.*num_layers 2"):
             sparsekv.attach(other, **trained)
     t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20))
     with pytest.raises(SparseKVError, match="encoder-decoder"):

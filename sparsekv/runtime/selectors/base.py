@@ -99,18 +99,11 @@ class Selection:
     offsets: Tensor | None = None
     log_weights: Tensor | None = None
 
-    def expanded(self, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`(order, offsets, buckets)` with one row a query, strides 0 inside a row of the batch."""
-        assert self.order is not None and self.offsets is not None and self.buckets is not None
-        return fold(self.order, queries), fold(self.offsets, queries), self.buckets
-
     def as_tokens(self) -> Tensor:
         """The tokens read, `[Q, H, K]`."""
         if self.tokens is None:
-            from sparsekv.kernels import bucket_tokens
-
-            assert self.buckets is not None and self.order is not None
-            self.tokens = bucket_tokens(*self.expanded(self.buckets.shape[0] // self.order.shape[0]))
+            assert self.order is not None and self.offsets is not None and self.buckets is not None
+            self.tokens = bucket_tokens(self.order, self.offsets, self.buckets)
         return self.tokens
 
     def counts(self) -> Tensor:

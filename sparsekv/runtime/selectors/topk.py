@@ -15,7 +15,7 @@ from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selec
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
     """`q·k·scale`, with -inf outside the mid region: queries `[B, Hq, T, d]` -> `[B, Hkv, T, G, N]`."""
-    batch, heads_q, count, dim = queries.shape
+    batch, _, count, dim = queries.shape
     heads_kv = view.num_kv_heads
     q = queries.reshape(batch, heads_kv, view.group, count, dim).transpose(2, 3)
     keys = view.keys

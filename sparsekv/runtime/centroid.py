@@ -1,0 +1,90 @@
+"""Completion without training: buckets of keys stand for their members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.runtime.completion import Completion
+from sparsekv.runtime.kmeans import spherical_kmeans
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.rows import gather_rows
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold
+
+BLOCK = 8192
+
+
+class CentroidCompletion(Completion):
+    """The untrained rival of φ: `Z_c ≈ n_c · exp(q·mean k_c · scale)`, numerator `Z_c · mean v_c`, over k-means buckets
+    of this request's rotated keys (the estimation zone of a known peer). What is retrieved is taken out of its
+    bucket's count and sums."""
+
+    row_state = ("centroids", "assignment", "counts", "sums")
+
+    def __init__(self, num_buckets: int = 256, iterations: int = 5):
+        self.num_buckets, self.iterations = num_buckets, iterations
+        self.centroids: Any = None
+        self.assignment: Any = None
+        self.counts: Any = None
+        self.sums: Any = None
+
+    def build(self, view: LayerView) -> None:
+        regions = view.regions
+        self.centroids = torch.stack([
+            spherical_kmeans(view.keys[b, :, int(regions.mid_first[b]):int(regions.mid_last[b])], self.num_buckets,
+                             self.iterations) for b in range(view.keys.shape[0])])
+        batch, heads, _, dim = view.keys.shape
+        self.assignment = view.keys.new_zeros(batch, heads, 0, dtype=torch.long)
+        self.counts = torch.zeros(batch, heads, self.num_buckets, device=view.keys.device)
+        self.sums = torch.zeros(batch, heads, self.num_buckets, 2 * dim, device=view.keys.device)
+        self._add(view, regions.mid_first)
+
+    def extend(self, view: LayerView, old: Regions) -> None:
+        self._add(view, torch.maximum(old.mid_last, view.regions.mid_first))
+
+    def _add(self, view: LayerView, first: Tensor) -> None:
+        """Assign the keys not yet assigned; count those from `first[b]` on."""
+        have, end = self.assignment.shape[-1], int(view.regions.mid_last.max())
+        scores = [(view.keys[:, :, a:min(a + BLOCK, end)].float() @ self.centroids.mT).argmax(-1)
+                  for a in range(have, end, BLOCK)]
+        self.assignment = torch.cat([self.assignment, *scores], dim=-1)
+        low = int(first.min())
+        positions = torch.arange(low, end, device=first.device)
+        joined = (positions >= first[:, None]) & (positions < view.regions.mid_last[:, None])
+        counts, sums = self.counts.clone(), self.sums.clone()
+        for a in range(low, end, BLOCK):
+            b = min(a + BLOCK, end)
+            weight = joined[:, None, a - low:b - low].expand(-1, view.num_kv_heads, -1).float()
+            self._scatter(counts, sums, self.assignment[..., a:b], weight, view.keys[:, :, a:b], view.values[:, :, a:b])
+        self.counts, self.sums = counts, sums
+
+    @staticmethod
+    def _scatter(counts: Tensor, sums: Tensor, bucket: Tensor, weight: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Add `weight` times the tokens to their buckets, in place."""
+        counts.scatter_add_(-1, bucket, weight)
+        both = torch.cat([keys, values], dim=-1).float() * weight[..., None]
+        sums.scatter_add_(-2, bucket[..., None].expand_as(both), both)
+
+    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+        tokens = selection.as_tokens()
+        rows, heads, width = tokens.shape
+        lists, dim = heads // view.num_kv_heads, view.keys.shape[-1]
+        counts, sums = (fold(x, queries.count).repeat_interleave(lists, dim=1) for x in (self.counts, self.sums))
+        if width:
+            index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, lists * width)
+            keys, values = (gather_rows(x, index).reshape(rows, heads, width, dim) for x in (view.keys, view.values))
+            bucket = gather_rows(self.assignment[..., None], index).reshape(rows, heads, width)
+            counts, sums = counts.clone(), sums.clone()
+            self._scatter(counts, sums, bucket, -(tokens >= 0).float(), keys, values)
+        live = counts > 0.5
+        means = sums / torch.where(live, counts, 1.0)[..., None]
+        q = queries.folded(queries.rot).float().reshape(rows, heads, -1, dim)
+        logits = (q @ means[..., :dim].mT) * view.scale + torch.where(live, counts, 0.0).log()[:, :, None]
+        lse = logits.logsumexp(-1)
+        weights = torch.exp(logits - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
+        return (weights @ means[..., dim:]).reshape(rows, -1, dim), lse.reshape(rows, -1)
+
+    def cost_tokens(self, view: LayerView) -> float:
+        return self.num_buckets * (1 + 1 / (2 * view.keys.shape[-1]))
