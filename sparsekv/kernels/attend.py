@@ -53,7 +53,8 @@ def kernels() -> tuple[Any, Any]:
         q, k, v, tokens, offsets, buckets, starts, tail_starts, lengths, partial, partial_lse,
         scale, num_listed, sink_size, heads_kv,
         q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, t_row, t_head, f_row, f_head, b_row, b_head,
-        PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+        PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+        ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
         row = (tl.program_id(0) // heads_kv).to(tl.int64)

@@ -239,8 +239,8 @@ def phi_partial(
     """Evaluate the completion as one more partial attention: log_phi_q `[B, Hq, r]` -> `(out [B, Hq, d], lse [B, Hq])`.
 
     `t_j = log φ_qj + m_j + log z_j`, `lse = logsumexp_j t_j`, `out = Σ_j softmax_j(t) · s_j / z_j`. Features whose
-    `z_j` is at most `eps` of `full_z_j` (the value before subtraction; default: of 1) contribute nothing: what is left of
-    them is rounding error.
+    `z_j` is at most `eps` of `full_z_j` (the value before subtraction; default: of 1) contribute nothing: what is left
+    of them is rounding error.
     """
     batch, heads_q, features = log_phi_q.shape
     heads_kv = cache.z.shape[1]

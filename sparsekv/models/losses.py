@@ -44,10 +44,10 @@ class KLHuber:
     def __call__(self, teacher: Tensor, student: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """teacher, student `[H, T, N]`; mask broadcastable, true where a key counts -> every term `[H]`, and `loss`.
 
-        A query with no key in its support counts as zero. Only `loss` carries a gradient, and only to the student; it is
-        the analytic one, written in the same pass: automatic differentiation of these terms is bound by memory.
+        A query with no key in its support counts as zero. Only `loss` carries a gradient, and only to the student; it
+        is the analytic one, written in the same pass: automatic differentiation of these terms is bound by memory.
         """
-        loss, *terms = _KLHuberFunction.apply(student, teacher, mask, self)  # type: ignore[no-untyped-call]
+        loss, *terms = _KLHuberFunction.apply(student, teacher, mask, self)
         return {**dict(zip(TERMS, terms, strict=True)), "loss": loss}
 
     def reference(self, teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:

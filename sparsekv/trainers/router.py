@@ -34,8 +34,8 @@ class RouterConfig:
     num_buckets: int = option(1024, help="Buckets C per KV head [buckets].", min=2)
     key_space: str = option("auto", help="Keys that are clustered: pre (RoPE removed, as the paper), rot (with RoPE), "
                                          "or auto: pre from 65536 tokens of context on, rot below.")
-    scores: str = option("mlp", help="How a query scores buckets: mlp (the paper's query model), mean_key (untrained, from "
-                                     "each request's own bucket means) or hybrid (mean_key plus a trained residual).")
+    scores: str = option("mlp", help="How a query scores buckets: mlp (the paper's query model), mean_key (untrained, "
+                                     "from each request's own bucket means) or hybrid (mean_key plus a trained residual).")
     router_scope: str = option("kv_head", help="One query model per kv_head (shared by its group) or per query_head.")
     hidden_size: int = option(1024, help="Hidden width of the query model [units].", min=8)
     max_steps: int = option(2000, help="Training steps [steps].", min=1)

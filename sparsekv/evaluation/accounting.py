@@ -1,0 +1,24 @@
+"""What a method reads, in tokens: one token is K and V of one KV head, `2d` numbers (completion paper, appendix D)."""
+
+from __future__ import annotations
+
+import math
+
+
+def cache_tokens(num_features: int, head_dim: int) -> float:
+    """The completion cache `(m, z, S)` of one layer and KV head: `r(d + 2)` numbers, in tokens."""
+    return num_features * (head_dim + 2) / (2 * head_dim)
+
+
+def retrieved_tokens(
+    budget: float, context_length: int, anchors: int, *, num_features: int = 0, head_dim: int = 1,
+    generated_tokens: int = 1,
+) -> int | None:
+    """Mid tokens a budget leaves to retrieve; None where it cannot even pay for what is always read.
+
+    budget: fraction of the context; anchors: sink and tail tokens; num_features 0 is selection alone, otherwise the
+    completion cache is paid for too, spread over `generated_tokens` (1 is the worst case).
+    """
+    fixed = anchors + (cache_tokens(num_features, head_dim) / generated_tokens if num_features else 0.0)
+    left = budget * context_length - fixed
+    return None if left < 0 else math.ceil(left - 1e-9)

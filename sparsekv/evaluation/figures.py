@@ -1,0 +1,99 @@
+"""Figures as SVG, one hue a method everywhere, labels on the lines, readable in light and dark.
+
+Text and axes are drawn in `currentColor`, so a page's own colour scheme applies.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# Okabe and Ito's palette, told apart under the common colour-vision deficiencies
+HUES = {"full": "#7f7f7f", "sink_tail": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "oracle": "#009E73"}
+PLACEHOLDER = "#123456"
+
+
+def error_by_budget(points: dict[tuple[str, bool], list[tuple[float, float]]]) -> str:
+    """Relative output error against the share of the context retrieved. points: (method, with φ) -> (budget, error)."""
+    figure, axes = _figure()
+    for (method, phi), line in points.items():
+        x, y = zip(*sorted(line), strict=True)
+        colour = HUES[method]
+        if len(x) == 1:
+            axes.axhline(y[0], color=colour, linestyle="-" if phi else "--", linewidth=1.4)
+            x = (0.01,)
+        else:
+            axes.plot(x, y, color=colour, linestyle="-" if phi else "--", marker="o", markersize=4, linewidth=1.8)
+        name = {"topk": "exact top-k", "router": "router", "sink_tail": "sink + tail"}[method] + (" + φ" if phi else "")
+        axes.annotate(name, (x[-1], y[-1]), xytext=(6, 0 if len(x) > 1 else 6), textcoords="offset points",
+                      color=colour, fontsize=9, va="center")
+    axes.set_xscale("log")
+    axes.set_xlim(0.009, 0.23)
+    axes.set_ylim(bottom=0)
+    ticks = [0.01, 0.02, 0.05, 0.10]
+    axes.set_xticks(ticks, [f"{t:.0%}" for t in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("share of the context retrieved per query (anchors come on top)")
+    axes.set_ylabel("relative error of the attention output")
+    return _svg(figure)
+
+
+def mass_curve(fractions: Sequence[float], quartiles: dict[str, Sequence[float]]) -> str:
+    """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
+    figure, axes = _figure()
+    shades = ("#08519c", "#3182bd", "#6baed6", "#9ecae1")
+    for (name, shares), colour in zip(quartiles.items(), shades, strict=False):
+        axes.plot(fractions, shares, color=colour, linewidth=1.8)
+        middle = len(fractions) // 3
+        axes.annotate(name, (fractions[middle], shares[middle]), xytext=(4, -9), textcoords="offset points",
+                      color=colour, fontsize=9)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1.02)
+    ticks = [0.001, 0.01, 0.1, 1.0]
+    axes.set_xticks(ticks, ["0.1%", "1%", "10%", "100%"])
+    axes.minorticks_off()
+    axes.set_xlabel("best keys of the mid region, as a share of it")
+    axes.set_ylabel("share of the mid region's attention mass")
+    return _svg(figure)
+
+
+def training_curves(curves: dict[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+    """Loss against step, one panel a part. curves: name -> (steps, losses)."""
+    figure, axes = _figure(len(curves))
+    for panel, (name, (steps, losses)) in zip(axes if len(curves) > 1 else [axes], curves.items(), strict=True):
+        panel.plot(steps, losses, color=HUES["router"] if "router" in name else HUES["topk"], linewidth=1.6)
+        panel.set_title(name, fontsize=10, color=PLACEHOLDER)
+        panel.set_xlabel("step")
+        panel.set_ylabel("loss, mean over heads")
+        panel.set_ylim(bottom=0)
+    return _svg(figure)
+
+
+def _figure(columns: int = 1) -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
+    figure, axes = plt.subplots(1, columns, figsize=(7.2, 3.9), layout="constrained")
+    for panel in axes if columns > 1 else [axes]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#8888", linewidth=0.5)
+        panel.tick_params(colors=PLACEHOLDER)
+        for part in (*panel.spines.values(), panel.xaxis.label, panel.yaxis.label):
+            part.set_color(PLACEHOLDER)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    import matplotlib.pyplot as plt
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg"):].replace(PLACEHOLDER, "currentColor")
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1)

@@ -1,0 +1,40 @@
+"""Rows of results: one schema for every measured number of the project."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def machine() -> str:
+    """The device a number was measured on, in words that mean something elsewhere."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def commit() -> str:
+    """The short hash of the code that ran, with `+` where the tree had changes; `unknown` outside a checkout."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True,
+                              cwd=Path(__file__).parent).stdout.strip()
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def row(case: str, method: str, metric: str, value: float | None, unit: str, **extra: Any) -> dict[str, Any]:
+    """One measured number."""
+    return {"case": case, "method": method, "metric": metric, "value": value, "unit": unit, **extra}
+
+
+def with_origin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the machine, the command and the commit they come from."""
+    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    return [{**r, "machine": machine(), "command": command, "commit": commit()} for r in rows]
