@@ -246,7 +246,7 @@ class Attachment:
         return LayerView(
             keys=layer.keys, values=layer.values, regions=None, scale=scale,  # type: ignore[arg-type]
             num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
-            unrotate=lambda x, a, b: need().unrotate(x, a, b), rotate=lambda x, p: need().turn(x, p),
+            unrotate=lambda x, a, b: need().unrotate(x, a, b), turn=lambda x, old, new: need().turn(x, old, new),
             recent_queries=recent if layer.recent is None else layer.recent,
             recent_end=layer.recent_end)
 

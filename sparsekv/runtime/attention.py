@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels import attend_buckets, attend_tokens, merge
+from sparsekv.kernels.reference import anchor_indices
 from sparsekv.runtime.completion import Completion
-from sparsekv.runtime.rows import attend_rows
+from sparsekv.runtime.rows import attend_rows, gather_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
 QUERY_BLOCK = 64
@@ -30,11 +31,14 @@ def sparse_attention(
     """Select, attend exactly to the selection and the anchors, complete with the rest, normalise once (METHODS)."""
     batch, heads_q, count, dim = queries.rot.shape
     selection = selector.select(view, queries)
+    if selection.tokens is not None and selection.tokens.shape[1] == 1:
+        selection.tokens = selection.tokens.expand(-1, view.num_kv_heads, -1)
     q = queries.folded(queries.rot)
     starts, tails, lengths = view.regions.per_query(count)
     out, lse = exact_attention(q, view, selection, starts, tails, lengths)
-    if completion is not None:
-        rest_out, rest_lse = completion.partial(view, queries, selection)
+    rest = selection.extra if completion is None else completion.partial(view, queries, selection)
+    if rest is not None:
+        rest_out, rest_lse = rest
         outs, lses = torch.stack([out, rest_out.to(out.dtype)]), torch.stack([lse, rest_lse.to(lse.dtype)])
         out, lse = merge(outs, lses)
     anchors = (lengths - starts) - view.regions.mid_sizes.repeat_interleave(count)
@@ -50,6 +54,8 @@ def exact_attention(
     """Attention over anchors and selection: q `[B·T, Hq, d]` -> `(out [B·T, Hq, d], lse [B·T, Hq])`."""
     keys, values = view.keys, view.values
     regions: dict[str, Any] = {"scale": view.scale, "sink_size": view.regions.sink_size}
+    if selection.contiguous:
+        return contiguous_attention(q, view, selection.as_tokens(), starts, tails, lengths)
     if not q.is_cuda or selection.log_weights is not None:
         return attend_rows(q, keys, values, selection.as_tokens(), starts=starts, tail_starts=tails, lengths=lengths,
                            log_weights=selection.log_weights, **regions)
@@ -67,6 +73,28 @@ def exact_attention(
         else:
             parts.append(attend_tokens(q[rows], k, v, selection.as_tokens()[rows], **common))
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def contiguous_attention(
+    q: Tensor, view: LayerView, tokens: Tensor, starts: Tensor, tails: Tensor, lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `exact_attention` with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last
+    (TokenSelect §4.3): no distance exceeds the number of keys read."""
+    count, heads_q, dim = q.shape
+    anchors = anchor_indices(starts, view.regions.sink_size, tails, lengths)
+    index = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1)], dim=-1)
+    index = torch.where(index < 0, view.length, index).sort(dim=-1).values
+    used = index < view.length
+    index = index.clamp(max=view.length - 1)
+    new = torch.arange(index.shape[-1], device=q.device)
+    keys = view.turn(gather_rows(view.keys, index), index, new.expand_as(index)).float()
+    values = gather_rows(view.values, index).float()
+    here, there = (lengths - 1)[:, None], used[:, 0].sum(-1, keepdim=True) - 1
+    q = view.turn(q, here.expand(-1, heads_q), there.expand(-1, heads_q)).float()
+    scores = (q.reshape(count, keys.shape[1], -1, dim) @ keys.mT) * view.scale
+    scores = scores.masked_fill(~used[:, :, None], float("-inf"))
+    out = (scores.softmax(-1) @ values).reshape(count, heads_q, dim)
+    return out.to(view.keys.dtype), scores.logsumexp(-1).reshape(count, heads_q)
 
 
 def dense_attention(

@@ -47,10 +47,13 @@ class RopeTable:
         cos, sin = (t.view[:, None, first:last] for t in (self.cos, self.sin))
         return unrotate(x, cos, sin, self.layout)
 
-    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Apply RoPE at any positions: x `[B, H, n, d]` without RoPE, positions `[B, H, n]` or broadcastable."""
-        cos, sin = (t.view[0][positions] for t in (self.cos, self.sin))
-        return rotate(x, cos, sin, self.layout)
+    def turn(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Move rotated vectors to other positions: x `[..., n, d]`, old and new int64 `[..., n]`, broadcastable."""
+        if self.cos.view.shape[0] > 1:
+            raise SparseKVError("contiguous positions work on one sequence at a time, found a batch with padding")
+        for positions, function in ((old, unrotate), (new, rotate)):
+            x = function(x, self.cos.view[0][positions], self.sin.view[0][positions], self.layout)
+        return x
 
     def fork(self) -> RopeTable:
         other = RopeTable(self.layout)

@@ -31,7 +31,8 @@ class LayerView:
     layer_idx: int
     num_layers: int
     unrotate: Callable[[Tensor, int, int], Tensor]
-    rotate: Callable[[Tensor, Tensor], Tensor]
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """`turn(x, old, new)`: move x `[B, H, n, d]` from positions `old` to `new`, each `[n]`-shaped or broadcastable."""
     recent_queries: Tensor
     """The last queries of the prefill `[B, Hq, w, d]`, with RoPE; `w` may be 0 and is at most 64."""
     recent_end: int
@@ -88,9 +89,13 @@ class Queries:
 class Selection:
     """The mid tokens R to read for each of Q = B·T queries: a list of tokens, or buckets of an index.
 
-    tokens: `[Q, H, K]`, `H` = `Hkv` (shared by the group) or `Hq`; -1 = none, no token twice, all in the mid region.
+    tokens: `[Q, H, K]`, `H` = 1 (shared by all heads), `Hkv` (by the group) or `Hq`; -1 = none, no token twice, all in
+    the mid region.
     buckets: `[Q, Hkv, L]` with `order [B, Hkv, M]`, `offsets [B, Hkv, C + 1]`, the CSR of the index.
     log_weights: `[Q, H, K]`, added to the scores of `tokens` (sampling estimators).
+    contiguous: the keys read get contiguous positions (length extrapolation).
+    extra: one more partial attention `(out [Q, Hq, d], lse [Q, Hq])` that stands for the rest where lse > -inf; a
+    completion takes its place.
     """
 
     tokens: Tensor | None = None
@@ -98,6 +103,8 @@ class Selection:
     order: Tensor | None = None
     offsets: Tensor | None = None
     log_weights: Tensor | None = None
+    contiguous: bool = False
+    extra: tuple[Tensor, Tensor] | None = None
 
     def as_tokens(self) -> Tensor:
         """The tokens read, `[Q, H, K]`."""

@@ -1,0 +1,99 @@
+"""MagicPIG: keys sampled by locality-sensitive hashing, reweighted by their chance of being sampled."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsekv.config import option
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
+
+
+def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
+    """Chance that a key collides with the query in at least two of the tables (Chen et al. 2024, eq. 12).
+
+    `p = 1 − θ/π`, `u = 1 − (1 − p^K)^L − L·p^K·(1 − p^K)^(L−1)`.
+    """
+    p = (1 - torch.arccos(cosine.clamp(-1, 1)) / math.pi) ** bits
+    return 1 - (1 - p) ** tables - tables * p * (1 - p) ** (tables - 1)
+
+
+@dataclass(eq=False)
+class MagicPIG(Selector):
+    """SimHash of centred keys with K bits and L tables; a token is read by a query head when at least two tables agree,
+    and its weight is divided by the chance of that (Chen et al. 2024, §4). How many are read follows from K and L;
+    `token_budget`, if given, caps them by keeping a uniform part, reweighted."""
+
+    name: ClassVar[str] = "magicpig"
+    source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
+    row_state: ClassVar[tuple[str, ...]] = ("codes", "center")
+    needs_budget: ClassVar[bool] = False
+
+    bits: int = option(10, help="Hyperplanes of a table, K [bits].", min=1, max=15)
+    tables: int = option(150, help="Hash tables, L [tables].", min=2)
+    seed: int = option(0, help="Seed of the hyperplanes.")
+
+    def build(self, view: LayerView) -> None:
+        dim = view.keys.shape[-1]
+        generator = torch.Generator().manual_seed(self.seed + view.layer_idx)
+        self.planes = torch.randn(dim, self.bits * self.tables, generator=generator).to(view.keys.device)
+        inside = view.regions.mid_mask()[:, None, :, None]
+        sizes = view.regions.mid_sizes.clamp(min=1)[:, None, None, None]
+        self.center = (view.keys.float() * inside).sum(2, keepdim=True) / sizes
+        self.codes = self._hash_keys(view, 0)
+
+    def extend(self, view: LayerView, old: Regions) -> None:
+        self.codes = torch.cat([self.codes, self._hash_keys(view, self.codes.shape[2])], dim=2)
+
+    def _hash_keys(self, view: LayerView, first: int, block: int = 2048) -> Tensor:
+        last = int(view.regions.mid_last.max())
+        parts = [self._hash(view.keys[:, :, a:min(a + block, last)].float() - self.center)
+                 for a in range(first, last, block)]
+        empty = torch.zeros(*view.keys.shape[:2], 0, self.tables, dtype=torch.int16, device=view.keys.device)
+        return torch.cat([empty, *parts], dim=2)
+
+    def _hash(self, x: Tensor) -> Tensor:
+        """`[..., d] -> [..., L]` codes of K bits."""
+        bits = (x @ self.planes > 0).unflatten(-1, (self.tables, self.bits))
+        return (bits * 2 ** torch.arange(self.bits, device=x.device)).sum(-1).to(torch.int16)
+
+    def select(self, view: LayerView, queries: Queries) -> Selection:
+        batch, _, count, _ = queries.rot.shape
+        end = self.codes.shape[2]
+        codes = self._hash(queries.rot.float())
+        rows = []
+        for h in range(view.num_kv_heads):
+            own = codes[:, h * view.group:(h + 1) * view.group].flatten(1, 2)
+            hits = torch.zeros(batch, own.shape[1], end, dtype=torch.int16, device=own.device)
+            for t in range(self.tables):
+                hits += self.codes[:, h, None, :, t] == own[:, :, None, t]
+            rows.append(hits.unflatten(1, (view.group, count)))
+        sampled = (torch.cat(rows, dim=1) >= 2) & view.regions.mid_mask()[:, None, None, :end]
+        tokens, share = self._list(view, sampled)
+        log_weights = self._log_weights(view, queries, tokens) - share.log()[:, :, None]
+        return Selection(tokens=tokens, log_weights=log_weights)
+
+    def _list(self, view: LayerView, sampled: Tensor) -> tuple[Tensor, Tensor]:
+        """Sampled tokens `[B·T, Hq, K]` padded with -1, and the share of them kept under the cap `[B·T, Hq]`."""
+        sampled = sampled.transpose(1, 2).flatten(0, 1)
+        found = sampled.sum(-1)
+        cap = found.max() if self.token_budget is None else self.budget_tokens(view).max()
+        width = int(torch.minimum(found.max(), cap))
+        order = torch.rand(sampled.shape, device=sampled.device).masked_fill(~sampled, -1.0)
+        values, tokens = order.topk(width, dim=-1)
+        return torch.where(values >= 0, tokens, -1), found.clamp(min=1, max=max(width, 1)) / found.clamp(min=1)
+
+    def _log_weights(self, view: LayerView, queries: Queries, tokens: Tensor) -> Tensor:
+        """`−log u_i` of every listed token: `[B·T, Hq, K]`."""
+        q = queries.folded(queries.rot).float()
+        per_row = q.shape[0] // view.keys.shape[0]
+        row = torch.arange(q.shape[0], device=q.device)[:, None, None] // per_row
+        head = torch.arange(q.shape[1], device=q.device)[:, None] // view.group
+        keys = view.keys[row, head, tokens.clamp(min=0)].float() - self.center[row, head, 0]
+        cosine = torch.nn.functional.cosine_similarity(q[:, :, None], keys, dim=-1)
+        return -sampling_probability(cosine, self.bits, self.tables).clamp(min=1e-6).log()

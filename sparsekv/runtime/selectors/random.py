@@ -1,0 +1,35 @@
+"""A uniform sample of the mid region."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparsekv.config import option
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.runtime.selectors.topk import top_tokens
+
+
+@dataclass(eq=False)
+class Random(Selector):
+    """Tokens drawn without replacement, anew for every query and KV head: the floor any selector must beat (Saap's
+    random buckets)."""
+
+    name: ClassVar[str] = "random"
+    source: ClassVar[str] = "baseline; Saap §5 (random buckets)"
+
+    seed: int = option(0, help="Seed of the sample.")
+
+    def build(self, view: LayerView) -> None:
+        self.drawn = 0
+        self.layer_idx = view.layer_idx
+
+    def select(self, view: LayerView, queries: Queries) -> Selection:
+        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.layer_idx + self.drawn)
+        self.drawn += 1
+        shape = (view.keys.shape[0], view.num_kv_heads, queries.count, view.length)
+        scores = torch.rand(shape, generator=generator).to(view.keys.device)
+        scores = scores.masked_fill(~view.regions.mid_mask()[:, None, None], float("-inf"))
+        return Selection(tokens=top_tokens(scores, self.budget_tokens(view)))

@@ -1,0 +1,108 @@
+"""TokenSelect: one list for all heads of a layer, by a vote of the heads, kept while the query hardly changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.runtime.selectors.topk import group_scores, mask_mid, top_tokens
+
+VOTES = ("soft", "hard", "topk")
+
+
+def vote(scores: Tensor, k: Tensor, how: str) -> Tensor:
+    """One score a token from all heads (TokenSelect §4.1): `[B, H, T, N] -> [B, 1, T, N]`, -inf where not allowed.
+
+    `soft` sums the heads' softmax, `hard` counts the heads that have the token in their own top-k, `topk` sums raw
+    scores.
+    """
+    outside = torch.isneginf(scores[:, :1])
+    if how == "soft":
+        total = scores.softmax(-1).nan_to_num(0.0).sum(1, keepdim=True)
+    elif how == "topk":
+        total = scores.masked_fill(torch.isneginf(scores), 0.0).sum(1, keepdim=True)
+    else:
+        heads = scores.shape[1]
+        own = top_tokens(scores, k).reshape(scores.shape[0], scores.shape[2], heads, -1).transpose(1, 2)
+        ballots = torch.zeros(*scores.shape[:3], scores.shape[3] + 1, device=scores.device)
+        ballots.scatter_(-1, torch.where(own < 0, scores.shape[3], own), 1.0)
+        total = ballots[..., :-1].sum(1, keepdim=True)
+    return total.masked_fill(outside, float("-inf"))
+
+
+@dataclass(eq=False)
+class TokenSelect(Selector):
+    """Head soft vote over per-token scores, with a selection cache (TokenSelect §4.1, algorithm 1). In a chunk of
+    several tokens the mean query of the chunk selects for all of them (§4.2). With `contiguous` the keys that are read
+    get contiguous positions, so that no distance exceeds what was read (§4.3, length extrapolation)."""
+
+    name: ClassVar[str] = "token_select"
+    source: ClassVar[str] = "TokenSelect §4"
+    row_state: ClassVar[tuple[str, ...]] = ("cached_query", "cached_tokens")
+
+    vote: str = option("soft", help="How heads agree: soft (sum of softmax), hard (count of top-k lists) or topk (sum "
+                                    "of raw scores).")
+    theta: float = option(0.9, help="Cosine similarity with the cached query from which its selection is reused; above "
+                                    "1 never [cosine].")
+    chunk_mean: bool = option(True, help="In a chunk of several tokens the mean query selects for all; otherwise every "
+                                         "token selects for itself.")
+    contiguous: bool = option(False, help="Give the keys that are read contiguous positions (length extrapolation).")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.vote not in VOTES:
+            raise SparseKVError(f"unknown vote {self.vote!r}: expected one of {', '.join(VOTES)}")
+
+    def build(self, view: LayerView) -> None:
+        self.cached_query: Tensor | None = None
+        self.cached_tokens: Tensor | None = None
+        self.hits = self.steps = 0
+
+    def extend(self, view: LayerView, old: object) -> None:
+        self.cached_query = self.cached_tokens = None
+
+    def select(self, view: LayerView, queries: Queries) -> Selection:
+        if queries.count > 1 and not self.chunk_mean:
+            return self._selection(self._choose(view, queries.pre if self.contiguous else queries.rot))
+        q = queries.pre if self.contiguous else queries.rot
+        q = q.mean(2, keepdim=True)
+        flat = q.flatten(1)
+        self.steps += 1
+        tokens, reuse = None, None
+        if self.cached_query is not None and self.cached_tokens is not None:
+            reuse = torch.nn.functional.cosine_similarity(flat.float(), self.cached_query.float(), dim=-1) >= self.theta
+            if bool(reuse.all()):
+                self.hits += 1
+                tokens = self.cached_tokens
+        if tokens is None:
+            tokens = self._choose(view, q)
+            if reuse is not None and self.cached_tokens is not None and self.cached_tokens.shape == tokens.shape:
+                tokens = torch.where(reuse[:, None, None], self.cached_tokens, tokens)
+                flat = torch.where(reuse[:, None], self.cached_query, flat)  # type: ignore[arg-type]
+            self.cached_query, self.cached_tokens = flat, tokens
+        return self._selection(tokens.repeat_interleave(queries.count, dim=0))
+
+    def _choose(self, view: LayerView, q: Tensor) -> Tensor:
+        """Shared list `[B·T, 1, K]`."""
+        if self.contiguous:
+            keys = view.keys_pre(0, view.length)
+            grouped = q.reshape(q.shape[0], view.num_kv_heads, -1, q.shape[-1])
+            scores = mask_mid(view, (grouped.float() @ keys.float().mT) * view.scale)
+            scores = scores.reshape(q.shape[0], q.shape[1], q.shape[2], -1)
+        else:
+            scores = group_scores(view, q).transpose(2, 3).flatten(1, 2)
+        k = self.budget_tokens(view)
+        return top_tokens(vote(scores, k, self.vote), k)
+
+    def _selection(self, tokens: Tensor) -> Selection:
+        return Selection(tokens=tokens, contiguous=self.contiguous)
+
+    def statistics(self) -> dict[str, float]:
+        """Share of steps that reused the cached selection."""
+        return {"cache_hit_rate": self.hits / self.steps} if self.steps else {}

@@ -1,0 +1,30 @@
+"""Random router and feature-map artifacts for a tiny model."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
+from sparsekv.kernels import RouterWeights
+from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights
+
+
+def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hybrid", features: int = 12):
+    torch.manual_seed(1)
+    mark = model_fingerprint(model)
+    layers, heads_q, heads_kv, dim = mark["num_layers"], mark["num_query_heads"], mark["num_kv_heads"], mark["head_dim"]
+    common = {"model": mark, "layers": list(range(layers)), "sink_size": 4, "window_size": 16}
+    centroids = torch.nn.functional.normalize(torch.randn(layers, heads_kv, buckets, dim), dim=-1)
+    weights = None
+    if scores != "mean_key":
+        weights = RouterWeights(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
+                                torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
+    router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
+                                                 router_scope="kv_head", **common), centroids, weights)
+    maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
+    maps = [FeatureMapWeights(*(w.detach().reshape(layers, -1, *w.shape[1:]) for w in m)) for m in maps]
+    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), *maps,
+                      torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
+    return router, phi

@@ -1,0 +1,90 @@
+"""The import rules of docs/architecture.md, read from the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
+FILES = sorted(ROOT.rglob("*.py"))
+STAGES = ("capture", "trainers", "runtime", "evaluation")
+LEAVES = ("models", "kernels", "artifacts", "capture.rope", "capture.store", "capture.corpus", "config", "errors",
+          "progress", "hub")
+LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
+DOORS = ("cli", "demo", "inspection")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, *, top_only: bool = False) -> list[str]:
+    """Full names of what a file imports; `from a import b` counts as `a.b`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_only else ast.walk(tree)
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def is_leaf(name: str) -> bool:
+    return any(inside(name, leaf) for leaf in LEAVES)
+
+
+def stage_of(name: str) -> str | None:
+    return None if is_leaf(name) else next((s for s in STAGES if inside(name, s)), None)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_data_moves_to_the_right(path: Path) -> None:
+    me = module_of(path)
+    own = [n.removeprefix("sparsekv.") for n in imports(path) if n.startswith("sparsekv.")]
+    if me in DOORS:
+        return
+    for name in own:
+        assert not inside(name, "cli"), f"{me} imports the command line"
+        stage = stage_of(name)
+        if is_leaf(me):
+            assert stage is None, f"the leaf {me} imports the stage {stage} ({name})"
+        elif stage is not None and stage != stage_of(me):
+            allowed = me == "__init__" or me == "" or (stage_of(me) == "evaluation" and stage == "runtime")
+            assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_heavy_packages_are_imported_inside_calls(path: Path) -> None:
+    found = {n.split(".")[0] for n in imports(path, top_only=True)} & set(LAZY)
+    if module_of(path).startswith("kernels.triton") or "import triton" in path.read_text(encoding="utf-8"):
+        found.discard("triton") if _imported_lazily(module_of(path)) else None
+    assert not found, f"{module_of(path)} imports {found} at its top"
+
+
+def _imported_lazily(module: str) -> bool:
+    """No file imports this module at its own top: it is reached only inside a call."""
+    return not any(inside(name, f"sparsekv.{module}") for path in FILES for name in imports(path, top_only=True))
+
+
+def test_import_is_fast_and_loads_nothing_heavy() -> None:
+    code = ("import sys, sparsekv; assert sparsekv.__version__; "
+            "print([m for m in ('torch', 'transformers', 'triton', 'faiss', 'lightning') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_attach_loads_no_optional_package() -> None:
+    code = ("import sys; from sparsekv import attach; import sparsekv.kernels; "
+            "print([m for m in ('faiss', 'lightning', 'lm_eval', 'datasets') if m in sys.modules])")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]", out.stdout
