@@ -6,7 +6,6 @@ It calls the functions of the commands `capture`, `train-router` and `train-phi`
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import time
 from dataclasses import dataclass
@@ -15,22 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.decode import HEADER, Method, decode, markdown_table, table_rows
 from sparsekv.progress import progress
 
 if TYPE_CHECKING:
     from sparsekv.capture.store import CaptureStore
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
-
-
-class Method(NamedTuple):
-    """One row of the table: what is read exactly, at which share of the context, and whether φ completes it."""
-
-    label: str
-    case: str
-    selector: str
-    token_budget: float | None
-    phi: bool
 
 
 METHODS = (
@@ -111,7 +101,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     trained = time.perf_counter() - started
 
     rows, errors = _decode(config, model, tokenizer, heldout, out)
-    table = markdown_table(rows)
+    table = markdown_table(METHODS, rows)
     (out / "table.md").write_text(table + "\n", encoding="utf-8")
     (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if config.save_results is not None:
@@ -138,110 +128,32 @@ def _prepare_output(config: DemoConfig) -> Path:
 def _decode(
     config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path,
 ) -> tuple[list[dict[str, Any]], dict[tuple[str, bool], list[tuple[float, float]]]]:
-    """Every method on the same held-out windows and needle prompts, each prefilled once. Returns the table's rows and
-    the errors by budget."""
-    import torch
-
+    """Every method on the same held-out windows and needle prompts, and more budgets on the first two windows for the
+    figure. Returns the table's rows and the errors by budget."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.evaluation.needle import found, make_needles
+    from sparsekv.evaluation.needle import make_needles
 
-    artifacts = {"router": RouterArtifact.load(out / "router"), "phi": PhiArtifact.load(out / "phi")}
+    router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
     windows = [heldout.tokens(i) for i in range(heldout.num_documents)]
     needles = make_needles(tokenizer, [t for w in windows for t in w.tolist()], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
     sweep = [Method("", f"{name}@{budget}", name, budget, phi) for name in ("topk", "router") for budget in BUDGETS
              for phi in (False, True)]
-    sweep = [m for m in sweep if (m.case, m.phi) not in {(k.case, k.phi) for k in METHODS}]
-    scores: dict[Method, _Score] = {m: _Score() for m in (*METHODS, *sweep)}
-    steps = len(windows) * len(METHODS) + min(2, len(windows)) * len(sweep) + len(needles) * len(METHODS)
-    with torch.inference_mode(), progress("decode", steps, "runs") as advance:
-        for index, window in enumerate(windows):
-            cache = None
-            for method in (*METHODS, *(sweep if index < 2 else ())):
-                with _attached(model, method, artifacts) as attachment:
-                    ids = window[None].to(model.device)
-                    start = ids.shape[1] - config.continuation - 1
-                    if cache is None:
-                        cache = attachment.prefill(ids[:, :start])
-                    logits = model(ids[:, start:-1], past_key_values=cache.fork(), use_cache=True).logits
-                    loss = torch.nn.functional.cross_entropy(logits[0].float(), ids[0, start + 1:])
-                    scores[method].add(float(loss), attachment.report(), full=method.case == "full")
-                advance()
-        for needle in needles:
-            cache = None
-            ids = torch.tensor(needle.tokens, device=model.device)[None]
-            for method in METHODS:
-                with _attached(model, method, artifacts) as attachment:
-                    if cache is None:
-                        cache = attachment.prefill(ids[:, :-1])
-                    answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(),
-                                            max_new_tokens=10, do_sample=False)
-                scores[method].needles += found(needle, tokenizer.decode(answer[0, ids.shape[1]:]))
-                advance()
-    rows = [row for method in METHODS for row in scores[method].rows(method, len(needles))]
+    known = {(m.case, m.phi) for m in METHODS}
+    sweep = [m for m in sweep if (m.case, m.phi) not in known]
+    steps = (len(windows) + len(needles)) * len(METHODS) + len(windows[:2]) * len(sweep)
+    with progress("decode", steps, "runs") as advance:
+        common: dict[str, Any] = {"router": router, "phi": phi, "continuation": config.continuation, "advance": advance}
+        scores = decode(model, tokenizer, METHODS, windows, needles, **common)
+        scores |= decode(model, tokenizer, sweep, windows[:2], [], **common)
+    rows = [row for method in METHODS for row in scores[method].rows(method)]
     errors: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for method, score in scores.items():
         if method.selector != "dense":
             name = method.case.split("@")[0]
             errors.setdefault((name, method.phi), []).append((method.token_budget or 0.01, score.rel_err))
     return rows, errors
-
-
-def _attached(model: Any, method: Method, artifacts: dict[str, Any]) -> Any:
-    from sparsekv.runtime.attach import attach
-
-    return attach(model, selector=method.selector, token_budget=method.token_budget, sparse_chunks=True,
-                  router=artifacts["router"] if method.selector == "router" else None,
-                  phi=artifacts["phi"] if method.phi else None, diagnostics=method.selector != "dense")
-
-
-class _Score:
-    """Sums of one method's measurements."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.errors: list[float] = []
-        self.shares: list[float] = []
-        self.needles = 0
-
-    def add(self, loss: float, report: dict[str, Any], *, full: bool) -> None:
-        self.losses.append(loss)
-        self.errors.append(0.0 if full else report["rel_err"])
-        self.shares.append(1.0 if full else report["selectivity_sparse"])
-
-    @property
-    def rel_err(self) -> float:
-        return sum(self.errors) / len(self.errors)
-
-    def rows(self, method: Method, needles: int) -> list[dict[str, Any]]:
-        values = {"rel_err": (self.rel_err, ""), "perplexity": (math.exp(sum(self.losses) / len(self.losses)), ""),
-                  "needles": (self.needles, f"of {needles}"),
-                  "selectivity": (sum(self.shares) / len(self.shares), "share of the context")}
-        return [{"case": method.case, "method": "phi" if method.phi else "none", "metric": metric, "value": value,
-                 "unit": unit} for metric, (value, unit) in values.items()]
-
-
-def table_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The table's cells, one row a method, drawn from the result rows."""
-    found = {(r["case"], r["method"], r["metric"]): r for r in rows}
-    lines = []
-    for method in METHODS:
-        key = (method.case, "phi" if method.phi else "none")
-        needles, perplexity = found[*key, "needles"], found[*key, "perplexity"]
-        error, share = found[*key, "rel_err"], found[*key, "selectivity"]
-        lines.append([method.label, f"{needles['value']:.0f} {needles['unit']}", f"{perplexity['value']:.2f}",
-                      f"{error['value']:.3f}", f"{share['value']:.1%}"])
-    return lines
-
-
-HEADER = ["read exactly", "needles found", "perplexity", "attention error", "selectivity"]
-
-
-def markdown_table(rows: list[dict[str, Any]]) -> str:
-    """The demo's table in Markdown."""
-    lines = [HEADER, ["---"] + ["---:"] * (len(HEADER) - 1), *table_rows(rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def save_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -267,11 +179,11 @@ def _write_report(
         curves[f"{name} training"] = (metrics["step"], metrics["loss"])
     fractions, quartiles = _mass_curves(heldout)
     intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
-             f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took {trained:.0f} s, "
-             f"everything {total:.0f} s.")
+             f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took "
+             f"{trained:.0f} s, everything {total:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: a frozen model, decoding sparsely", intro,
-        [Table("What every method reads and what it costs", HEADER, table_rows(rows),
+        [Table("What every method reads and what it costs", HEADER, table_rows(METHODS, rows),
                "Perplexity of held-out text after the window; attention error: relative L2 distance of a head's output "
                "to full attention, mean over sparse layers, heads and tokens; selectivity: share of the context read "
                "by a sparse layer. Layer 0 stays dense in every sparse row.")],
@@ -287,7 +199,8 @@ def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[flo
 
     from sparsekv.models.offline import make_scene, mass_curve
 
-    shares, entropies, fractions = [], [], []
+    shares, entropies = [], []
+    fractions: list[float] = []
     for layer in heldout.layers[1::3] or heldout.layers:
         item = heldout.read(layer, 0)
         scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Okabe and Ito's palette, told apart under the common colour-vision deficiencies
@@ -40,7 +40,7 @@ def error_by_budget(points: dict[tuple[str, bool], list[tuple[float, float]]]) -
     return _svg(figure)
 
 
-def mass_curve(fractions: Sequence[float], quartiles: dict[str, Sequence[float]]) -> str:
+def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> str:
     """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
     figure, axes = _figure()
     shades = ("#08519c", "#3182bd", "#6baed6", "#9ecae1")
@@ -59,7 +59,7 @@ def mass_curve(fractions: Sequence[float], quartiles: dict[str, Sequence[float]]
     return _svg(figure)
 
 
-def training_curves(curves: dict[str, tuple[Sequence[float], Sequence[float]]]) -> str:
+def training_curves(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> str:
     """Loss against step, one panel a part. curves: name -> (steps, losses)."""
     figure, axes = _figure(len(curves))
     for panel, (name, (steps, losses)) in zip(axes if len(curves) > 1 else [axes], curves.items(), strict=True):

@@ -80,21 +80,21 @@ def best(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def top_buckets(scene: Scene, bucket: Tensor, bucket_scores: Tensor, fraction: float) -> Tensor:
-    """Mid keys of the best buckets, whole buckets while they fit in `⌈fraction · context⌉` tokens: bool `[Hq, T, N]`.
+    """Mid keys of the best buckets, `⌈fraction · context⌉` of them (the last bucket in part): bool `[Hq, T, N]`.
 
     bucket `[Hkv, N]`: the bucket of every key; bucket_scores `[Hkv, T, C]`, higher is better.
     """
-    heads_kv, buckets = bucket.shape[0], bucket_scores.shape[-1]
-    member = torch.nn.functional.one_hot(bucket, buckets).to(scene.scores.dtype)
-    mid = scene.mid[:: scene.group] if scene.mid.shape[0] > 1 else scene.mid
-    sizes = mid.to(member.dtype) @ member
-    order = bucket_scores.masked_fill(sizes == 0, NEG_INF).argsort(-1, descending=True)
-    spent = sizes.expand(heads_kv, -1, -1).gather(-1, order).cumsum(-1)
-    budget = torch.ceil(scene.context * fraction - 1e-9)
-    budget = (budget[:: scene.group] if budget.shape[0] > 1 else budget)[..., None]
-    take = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, spent <= budget)
-    chosen = take.gather(-1, bucket[:, None].expand(-1, take.shape[1], -1))
-    return chosen.repeat_interleave(scene.group, 0) & scene.mid
+    heads_kv, count, buckets = bucket_scores.shape
+    length = bucket.shape[1]
+    order = bucket_scores.argsort(-1, descending=True)
+    places = torch.arange(buckets, device=bucket.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, places)
+    rank = rank.gather(-1, bucket[:, None].expand(-1, count, -1))
+    line = -(rank * length + torch.arange(length, device=bucket.device)).double()
+    mid = (scene.mid[:: scene.group] if scene.mid.shape[0] > 1 else scene.mid).expand(heads_kv, -1, -1)
+    context = scene.context[:: scene.group] if scene.context.shape[0] > 1 else scene.context
+    chosen = best(line.masked_fill(~mid, NEG_INF), torch.ceil(context * fraction - 1e-9).long())
+    return chosen.repeat_interleave(scene.group, 0)
 
 
 def bucket_mass(scene: Scene, bucket: Tensor, num_buckets: int) -> Tensor:

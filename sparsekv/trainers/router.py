@@ -58,8 +58,8 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     from sparsekv.hub import resolve_device
 
     store = CaptureStore.open(config.capture)
-    space = _check(config, store)
     train, validation = split_documents(store, config.validation_documents)
+    space = _check(config, store)
     out = prepare_output(config.output, config.overwrite)
     device = resolve_device(config.device)
     centroids, weights, quality = [], [], []

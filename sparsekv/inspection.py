@@ -1,0 +1,67 @@
+"""`sparsekv inspect`: what a store or an artifact is, how good it is, on what it was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    path: Path = option(help="Folder of a capture store or an artifact.", argument=True, metavar="PATH")
+    verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
+    heads: bool = option(False, help="Also print the quality of every head of an artifact.")
+
+
+def inspect_path(config: InspectConfig) -> None:
+    """Print the description. Raises SparseKVError for anything that is neither, and for a store that fails `verify`."""
+    from sparsekv.artifacts.format import read_config
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.capture.store import CaptureStore
+
+    path = Path(config.path)
+    if not path.exists():
+        raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
+    if not (path / "config.json").is_file():
+        store = CaptureStore.open(path)
+        print(store.summary())
+        _describe_model(store.model)
+        print(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
+              f"{store.config['storage_dtype']}")
+        for layer, reason in store.manifest["skipped_layers"].items():
+            print(f"layer {layer} was skipped: {reason}")
+        if config.verify:
+            problems = store.verify()
+            if problems:
+                raise SparseKVError(f"the store {str(path)!r} is damaged:\n  " + "\n  ".join(problems))
+            print(f"verified: {len(store.manifest['shards'])} shards are sound")
+        return
+    kinds: dict[str, Any] = {"router": RouterArtifact, "phi": PhiArtifact}
+    kind = read_config(path)["kind"]
+    if kind not in kinds:
+        raise SparseKVError(f"{str(path)!r} is a {kind!r} artifact; this version knows {', '.join(kinds)}")
+    artifact = kinds[kind].load(path)
+    print(artifact.summary())
+    _describe_model(artifact.config.model)
+    origin = artifact.config.provenance
+    print(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
+          f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
+    if config.heads:
+        _print_heads(artifact.config)
+
+
+def _describe_model(model: dict[str, Any]) -> None:
+    print(f"model {model['architecture']}, {model['num_layers']} layers, {model['num_query_heads']}/"
+          f"{model['num_kv_heads']} heads of {model['head_dim']}, weights {model['weights'][:12]}")
+
+
+def _print_heads(config: Any) -> None:
+    for name, table in config.quality.get("per_head", {}).items():
+        print(f"{name}:")
+        for layer, values in zip(config.layers, table, strict=True):
+            print(f"  layer {layer:>3}: " + " ".join(f"{v:.3f}" for v in values))

@@ -1,0 +1,145 @@
+"""De-rotation and capture in every supported family, against the cache the model itself builds."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+from transformers.models.glm4.configuration_glm4 import Glm4Config
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.llama.configuration_llama import LlamaConfig
+from transformers.models.mistral.configuration_mistral import MistralConfig
+from transformers.models.phi3.configuration_phi3 import Phi3Config
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from sparsekv.capture.rope import rotate, unrotate
+from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.tap import probe
+from sparsekv.errors import SparseKVError
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96}
+
+
+def rope(kind: str, **extra: object) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **extra}}
+
+
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "llama-linear": (LlamaConfig, rope("linear", factor=4.0)),
+    "llama-dynamic": (LlamaConfig, rope("dynamic", factor=4.0)),
+    "llama-llama3": (LlamaConfig, rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                       original_max_position_embeddings=64)),
+    "llama-yarn": (LlamaConfig, rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "mistral": (MistralConfig, {"sliding_window": None}),
+    "phi3": (Phi3Config, {}),
+    "phi3-partial-longrope": (Phi3Config, {
+        "original_max_position_embeddings": 64,
+        **rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, partial_rotary_factor=0.5,
+               original_max_position_embeddings=64)}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 16,
+                                  "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
+    "glm4": (Glm4Config, {}),
+}
+
+
+class Words:
+    """A tokenizer of single characters."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: object) -> dict:
+        return {"input_ids": [3 + ord(c) % 90 for c in text]}
+
+
+def tiny(name: str):
+    torch.manual_seed(0)
+    config, extra = FAMILIES[name]
+    model = AutoModelForCausalLM.from_config(config(**{**SIZES, **extra})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2.0)
+    return model
+
+
+def captured(model, folder, **extra):
+    options = {"context_length": 120, "num_documents": 1, "queries_per_document": 24, "storage_dtype": "float32"} | extra
+    return run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(folder), **options),
+                       model=model, tokenizer=Words())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 2e-3)])
+def test_stored_keys_rotated_again_are_the_caches_keys(name: str, dtype: str, limit: float, tmp_path) -> None:
+    model = tiny(name)
+    store = captured(model, tmp_path / "s", storage_dtype=dtype)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
+    assert store.layers == ([1, 2] if name == "gemma3" else [0, 1, 2])
+    for layer in store.layers:
+        item = store.read(layer, 0)
+        keys, values = cache.layers[layer].keys[0], cache.layers[layer].values[0]
+        error = (item.keys_rot() - keys).norm() / keys.norm()
+        assert float(error) < limit
+        assert float((item.values.float() - values).norm() / values.norm()) < limit
+
+
+@pytest.mark.parametrize("name", ["llama", "glm4", "phi3-partial-longrope"])
+@pytest.mark.parametrize("chunk", [8192, 33])
+def test_statistics_equal_a_dense_computation(name: str, chunk: int, tmp_path) -> None:
+    store = captured(tiny(name), tmp_path / "s", chunk_size=chunk)
+    sink, window = 4, 16
+    for layer in store.layers:
+        item = store.read(layer, 0)
+        keys = item.keys_rot().double().repeat_interleave(2, 0)
+        scores = torch.einsum("htd,hnd->htn", item.queries_rot().double(), keys) * item.scale
+        column, place = torch.arange(120), item.query_positions[..., None]
+        scores = scores.masked_fill(column > place, float("-inf"))
+        mass = scores.softmax(-1)
+        mid = (column >= sink) & (column <= place - window)
+        middle = torch.where(mid, mass, 0.0)
+        p = middle / middle.sum(-1, keepdim=True).clamp(min=1e-300)
+        entropy = torch.special.entr(p).sum(-1) / mid.sum(-1).clamp(min=2).double().log()
+        best = scores[..., sink:].max(-1)
+        found = {k: v.double() for k, v in item.statistics.items()}
+        close = {"rtol": 2e-4, "atol": 2e-4}
+        torch.testing.assert_close(found["lse"], scores.logsumexp(-1), **close)
+        torch.testing.assert_close(found["lse_mid"], scores.masked_fill(~mid, float("-inf")).logsumexp(-1), **close)
+        torch.testing.assert_close(found["mass_mid"], middle.sum(-1), **close)
+        torch.testing.assert_close(found["mass_sink"], mass[..., :sink].sum(-1), **close)
+        torch.testing.assert_close(found["mass_tail"], torch.where(mid, 0.0, mass)[..., sink:].sum(-1), **close)
+        torch.testing.assert_close(found["top1_score"], best.values, **close)
+        assert torch.equal(found["top1_position"].long(), best.indices + sink)
+        torch.testing.assert_close(found["entropy_mid"], torch.where(mid.sum(-1) >= 2, entropy, 0.0), **close)
+
+
+def test_rotation_and_back_for_both_layouts() -> None:
+    torch.manual_seed(0)
+    x, angle = torch.randn(2, 5, 16), torch.rand(5, 8) * 6
+    for layout, full in (("half", torch.cat([angle, angle], -1)), ("interleaved", angle.repeat_interleave(2, -1))):
+        cos, sin = full.cos() * 1.3, full.sin() * 1.3
+        turned = rotate(x, cos, sin, layout)
+        assert float((turned - x).abs().max()) > 0.1
+        torch.testing.assert_close(unrotate(turned, cos, sin, layout), x)
+
+
+def test_a_model_without_rotary_attention_is_refused_by_name() -> None:
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=97, bos_token_id=1, eos_token_id=1)
+    with pytest.raises(SparseKVError, match="GPT2LMHeadModel is not supported"):
+        probe(AutoModelForCausalLM.from_config(config))
+
+
+def test_the_model_is_left_as_it_was(tmp_path) -> None:
+    model = tiny("llama")
+    ids = torch.arange(3, 40)[None]
+    before, implementation = model(ids).logits, model.config._attn_implementation
+    captured(model, tmp_path / "s")
+    assert model.config._attn_implementation == implementation
+    assert torch.equal(model(ids).logits, before)
+    assert not any(m._forward_pre_hooks for m in model.modules())
