@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = ("capture", "trainers", "runtime", "evaluation")
-LEAVES = ("models", "kernels", "artifacts", "capture.rope", "capture.store", "capture.corpus", "config", "errors",
-          "progress", "hub")
+LEAVES = ("models", "kernels", "artifacts", "capture.rope", "capture.store", "capture.place", "capture.shard",
+          "capture.corpus", "config", "errors", "progress", "hub")
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "demo", "inspection")
 

@@ -4,32 +4,36 @@
 manifest.json                     format version, model fingerprint, options, documents, checksum of every shard
 doc00000/layer003.safetensors     keys_pre, values [Hkv, N, d]; queries_pre [Hq, T, d]; positions; statistics [Hq, T]
 doc00000/rotary.safetensors       tokens [N]; cos.<group>, sin.<group> [N, rotary_dim] as the model used them
+doc00000/document.json            what the manifest says of this document: the mark that it is whole
 ```
 
-A document's folder is written under a temporary name and renamed when it is whole, the manifest comes last: what is
-there is complete. A pure leaf: imports no stage.
+A document's folder is written under a temporary name and renamed when it is whole; the manifest says `complete` last of
+all. A pure leaf: imports no stage.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from sparsekv.capture.place import Place, place
 from sparsekv.capture.rope import Layout, rotate
 from sparsekv.errors import SparseKVError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-STATISTICS = ("lse", "lse_mid", "top1_position", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
+STATISTICS = {
+    "lse": torch.float32, "lse_mid": torch.float32, "top1_position": torch.int32, "top1_score": torch.float32,
+    "mass_sink": torch.float32, "mass_tail": torch.float32, "mass_mid": torch.float32, "entropy_mid": torch.float32,
+    "cover75": torch.int32, "cover95": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class LayerCapture:
 
     keys_pre, values `[Hkv, N, d]`, queries_pre `[Hq, T, d]` in the store's dtype; query_positions `[Hq, T]` int64;
     cos, sin `[N, rotary_dim]` float32, full width in `layout`; scale: the model's softmax scaling; statistics `[Hq, T]`
-    each, see `capture/statistics.py`.
+    each, see `capture/statistics.py`. Where only a share of the keys was stored, keys_pre and values are `[Hkv, M, d]`
+    and key_positions `[M]` int64 says which; otherwise it is None.
     """
 
     keys_pre: Tensor
@@ -50,10 +55,12 @@ class LayerCapture:
     layout: Layout
     scale: float
     statistics: dict[str, Tensor]
+    key_positions: Tensor | None = None
 
     def keys_rot(self) -> Tensor:
         """Keys with RoPE, `[Hkv, N, d]` float32."""
-        return rotate(self.keys_pre.float(), self.cos, self.sin, self.layout)
+        at = slice(None) if self.key_positions is None else self.key_positions
+        return rotate(self.keys_pre.float(), self.cos[at], self.sin[at], self.layout)
 
     def queries_rot(self) -> Tensor:
         """Queries with RoPE, `[Hq, T, d]` float32."""
@@ -62,93 +69,111 @@ class LayerCapture:
 
 
 class CaptureStore:
-    """Reader. Shards are memory-mapped: a layer is read without touching the others."""
+    """Reader. Local shards are memory-mapped, remote ones read by byte ranges: nothing but what is asked for."""
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
-        self.path = path
+    def __init__(self, where: Place, manifest: dict[str, Any]):
+        self._place = where
+        self.path: Path | str = where.root or str(where)
         self.manifest = manifest
         self.model: dict[str, Any] = manifest["model"]
         self.config: dict[str, Any] = manifest["config"]
         self.documents: list[dict[str, Any]] = manifest["documents"]
         self.layers: list[int] = [int(layer) for layer in manifest["layers"]]
+        self.kv_heads: list[int] = manifest.get("kv_heads") or list(range(int(self.model["num_kv_heads"])))
 
     @classmethod
     def open(cls, path: str | Path) -> CaptureStore:
         """Raises SparseKVError for a folder that is no store, is unfinished, or is of a newer format."""
-        path = Path(path)
-        file = path / MANIFEST
-        if not file.is_file():
-            if (path / "config.json").is_file():
-                raise SparseKVError(f"{str(path)!r} is not a capture store (it looks like an artifact or a model); "
-                                    "expected the folder that `sparsekv capture` wrote")
-            unfinished = path.is_dir() and any(path.glob("doc*"))
-            raise SparseKVError(
-                f"the capture store {str(path)!r} is unfinished; run the same `sparsekv capture` command again to go on"
-                if unfinished else f"no capture store at {str(path)!r}: expected a folder with {MANIFEST}")
+        where = place(path)
+        name = repr(str(where))
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
+            manifest = where.read_json(MANIFEST)
+            if manifest is None:
+                looks = " (it looks like an artifact or a model)" if "config.json" in where.names() else ""
+                raise SparseKVError(f"no capture store at {name}{looks}: expected the folder that `sparsekv capture` "
+                                    f"wrote, with a {MANIFEST}")
             version = manifest["format_version"]
             if version > FORMAT_VERSION:
-                raise SparseKVError(f"the capture store {str(path)!r} has format {version}; this version of sparsekv "
+                raise SparseKVError(f"the capture store {name} has format {version}; this version of sparsekv "
                                     f"reads up to {FORMAT_VERSION}. Upgrade sparsekv.")
-            return cls(path, manifest)
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-            raise SparseKVError(f"the manifest of {str(path)!r} is damaged ({type(error).__name__}: {error}); "
+            if not manifest.get("complete", True):
+                raise SparseKVError(f"the capture store {name} is unfinished; run the same `sparsekv capture` command "
+                                    "again to go on")
+            return cls(where, manifest)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            raise SparseKVError(f"the manifest of {name} is damaged ({type(error).__name__}: {error}); "
                                 "capture again with --overwrite") from error
+        except OSError as error:
+            raise SparseKVError(f"the capture store {name} cannot be read: {error.strerror or error}") from error
 
     num_documents = property(lambda self: len(self.documents))
     context_length = property(lambda self: int(self.manifest["context_length"]))
-    num_query_heads = property(lambda self: int(self.model["num_query_heads"]))
-    num_kv_heads = property(lambda self: int(self.model["num_kv_heads"]))
+    group = property(lambda self: int(self.model["num_query_heads"]) // int(self.model["num_kv_heads"]))
+    num_kv_heads = property(lambda self: len(self.kv_heads))
+    num_query_heads = property(lambda self: len(self.kv_heads) * self.group)
     head_dim = property(lambda self: int(self.model["head_dim"]))
 
+    def require_whole(self, purpose: str) -> None:
+        """Raises SparseKVError where the store holds only some KV heads or a share of the keys."""
+        if len(self.kv_heads) < int(self.model["num_kv_heads"]) or self.config.get("key_fraction", 1.0) < 1.0:
+            raise SparseKVError(f"the capture store {str(self.path)!r} holds only a part of the heads or keys "
+                                f"(--kv-heads, --key-fraction); {purpose} needs all of them. Capture again without "
+                                "these options.")
+
     def read(self, layer: int, document: int, *, kv_heads: slice | None = None) -> LayerCapture:
-        """One layer of one document; `kv_heads` reads only those KV heads and the query heads of their groups."""
+        """One layer of one document; `kv_heads` reads only those (of the stored) KV heads and their query heads.
+
+        A local shard's tensors are views of the mapped file. Raises SparseKVError for a layer or document that is not
+        there, and for a missing or damaged shard.
+        """
         about = self.manifest["layers"].get(str(layer))
         if about is None or not 0 <= document < self.num_documents:
             raise SparseKVError(f"the store holds layers {self.layers} and documents 0..{self.num_documents - 1}; "
                                 f"layer {layer} of document {document} was asked for")
-        kv = kv_heads or slice(0, self.num_kv_heads)
-        start, stop, _ = kv.indices(self.num_kv_heads)
-        group = self.num_query_heads // self.num_kv_heads
-        folder = self.path / document_name(document)
-        tensors: dict[str, Tensor] = {}
-        with self._open(folder / f"layer{layer:03d}.safetensors") as shard:
-            for name in shard.keys():
-                span = slice(start, stop) if name in ("keys_pre", "values") else slice(start * group, stop * group)
-                tensors[name] = shard.get_slice(name)[span]
-        with self._open(folder / "rotary.safetensors") as shard:
-            cos, sin = (shard.get_tensor(f"{part}.{about['rotary']}") for part in ("cos", "sin"))
+        start, stop, _ = (kv_heads or slice(None)).indices(self.num_kv_heads)
+        folder = document_name(document)
+        keys, queries = slice(start, stop), slice(start * self.group, stop * self.group)
+        tensors = self._rows(f"{folder}/{layer_name(layer)}",
+                             lambda n: keys if n in ("keys_pre", "values") else queries)
+        wanted = (f"cos.{about['rotary']}", f"sin.{about['rotary']}", "key_positions")
+        rotary = self._rows(f"{folder}/rotary.safetensors", lambda n: slice(None) if n in wanted else None)
+        positions = rotary.get("key_positions")
         return LayerCapture(
             keys_pre=tensors.pop("keys_pre"), values=tensors.pop("values"), queries_pre=tensors.pop("queries_pre"),
-            query_positions=tensors.pop("query_positions").long(), cos=cos, sin=sin, layout=about["layout"],
-            scale=about["scale"], statistics=tensors)
+            query_positions=tensors.pop("query_positions").long(), cos=rotary[wanted[0]], sin=rotary[wanted[1]],
+            layout=about["layout"], scale=about["scale"], statistics=tensors,
+            key_positions=None if positions is None else positions.long())
 
     def tokens(self, document: int) -> Tensor:
         """The token ids of a document's window, `[N]` int64."""
-        with self._open(self.path / document_name(document) / "rotary.safetensors") as shard:
-            return shard.get_tensor("tokens").long()
+        name = f"{document_name(document)}/rotary.safetensors"
+        return self._rows(name, lambda n: slice(None) if n == "tokens" else None)["tokens"].long()
 
     def verify(self) -> list[str]:
         """One line for every shard that is missing or whose bytes changed; an empty list for a sound store."""
         problems = []
         for name, about in self.manifest["shards"].items():
-            file = self.path / name
-            if not file.is_file():
+            size = self._place.size(name)
+            if size is None:
                 problems.append(f"{name}: missing")
-            elif file.stat().st_size != about["bytes"]:
-                problems.append(f"{name}: {file.stat().st_size} bytes, expected {about['bytes']}")
-            elif checksum(file) != about["sha256"]:
+            elif size != about["bytes"]:
+                problems.append(f"{name}: {size} bytes, expected {about['bytes']}")
+            elif self._place.checksum(name) != about["sha256"]:
                 problems.append(f"{name}: contents changed (checksum differs)")
         return problems
 
-    def _open(self, file: Path) -> Any:
+    def _rows(self, name: str, choose: Callable[[str], slice | None]) -> dict[str, Tensor]:
+        """Rows `choose(tensor name)` of a shard's tensors; None leaves a tensor out."""
         try:
-            return safe_open(str(file), framework="pt")
-        except (SafetensorError, OSError) as error:
-            what = "is damaged" if file.is_file() else "is missing"
-            raise SparseKVError(f"shard {file.relative_to(self.path)} of the capture store {str(self.path)!r} {what}; "
-                                "delete its folder and the manifest and run the same capture again") from error
+            if self._place.size(name) != self.manifest["shards"][name]["bytes"]:
+                raise OSError("its size is not the recorded one")
+            with self._place.open_shard(name) as shard:
+                spans = {n: span for n in shard.keys() if (span := choose(n)) is not None}
+                return {n: shard.get_slice(n)[span] for n, span in spans.items()}
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            what = "is missing" if self._place.size(name) is None else f"is damaged ({error})"
+            raise SparseKVError(f"shard {name} of the capture store {str(self.path)!r} {what}; restore it, or capture "
+                                "again with --overwrite") from error
 
     def summary(self) -> str:
         size = sum(about["bytes"] for about in self.manifest["shards"].values())
@@ -161,50 +186,25 @@ def document_name(document: int) -> str:
     return f"doc{document:05d}"
 
 
-def checksum(file: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def layer_name(layer: int) -> str:
+    return f"layer{layer:03d}.safetensors"
 
 
-class DocumentWriter:
-    """Writes one document's shards under a temporary name; `commit` renames the folder when all are there."""
-
-    def __init__(self, store: Path, document: int):
-        self.final = store / document_name(document)
-        self.folder = store / f".{document_name(document)}.tmp"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-
-    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        save_file({k: t.contiguous() for k, t in tensors.items()}, str(self.folder / f"{name}.safetensors"))
-
-    def commit(self, about: dict[str, Any]) -> None:
-        """Record the shards' checksums in `document.json`, then make the document visible in one rename."""
-        shards = {f"{self.final.name}/{f.name}": {"bytes": f.stat().st_size, "sha256": checksum(f)}
-                  for f in sorted(self.folder.glob("*.safetensors"))}
-        write_json(self.folder / "document.json", {"document": about, "shards": shards})
-        os.replace(self.folder, self.final)
-
-
-def finished_document(store: Path, document: int) -> dict[str, Any] | None:
-    """What `DocumentWriter.commit` recorded, or None where the document is not there yet."""
-    file = store / document_name(document) / "document.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-
-
-def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write through a temporary name, so that a reader sees the old file or the new one, never a part."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+def finished_document(store: Place, document: int) -> dict[str, Any] | None:
+    """What was recorded when the document was finished; None where it is not there, or a shard of it is cut short."""
+    try:
+        found = store.read_json(f"{document_name(document)}/document.json")
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    if found is None or any(store.size(name) != about["bytes"] for name, about in found["shards"].items()):
+        return None
+    return found
 
 
 def storage_bytes(
-    *, num_documents: int, num_layers: int, heads_kv: int, heads_q: int, length: int, queries: int, dim: int, item: int,
+    *, num_documents: int, num_layers: int, heads_kv: int, heads_q: int, length: int, keys: int, queries: int, dim: int,
+    item: int,
 ) -> int:
     """Size of a store before it is made: keys and values, queries, positions and statistics, rotary tables [bytes]."""
-    layer = 2 * heads_kv * length * dim * item + heads_q * queries * (dim * item + 4 * (1 + len(STATISTICS)))
+    layer = 2 * heads_kv * keys * dim * item + heads_q * queries * (dim * item + 4 * (1 + len(STATISTICS)))
     return num_documents * (num_layers * layer + length * (2 * dim * 4 + 4))
-
-

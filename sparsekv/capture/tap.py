@@ -5,6 +5,7 @@ This file and `runtime/attach.py` are the only ones that know transformers' inte
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekv.capture.rope import LayerRope, find_layout
+from sparsekv.capture.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.dense import causal_attention
 
@@ -34,6 +35,7 @@ class AttentionCall:
     scale: float
     sliding_window: int | None
     softcap: float | None
+    module: nn.Module
 
 
 class StopForward(Exception):
@@ -62,7 +64,7 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
         if attention_mask is not None:
             raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
         listener(AttentionCall(layer_of[id(module)], query, key, value, None if cos is None else cos[0],
-                               None if sin is None else sin[0], scale, sliding_window, softcap))
+                               None if sin is None else sin[0], scale, sliding_window, softcap, module))
         return causal_attention(query, key, value, scale, window=sliding_window).transpose(1, 2).contiguous(), None
 
     before = model.config._attn_implementation
@@ -82,47 +84,96 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     """The self-attention module of every layer, by layer index."""
-    return {m.layer_idx: m for name, m in model.named_modules()  # type: ignore[misc]
+    return {m.layer_idx: m for name, m in model.named_modules()
             if hasattr(m, "layer_idx") and "attention" in type(m).__name__.lower() and "cross" not in name}
 
 
 def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
     """Look at every layer on eight tokens: how it rotates, and which layers cannot be captured and why.
 
-    The layout is the one whose rotation equals the model's own function; nothing is inferred from the model's name.
-    Raises SparseKVError for a model with no layer that can be captured.
+    The layout is the one whose rotation equals the model's own function, and the keys that reach the attention must
+    come back as the keys that went into that function; nothing is inferred from the model's name. Raises SparseKVError
+    for a model in which a rotated layer does not pass, or with no layer that can be captured.
     """
-    calls: dict[int, AttentionCall] = {}
+    seen: dict[int, tuple[AttentionCall, Tensor | None]] = {}
+    unrotated: list[Tensor] = []
 
     def remember(call: AttentionCall) -> None:
-        calls.setdefault(call.layer, call)
+        seen.setdefault(call.layer, (call, unrotated.pop() if unrotated else None))
+        unrotated.clear()
 
-    device = next(model.parameters()).device
-    with torch.inference_mode(), tap(model, remember):
-        decoder(model)(input_ids=torch.arange(3, 11, device=device)[None], use_cache=False)
+    name = type(model).__name__
     modules = attention_modules(model)
-    ropes, skipped = {}, {}
-    for layer in range(model.config.get_text_config().num_hidden_layers):
-        call = calls.get(layer)
-        if call is None:
-            skipped[layer] = "no softmax attention through transformers' attention interface"
-        elif call.sliding_window is not None:
-            skipped[layer] = f"sliding-window attention over {call.sliding_window} tokens"
-        elif call.softcap is not None:
-            skipped[layer] = "soft-capped scores"
-        elif call.cos is None or call.sin is None:
-            skipped[layer] = "no rotary position embedding"
-        else:
-            rope = find_layout(modules[layer], call.cos, call.sin, call.query.shape[-1])
-            if rope is None:
-                skipped[layer] = "its rotary embedding does not survive the round-trip check"
-            else:
-                ropes[layer] = rope
+    ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
+    with torch.inference_mode(), tap(model, remember), _see_rotation(list(modules.values()), unrotated):
+        decoder(model)(input_ids=ids, use_cache=False)
+    ropes: dict[int, LayerRope] = {}
+    skipped: dict[int, str] = {}
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or []
+    for layer in range(text.num_hidden_layers):
+        if layer not in seen:
+            kind = f" (its type is {kinds[layer]})" if layer < len(kinds) else ""
+            skipped[layer] = f"no softmax attention through transformers' attention interface{kind}"
+            continue
+        call, before = seen[layer]
+        reason = _why_not(call, before)
+        if reason is not None:
+            skipped[layer] = reason
+            continue
+        assert call.cos is not None and call.sin is not None and before is not None
+        rope = find_layout(call.module, call.cos, call.sin, call.query.shape[-1])
+        if rope is None or not _comes_back(call, before, rope):
+            raise SparseKVError(f"{name} is not supported: the rotary embedding of layer {layer} does not survive the "
+                                "round-trip check (its keys without RoPE could not be recovered)")
+        ropes[layer] = rope
     if not ropes:
         reasons = "; ".join(sorted(set(skipped.values()))) or "no layers"
-        raise SparseKVError(f"{type(model).__name__} is not supported: {reasons}. Expected a decoder with rotary "
+        raise SparseKVError(f"{name} is not supported: {reasons}. Expected a decoder with rotary "
                             "softmax attention, such as Llama, Qwen, Mistral, Phi-3, Gemma 3 or GLM-4.")
     return ropes, skipped
+
+
+def _why_not(call: AttentionCall, before: Tensor | None) -> str | None:
+    if call.sliding_window is not None:
+        return f"sliding-window attention over {call.sliding_window} tokens"
+    if call.softcap is not None:
+        return "soft-capped scores"
+    if call.key.shape[-1] != call.value.shape[-1] or hasattr(call.module, "kv_lora_rank"):
+        return "multi-head latent attention (keys and values are rebuilt from a latent vector)"
+    if call.cos is None or call.sin is None or before is None:
+        return "no rotary position embedding"
+    return None
+
+
+def _comes_back(call: AttentionCall, before: Tensor, rope: LayerRope) -> bool:
+    """Do the keys of the attention, RoPE removed, equal the keys that went into the model's rotation?"""
+    assert call.cos is not None and call.sin is not None
+    back = unrotate(call.key.float(), rope.table(call.cos), rope.table(call.sin), rope.layout)[..., : before.shape[-1]]
+    tolerance = 1e-4 if call.key.dtype == torch.float32 else 3e-2
+    return back.shape == before.shape and bool((back - before.float()).abs().max() <= tolerance * before.abs().max())
+
+
+@contextmanager
+def _see_rotation(modules: list[nn.Module], keys: list[Tensor]) -> Iterator[None]:
+    """Collect the keys that enter `apply_rotary_pos_emb` of the models' own files; on exit these are as they were."""
+    files = {type(m).__module__: sys.modules[type(m).__module__] for m in modules}
+    originals = {name: f.__dict__["apply_rotary_pos_emb"] for name, f in files.items()
+                 if "apply_rotary_pos_emb" in f.__dict__}
+
+    def watch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+            keys.append(k)
+            return original(q, k, *args, **kwargs)
+        return apply
+
+    for name, original in originals.items():
+        files[name].__dict__["apply_rotary_pos_emb"] = watch(original)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            files[name].__dict__["apply_rotary_pos_emb"] = original
 
 
 def decoder(model: Any) -> Any:

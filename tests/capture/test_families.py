@@ -68,16 +68,19 @@ def tiny(name: str):
 
 
 def captured(model, folder, **extra):
-    options = {"context_length": 120, "num_documents": 1, "queries_per_document": 24, "storage_dtype": "float32"} | extra
+    options = {"context_length": 120, "num_documents": 1, "queries_per_document": 24, "storage_dtype": "float32", **extra}
     return run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(folder), **options),
                        model=model, tokenizer=Words())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 2e-3)])
-def test_stored_keys_rotated_again_are_the_caches_keys(name: str, dtype: str, limit: float, tmp_path) -> None:
+@pytest.mark.parametrize(("dtype", "limit", "chunk"), [
+    ("float32", 1e-5, 8192), ("float32", 1e-5, 33), ("bfloat16", 2e-3, 8192)])
+def test_stored_keys_rotated_again_are_the_caches_keys(
+    name: str, dtype: str, limit: float, chunk: int, tmp_path,
+) -> None:
     model = tiny(name)
-    store = captured(model, tmp_path / "s", storage_dtype=dtype)
+    store = captured(model, tmp_path / "s", storage_dtype=dtype, chunk_size=chunk)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
@@ -116,6 +119,9 @@ def test_statistics_equal_a_dense_computation(name: str, chunk: int, tmp_path) -
         torch.testing.assert_close(found["mass_tail"], torch.where(mid, 0.0, mass)[..., sink:].sum(-1), **close)
         torch.testing.assert_close(found["top1_score"], best.values, **close)
         assert torch.equal(found["top1_position"].long(), best.indices + sink)
+        for share in (75, 95):
+            exact = (mass.sort(-1, descending=True).values.cumsum(-1) < share / 100).sum(-1) + 1
+            assert ((found[f"cover{share}"] - exact).abs() <= (0.02 * exact).clamp(min=1)).all()
         torch.testing.assert_close(found["entropy_mid"], torch.where(mid.sum(-1) >= 2, entropy, 0.0), **close)
 
 

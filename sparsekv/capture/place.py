@@ -1,0 +1,163 @@
+"""Where a store lies: a local folder, or a folder behind any fsspec URL."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sparsekv.capture.shard import RemoteShard, checksum
+from sparsekv.errors import SparseKVError
+
+
+def place(path: str | Path) -> Place:
+    """Raises SparseKVError for a URL whose protocol is unknown."""
+    text = str(path)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return RemotePlace(text) if "://" in text else Place(Path(text))
+
+
+class Place:
+    """A local folder. What is renamed into it is whole; JSON files change in one step."""
+
+    root: Any
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def make(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> list[str]:
+        """Entries of the folder; empty where there is none. Raises SparseKVError where a file is in the way."""
+        if self.root.exists() and not self.root.is_dir():
+            raise SparseKVError(f"{str(self)!r} is a file; expected a folder")
+        return sorted(os.listdir(self.root)) if self.root.is_dir() else []
+
+    def remove(self, name: str) -> None:
+        """Remove an entry, a file or a folder; nothing where there is none."""
+        entry = self.root / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """None where there is no such file; json.JSONDecodeError where it is damaged."""
+        file = self.root / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        temporary = self.root / f".{name}.tmp"
+        temporary.write_text(encode(content), encoding="utf-8")
+        os.replace(temporary, self.root / name)
+
+    def scratch(self, document: str) -> Path:
+        """An empty local folder in which a document is put together."""
+        folder = self.root / f".{document}.tmp"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, folder: Path, document: str) -> None:
+        """Make a finished document visible, all at once."""
+        self.remove(document)
+        os.replace(folder, self.root / document)
+
+    def size(self, name: str) -> int | None:
+        file = self.root / name
+        return file.stat().st_size if file.is_file() else None
+
+    def checksum(self, name: str) -> str:
+        return checksum(self.root / name)
+
+    def open_shard(self, name: str) -> Any:
+        """A memory-mapped shard: `.keys()`, `.get_tensor(name)`, `.get_slice(name)[...]`."""
+        from safetensors import safe_open
+
+        return safe_open(str(self.root / name), framework="pt")
+
+    def free(self) -> int | None:
+        """Free bytes, or None where that is unknown."""
+        folder = self.root.absolute()
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+
+class RemotePlace(Place):
+    """A folder behind an fsspec URL. A document is put together locally, then uploaded; `document.json` goes last, so
+    that a document without it is not there yet."""
+
+    def __init__(self, url: str):
+        import fsspec
+
+        try:
+            self.fs, self.folder = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            raise SparseKVError(f"the store {url!r} cannot be reached: {error}") from error
+        self.url = url
+        self.root = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _at(self, name: str) -> str:
+        return f"{self.folder.rstrip('/')}/{name}"
+
+    def make(self) -> None:
+        self.fs.makedirs(self.folder, exist_ok=True)
+
+    def names(self) -> list[str]:
+        self.fs.invalidate_cache()
+        if not self.fs.exists(self.folder):
+            return []
+        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in self.fs.ls(self.folder, detail=False))
+
+    def remove(self, name: str) -> None:
+        if self.fs.exists(self._at(name)):
+            self.fs.rm(self._at(name), recursive=True)
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        return json.loads(self.fs.cat_file(self._at(name))) if self.fs.exists(self._at(name)) else None
+
+    def write_json(self, name: str, content: dict[str, Any]) -> None:
+        self.fs.pipe_file(self._at(name), encode(content).encode())
+
+    def scratch(self, document: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"sparsekv-{document}-"))
+
+    def commit(self, folder: Path, document: str) -> None:
+        self.remove(document)
+        self.fs.makedirs(self._at(document), exist_ok=True)
+        for file in sorted(folder.iterdir(), key=lambda f: (f.suffix == ".json", f.name)):
+            self.fs.put_file(str(file), self._at(f"{document}/{file.name}"))
+        shutil.rmtree(folder)
+
+    def size(self, name: str) -> int | None:
+        return int(self.fs.size(self._at(name))) if self.fs.exists(self._at(name)) else None
+
+    def checksum(self, name: str) -> str:
+        digest = hashlib.sha256()
+        with self.fs.open(self._at(name), "rb") as handle:
+            while block := handle.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+    def open_shard(self, name: str) -> Any:
+        return RemoteShard(self.fs.open(self._at(name), "rb"))
+
+    def free(self) -> int | None:
+        return None
+
+
+def encode(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, sort_keys=True) + "\n"

@@ -1,0 +1,140 @@
+"""Everything that is decided before the long work: may the output be written, does it fit, which layers and heads."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, parse_numbers, sampled_keys
+from sparsekv.capture.place import Place
+from sparsekv.capture.rope import LayerRope
+from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, storage_bytes
+from sparsekv.errors import SparseKVError
+
+
+def check_output(place: Place, config: CaptureConfig) -> None:
+    """Refuse what would be lost: a finished store, another run's part, a folder of something else. Writes nothing."""
+    names = [n for n in place.names() if n != f".{MANIFEST}.tmp"]
+    begun = _manifest(place)
+    if config.overwrite and names:
+        if begun is None:
+            raise SparseKVError(f"{str(place)!r} holds something else than a capture store; choose another --output")
+    elif begun is not None and begun.get("complete", True):
+        raise SparseKVError(f"the output {str(place)!r} already holds a capture store; add --overwrite to replace it")
+    elif begun is not None:
+        if begun.get("config") != config.content():
+            raise SparseKVError(f"the output {str(place)!r} holds an unfinished capture with other options; finish it "
+                                "with the same options, or add --overwrite to start anew")
+        print(f"going on with the unfinished capture in {place}", file=sys.stderr)
+    elif names:
+        raise SparseKVError(f"the output folder {str(place)!r} is not empty; choose another --output")
+
+
+def begin_output(place: Place, config: CaptureConfig) -> None:
+    """Clear what an interrupted or overwritten run left, and say in the manifest that the store is unfinished."""
+    try:
+        place.make()
+        for name in place.names():
+            # the manifest goes last: an overwriting that is interrupted can be asked for again
+            if name != MANIFEST and (config.overwrite or name.endswith(".tmp")):
+                place.remove(name)
+        place.write_json(MANIFEST, {"format_version": FORMAT_VERSION, "complete": False, "config": config.content()})
+    except OSError as error:
+        raise SparseKVError(f"cannot write to {str(place)!r}: {error.strerror or error}; choose another --output or "
+                            "free some space") from error
+
+
+def _manifest(place: Place) -> dict[str, Any] | None:
+    try:
+        return place.read_json(MANIFEST)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise SparseKVError(f"{str(place)!r} holds a damaged {MANIFEST}; delete that folder or choose another "
+                            "--output") from error
+
+
+def model_config(spec: str) -> Any:
+    """The model's configuration alone: what the size of the store follows from, before the weights are loaded."""
+    from transformers import AutoConfig
+
+    from sparsekv.hub import _locate
+
+    source, extra = _locate(spec)
+    try:
+        return AutoConfig.from_pretrained(source, **extra).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SparseKVError(f"could not load a model from {spec!r}: {reason}") from error
+
+
+def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
+    """Say how many bytes the store will take; raises SparseKVError where the disk has fewer. Returns the bytes.
+
+    model: its transformers configuration (decoder part)."""
+    heads_q = model.num_attention_heads
+    heads_kv = getattr(model, "num_key_value_heads", None) or heads_q
+    kinds = getattr(model, "layer_types", None) or ["full_attention"] * model.num_hidden_layers
+    layers = parse_numbers(config.layers, "layers") if config.layers else [k for k in kinds if k == "full_attention"]
+    stored = len(parse_numbers(config.kv_heads, "KV heads")) if config.kv_heads else heads_kv
+    needed = storage_bytes(
+        num_documents=config.num_documents, num_layers=len(layers), heads_kv=stored,
+        heads_q=stored * heads_q // heads_kv, length=config.context_length, keys=len(sampled_keys(config, 0)),
+        queries=num_queries(config), dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q,
+        item=DTYPES[config.storage_dtype].itemsize)
+    free, done = place.free(), _stored(place)
+    print(f"the store takes {needed / 1e9:.2f} GB" + ("" if free is None else f" ({free / 1e9:.1f} GB free)"),
+          file=sys.stderr)
+    if free is not None and needed - done > free:
+        raise SparseKVError(f"the store needs {(needed - done) / 1e9:.2f} GB and {str(place)!r} has "
+                            f"{free / 1e9:.2f} GB free; use fewer documents or layers, or another --output")
+    return needed
+
+
+def _stored(place: Place) -> int:
+    if place.root is None or not place.root.exists():
+        return 0
+    return sum(f.stat().st_size for f in place.root.glob("doc*/*.safetensors"))
+
+
+def choose_layers(wanted: str | None, ropes: dict[int, LayerRope], skipped: dict[int, str]) -> list[int]:
+    """The layers to store; raises SparseKVError, with the reason, for one that cannot be."""
+    if wanted is None:
+        say_skipped(skipped)
+        return sorted(ropes)
+    layers = parse_numbers(wanted, "layers")
+    for layer in layers:
+        if layer not in ropes:
+            reason = skipped.get(layer, "the model has no such layer")
+            raise SparseKVError(f"layer {layer} cannot be captured: {reason}")
+    return layers
+
+
+def choose_heads(wanted: str | None, heads_kv: int) -> list[int]:
+    if wanted is None:
+        return list(range(heads_kv))
+    heads = parse_numbers(wanted, "KV heads")
+    if heads[-1] >= heads_kv:
+        raise SparseKVError(f"KV head {heads[-1]} was asked for; the model has {heads_kv}, numbered from 0")
+    return heads
+
+
+def say_skipped(skipped: dict[int, str]) -> None:
+    by_reason: dict[str, list[int]] = {}
+    for layer, reason in skipped.items():
+        by_reason.setdefault(reason, []).append(layer)
+    for reason, layers in by_reason.items():
+        print(f"layers {', '.join(map(str, layers))} are skipped: {reason}", file=sys.stderr)
+
+
+def chunk_size(config: CaptureConfig, model: Any) -> int:
+    """Tokens of a prefill chunk. Tables that depend on the length (dynamic, longrope) must see the whole window at
+    once: cut in chunks, the model would rotate the first ones by other angles than a full prefill does."""
+    text = model.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kind = str(rope.get("rope_type", "default"))
+    trained = int(rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", 0) or 0)
+    if kind in ("dynamic", "longrope") and config.chunk_size < config.context_length > trained:
+        print(f"{kind} RoPE past {trained} tokens depends on the length: the window is prefilled in one piece",
+              file=sys.stderr)
+        return config.context_length
+    return config.chunk_size

@@ -1,0 +1,78 @@
+"""Several processes on one capture: Lightning Fabric starts or finds them; documents are dealt out in turn."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sparsekv.errors import SparseKVError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process alone."""
+
+    rank, size = 0, 1
+
+    def device(self, wanted: str) -> str:
+        return wanted
+
+    def first_does(self, work: Callable[[], T]) -> T:
+        """Rank 0 does the work; all get its result, or its SparseKVError."""
+        return work()
+
+    def barrier(self) -> None:
+        """Wait for all."""
+
+    def mine(self, count: int) -> list[int]:
+        """The documents of this rank."""
+        return list(range(self.rank, count, self.size))
+
+
+class FabricRanks(Ranks):
+    """The processes of a Fabric. They only wait for each other: the data goes through the store."""
+
+    def __init__(self, wanted: str, devices: int, num_nodes: int):
+        import torch
+        from lightning.fabric import Fabric
+        from lightning.fabric.strategies import DDPStrategy
+
+        cuda = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
+        if cuda and torch.cuda.device_count() < devices:
+            raise SparseKVError(f"--devices {devices} was asked for; this machine has {torch.cuda.device_count()} "
+                                "CUDA devices")
+        self.fabric: Any = Fabric(
+            accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,
+            strategy=DDPStrategy(process_group_backend="gloo", timeout=datetime.timedelta(days=7)))
+        self.fabric.launch()
+        self.rank, self.size = self.fabric.global_rank, self.fabric.world_size
+
+    def device(self, wanted: str) -> str:
+        return str(self.fabric.device)
+
+    def first_does(self, work: Callable[[], T]) -> T:
+        answer: tuple[Any, str | None] = (None, None)
+        if self.rank == 0:
+            try:
+                answer = (work(), None)
+            except SparseKVError as error:
+                answer = (None, str(error))
+        result, problem = self.fabric.broadcast(answer, src=0)
+        if problem is not None:
+            raise SparseKVError(problem)
+        return result
+
+    def barrier(self) -> None:
+        self.fabric.barrier()
+
+
+def join(device: str, devices: int, num_nodes: int) -> Ranks:
+    """One process unless more are asked for, or torchrun started this one."""
+    import torch.distributed
+
+    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
+    if devices * num_nodes == 1 and not launched:
+        return Ranks()
+    return FabricRanks(device, devices, num_nodes)

@@ -1,0 +1,116 @@
+"""One safetensors file, written in pieces from several threads and read in slices from anywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class ShardWriter:
+    """A safetensors file of tensors whose shapes are known before their contents.
+
+    Pieces may come in any order and from any thread. Only a file all of whose pieces were written means anything; its
+    bytes depend on the tensors alone.
+    """
+
+    def __init__(self, file: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
+        self.file = file
+        self._layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        header, at = {}, 0
+        for name, (dtype, shape) in sorted(tensors.items()):
+            size = math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+            self._layout[name] = (at, dtype, shape)
+            at += size
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        self._start = 8 + len(encoded)
+        self._handle = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+        _write_all(self._handle, memoryview(len(encoded).to_bytes(8, "little") + encoded), 0)
+        os.ftruncate(self._handle, self._start + at)
+
+    def write(self, name: str, piece: Tensor, at: int = 0, *, axis: int = 0) -> None:
+        """Write rows `at .. at + n` of tensor `name` along `axis` (0, or 1 for `[heads, tokens, ...]`); on the CPU."""
+        offset, dtype, shape = self._layout[name]
+        piece = piece.contiguous()
+        if piece.dtype != dtype or piece.shape[axis + 1:] != shape[axis + 1:] or piece.shape[:axis] != shape[:axis]:
+            raise ValueError(f"{name}: {piece.dtype} {tuple(piece.shape)} does not fit into {dtype} {shape}")
+        row = math.prod(shape[axis + 1:]) * dtype.itemsize
+        data = memoryview(piece.reshape(-1).view(torch.uint8).numpy().data)
+        span = piece.shape[axis] * row
+        for outer in range(math.prod(shape[:axis])):
+            start = self._start + offset + outer * shape[axis] * row + at * row
+            _write_all(self._handle, data[outer * span:(outer + 1) * span], start)
+
+    def close(self) -> dict[str, Any]:
+        """Size and SHA-256 of the whole file."""
+        os.close(self._handle)
+        return {"bytes": self.file.stat().st_size, "sha256": checksum(self.file)}
+
+
+def _write_all(handle: int, data: memoryview, at: int) -> None:
+    while len(data):
+        written = os.pwrite(handle, data, at)
+        data, at = data[written:], at + written
+
+
+def checksum(file: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+class RemoteShard:
+    """Reads slices of a safetensors file through an fsspec file object, by byte ranges."""
+
+    def __init__(self, handle: Any):
+        self._handle = handle
+        length = int.from_bytes(handle.read(8), "little")
+        self._header = json.loads(handle.read(length))
+        self._header.pop("__metadata__", None)
+        self._start = 8 + length
+
+    def __enter__(self) -> RemoteShard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.close()
+
+    def keys(self) -> list[str]:
+        return list(self._header)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._rows(name, slice(None))
+
+    def get_slice(self, name: str) -> RemoteSlice:
+        return RemoteSlice(self, name)
+
+    def _rows(self, name: str, span: slice) -> Tensor:
+        """Rows of the first axis; only their bytes are fetched."""
+        about = self._header[name]
+        dtype, shape = DTYPES[about["dtype"]], about["shape"]
+        first, last, _ = span.indices(shape[0])
+        row = math.prod(shape[1:]) * dtype.itemsize
+        self._handle.seek(self._start + about["data_offsets"][0] + first * row)
+        data = bytearray(self._handle.read((last - first) * row))
+        return torch.frombuffer(data, dtype=dtype).reshape(last - first, *shape[1:])
+
+
+class RemoteSlice:
+    """`shard.get_slice(name)[first:last]`, as safetensors has it."""
+
+    def __init__(self, shard: RemoteShard, name: str):
+        self._shard, self._name = shard, name
+
+    def __getitem__(self, span: slice) -> Tensor:
+        return self._shard._rows(self._name, span)

@@ -1,0 +1,201 @@
+"""The store: resume, integrity, bad input."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_families import Words, captured, tiny
+
+from sparsekv.capture.config import parse_numbers
+from sparsekv.capture.corpus import make_windows, read_documents
+from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.shard import ShardWriter, checksum
+from sparsekv.capture.store import CaptureStore
+from sparsekv.errors import SparseKVError
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {str(f.relative_to(folder)): checksum(f) for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def test_an_interrupted_capture_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:
+    model = tiny("llama")
+    captured(model, tmp_path / "whole", num_documents=3)
+    original, left = ShardWriter.write, [0]
+
+    def fails(*args: object, **kwargs: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(ShardWriter, "write", fails)
+    attempts = 0
+    for allowed in (1, 60, 30, 20, 70, 40, 1000):
+        left[0] = allowed
+        attempts += 1
+        try:
+            captured(model, tmp_path / "cut", num_documents=3)
+            break
+        except KeyboardInterrupt:
+            with pytest.raises(SparseKVError, match="unfinished"):
+                CaptureStore.open(tmp_path / "cut")
+    assert attempts > 3
+    assert bytes_of(tmp_path / "cut") == bytes_of(tmp_path / "whole")
+
+
+def test_verify_names_a_flipped_bit_and_a_missing_shard(tmp_path) -> None:
+    store = captured(tiny("llama"), tmp_path / "s", num_documents=2)
+    assert store.verify() == []
+    victim = tmp_path / "s" / "doc00001" / "layer002.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-100] ^= 4
+    victim.write_bytes(data)
+    (tmp_path / "s" / "doc00000" / "layer001.safetensors").unlink()
+    assert store.verify() == ["doc00000/layer001.safetensors: missing",
+                              "doc00001/layer002.safetensors: contents changed (checksum differs)"]
+    with pytest.raises(SparseKVError, match=r"layer001\.safetensors.*is missing"):
+        store.read(1, 0)
+    victim.write_bytes(data[:200])
+    with pytest.raises(SparseKVError, match=r"layer002\.safetensors.*is damaged"):
+        store.read(2, 1)
+
+
+def test_a_slice_of_heads_is_the_slice(tmp_path) -> None:
+    store = captured(tiny("llama"), tmp_path / "s")
+    whole, part = store.read(1, 0), store.read(1, 0, kv_heads=slice(1, 2))
+    assert torch.equal(part.keys_pre, whole.keys_pre[1:2])
+    assert torch.equal(part.queries_pre, whole.queries_pre[2:4])
+    assert torch.equal(part.statistics["lse"], whole.statistics["lse"][2:4])
+
+
+def test_long_range_sampling_prefers_queries_that_look_far(tmp_path) -> None:
+    model = tiny("llama")
+    near = captured(model, tmp_path / "u").read(1, 0)
+    far = captured(model, tmp_path / "l", query_sampling="long_range", long_range=40).read(1, 0)
+
+    def share(item) -> float:
+        return float(((item.query_positions - item.statistics["top1_position"]) > 40).float().mean())
+
+    assert share(far) > share(near)
+
+
+@pytest.mark.parametrize("damage", ["newer", "broken", "artifact", "none"])
+def test_damaged_stores_are_refused(damage: str, tmp_path) -> None:
+    captured(tiny("llama"), tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    if damage == "newer":
+        content = json.loads(manifest.read_text())
+        content["format_version"] = 99
+        manifest.write_text(json.dumps(content))
+        message = "has format 99"
+    elif damage == "broken":
+        manifest.write_text("{]")
+        message = "is damaged"
+    elif damage == "artifact":
+        manifest.rename(tmp_path / "s" / "config.json")
+        message = "looks like an artifact"
+    else:
+        shutil.rmtree(tmp_path / "s")
+        message = "no capture store"
+    with pytest.raises(SparseKVError, match=message):
+        CaptureStore.open(tmp_path / "s")
+
+
+def test_bad_outputs_and_options_are_refused(tmp_path) -> None:
+    model = tiny("llama")
+    captured(model, tmp_path / "s")
+    with pytest.raises(SparseKVError, match="already holds a capture store; add --overwrite"):
+        captured(model, tmp_path / "s")
+    captured(model, tmp_path / "s", overwrite=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(SparseKVError, match="choose another --output"):
+            captured(model, tmp_path / "other", overwrite=overwrite)
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "precious"
+    for options, message in (({"storage_dtype": "int4"}, "storage dtype"), ({"split": "x"}, "unknown split"),
+                             ({"layers": "0-9"}, "layer 3 cannot be captured"), ({"layers": "a"}, "not understood"),
+                             ({"query_sampling": "best"}, "query sampling"), ({"window_size": 117}, "leave no middle"),
+                             ({"num_documents": 10_000}, "corpus is too short")):
+        with pytest.raises(SparseKVError, match=message):
+            captured(model, tmp_path / "new", **options)
+        assert not (tmp_path / "new").exists()
+    assert parse_numbers("0-2,5", "layers") == [0, 1, 2, 5]
+
+
+def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(SparseKVError, match="use fewer documents or layers"):
+        captured(tiny("llama"), tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_write_that_fails_keeps_finished_documents(tmp_path, monkeypatch) -> None:
+    model, original = tiny("llama"), ShardWriter.write
+
+    def full_disk(shard: ShardWriter, *args: object, **kwargs: object) -> None:
+        if "doc00001" in str(shard.file):
+            raise OSError(28, "No space left on device")
+        original(shard, *args, **kwargs)
+
+    monkeypatch.setattr(ShardWriter, "write", full_disk)
+    with pytest.raises(SparseKVError, match="No space left on device"):
+        captured(model, tmp_path / "s", num_documents=2)
+    assert (tmp_path / "s" / "doc00000" / "document.json").is_file()
+    monkeypatch.setattr(ShardWriter, "write", original)
+    assert captured(model, tmp_path / "s", num_documents=2).verify() == []
+
+
+def test_train_and_heldout_text_never_overlap(tmp_path) -> None:
+    def sources(split: str, corpus: str = "embedded") -> set[str]:
+        return {d.source for d in read_documents(corpus, split=split)}
+
+    assert sources("train").isdisjoint(sources("heldout"))
+    assert sources("train") | sources("heldout") == sources("all")
+    (tmp_path / "one.txt").write_text("".join(chr(97 + i % 26) for i in range(1000)) + "END")
+    train, held = (next(iter(read_documents(str(tmp_path / "one.txt"), split=s))).text for s in ("train", "heldout"))
+    assert len(train) == 802 and held.endswith("END") and len(train) + len(held) == 1003
+
+
+def test_windows_depend_on_the_seed_only() -> None:
+    def windows(seed: int, **extra: object) -> list[list[int]]:
+        found = make_windows(read_documents("embedded"), Words(), length=300, count=4, seed=seed, **extra)
+        return [w.tokens for w in found]
+
+    assert windows(1) == windows(1) != windows(2)
+    assert all(len(w) == 300 for w in windows(1, pack=False))
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("empty.txt", "", "holds no text"), ("bad.jsonl", "{]", "could not read"),
+    ("other.jsonl", '{"body": "x"}', "has no text column"), ("latin.txt", None, "could not read")])
+def test_bad_corpora_are_refused(name: str, content: str | None, message: str, tmp_path) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"\xff\xfe\x00caf\xe9") if content is None else file.write_text(content)
+    with pytest.raises(SparseKVError, match=message):
+        list(read_documents(str(file)))
+    with pytest.raises(SparseKVError, match="no file at"):
+        list(read_documents(str(tmp_path / "missing.txt")))
+
+
+def test_jsonl_and_parquet_are_read(tmp_path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": "two"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["three"]}), tmp_path / "b.parquet")
+    assert [d.text for d in read_documents(str(tmp_path / "*.jsonl"))] == ["one", "two"]
+    assert [d.text for d in read_documents(str(tmp_path / "b.parquet"), text_column="body")] == ["three"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_read_only_folder_is_an_error(tmp_path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises((SparseKVError, PermissionError)):
+        run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(tmp_path / "s"), context_length=120),
+                    model=tiny("llama"), tokenizer=Words())
