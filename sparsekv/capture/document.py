@@ -74,6 +74,7 @@ class DocumentCapture:
         self._tables: dict[tuple[torch.device, int, LayerRope], tuple[int, Tensor, Tensor, Tensor]] = {}
         self._at_queries: dict[tuple[int, torch.device], list[tuple[Tensor, Tensor]]] = {}
         self._chunk: dict[torch.device, _Chunk] = {}
+        self._positions: dict[torch.device, Tensor] = {}
         self._first = -1
 
     def __call__(self, call: AttentionCall) -> None:
@@ -165,7 +166,9 @@ class DocumentCapture:
         config, device = self.plan.config, call.query.device
         queries = torch.cat(layer.queries, dim=1)
         layer.queries.clear()
-        positions = self.query_positions.to(device)
+        positions = self._positions.get(device)
+        if positions is None:
+            positions = self._positions[device] = self.query_positions.to(device)
         statistics = query_statistics(
             queries, self._heads(call.key[0], self.plan.kv_heads), positions, scale=call.scale,
             sink_size=config.sink_size, window_size=config.window_size)

@@ -29,7 +29,7 @@ from sparsekv.capture.transfer import Transfer
 from sparsekv.errors import SparseKVError
 from sparsekv.progress import progress
 
-__all__ = ["CaptureConfig", "capture_window", "run_capture"]
+__all__ = ["CaptureConfig", "capture_documents", "capture_window", "run_capture"]
 
 
 def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = None) -> CaptureStore:
@@ -66,7 +66,7 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     plan = Plan(config, layers, ropes, heads, fingerprint["num_query_heads"] // fingerprint["num_kv_heads"])
     ranks.first_does(lambda: begin_output(store, config))
     try:
-        _capture_all(plan, model, windows, store, ranks)
+        capture_documents(plan, model, windows, store, ranks)
         ranks.barrier()
         if ranks.rank == 0:
             _complete(plan, store, fingerprint, skipped)
@@ -77,7 +77,7 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     return CaptureStore.open(config.output)
 
 
-def _capture_all(plan: Plan, model: Any, windows: list[Window], store: Place, ranks: Ranks) -> None:
+def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Place, ranks: Ranks) -> None:
     """This rank's documents. One is being written while the next is computed."""
     mine = ranks.mine(len(windows))
     length, chunk = plan.config.context_length, chunk_size(plan.config, model)

@@ -29,6 +29,7 @@ from sparsekv.errors import SparseKVError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+OPEN_SHARDS = 256
 STATISTICS = {
     "lse": torch.float32, "lse_mid": torch.float32, "top1_position": torch.int32, "top1_score": torch.float32,
     "mass_sink": torch.float32, "mass_tail": torch.float32, "mass_mid": torch.float32, "entropy_mid": torch.float32,
@@ -73,6 +74,7 @@ class CaptureStore:
 
     def __init__(self, where: Place, manifest: dict[str, Any]):
         self._place = where
+        self._shards: dict[str, Any] = {}
         self.path: Path | str = where.root or str(where)
         self.manifest = manifest
         self.model: dict[str, Any] = manifest["model"]
@@ -165,11 +167,15 @@ class CaptureStore:
     def _rows(self, name: str, choose: Callable[[str], slice | None]) -> dict[str, Tensor]:
         """Rows `choose(tensor name)` of a shard's tensors; None leaves a tensor out."""
         try:
-            if self._place.size(name) != self.manifest["shards"][name]["bytes"]:
-                raise OSError("its size is not the recorded one")
-            with self._place.open_shard(name) as shard:
-                spans = {n: span for n in shard.keys() if (span := choose(n)) is not None}
-                return {n: shard.get_slice(n)[span] for n, span in spans.items()}
+            shard = self._shards.get(name)
+            if shard is None:
+                if self._place.size(name) != self.manifest["shards"][name]["bytes"]:
+                    raise OSError("its size is not the recorded one")
+                if len(self._shards) >= OPEN_SHARDS:
+                    self._shards.pop(next(iter(self._shards)))
+                shard = self._shards[name] = self._place.open_shard(name)
+            spans = {n: span for n in shard.keys() if (span := choose(n)) is not None}
+            return {n: shard.get_slice(n)[span] for n, span in spans.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             what = "is missing" if self._place.size(name) is None else f"is damaged ({error})"
             raise SparseKVError(f"shard {name} of the capture store {str(self.path)!r} {what}; restore it, or capture "

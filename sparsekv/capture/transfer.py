@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOTS = 12
-MAX_WORKERS = 8
+SLOTS = 16
+MAX_WORKERS = 16
 
 
 class Transfer:

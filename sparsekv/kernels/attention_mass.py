@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 64
+ROWS = 32
+FEW_ROWS = 16
+FEW_PROGRAMS = 512
 BLOCK = 64
 EDGES = 8
 
@@ -28,9 +30,10 @@ def mass_summary(
     out = torch.empty(7, heads_q, count, dtype=torch.float32, device=queries.device)
     best = torch.empty(heads_q, count, dtype=torch.int32, device=queries.device)
     summary, _ = kernels()
-    summary[(-(-count // ROWS), heads_q)](
+    rows = _rows(heads_q, count)
+    summary[(-(-count // rows), heads_q)](
         queries, keys, positions, out, best, scale, count, sink_size, window_size, heads_q, keys.stride(0),
-        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=BLOCK,
+        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=rows, DIM=dim, WIDTH=_padded(dim), BLOCK=BLOCK,
         num_warps=4, num_stages=2)
     return (*out[:6].unbind(0), best.long())
 
@@ -45,11 +48,17 @@ def mass_above(
     mass = torch.empty(heads_q, count, EDGES, dtype=torch.float32, device=queries.device)
     number = torch.empty_like(mass)
     _, above = kernels()
-    above[(-(-count // ROWS), heads_q)](
+    rows = _rows(heads_q, count)
+    above[(-(-count // rows), heads_q)](
         queries, keys, positions, thresholds.contiguous(), lse.contiguous(), mass, number, scale, count,
-        keys.stride(0), keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim),
+        keys.stride(0), keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=rows, DIM=dim, WIDTH=_padded(dim),
         BLOCK=BLOCK, EDGES=EDGES, num_warps=4, num_stages=2)
     return mass, number
+
+
+def _rows(heads: int, count: int) -> int:
+    """Queries a program: fewer where there would be too few programs to fill the device."""
+    return ROWS if heads * count >= FEW_PROGRAMS * ROWS else FEW_ROWS
 
 
 def _padded(dim: int) -> int:

@@ -68,8 +68,8 @@ def tiny(name: str):
 
 
 def captured(model, folder, **extra):
-    options = {"context_length": 120, "num_documents": 1, "queries_per_document": 24, "storage_dtype": "float32", **extra}
-    return run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(folder), **options),
+    options = {"context_length": 120, "num_documents": 1, "queries_per_document": 24, "storage_dtype": "float32"}
+    return run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(folder), **(options | extra)),
                        model=model, tokenizer=Words())
 
 

@@ -1,0 +1,50 @@
+"""Capture on a CUDA device: the statistics' kernels, and the copies behind the computation."""
+
+import pytest
+import torch
+from test_families import captured, tiny
+
+from sparsekv.capture.statistics import query_statistics
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "dim", "length", "count"), [
+    (9, 3, 64, 5000, 300), (32, 8, 128, 3001, 700), (4, 4, 80, 63, 63), (2, 1, 256, 1000, 5)])
+def test_statistics_equal_the_twin_in_float64(dtype, heads_q, heads_kv, dim, length, count) -> None:
+    torch.manual_seed(0)
+    queries, keys = (2 * torch.randn(heads_q, count, dim)).to(dtype), torch.randn(heads_kv, length, dim).to(dtype)
+    positions = torch.randperm(length)[:count].sort().values
+    options = {"scale": dim**-0.5, "sink_size": 4, "window_size": 16}
+    truth = query_statistics(queries.double(), keys.double(), positions, **options)
+    found = query_statistics(queries.cuda(), keys.cuda(), positions.cuda(), **options)
+    for name, expected in truth.items():
+        if name.startswith("cover"):
+            error = (found[name].cpu() - expected).abs()
+            assert (error <= (0.03 * expected).clamp(min=1)).all(), (name, error.max())
+        elif name != "top1_position":
+            torch.testing.assert_close(found[name].cpu().double(), expected.double(), rtol=1e-3, atol=1e-3, msg=name)
+    assert (found["top1_position"].cpu() == truth["top1_position"]).float().mean() > 0.999
+
+
+@pytest.mark.parametrize(("storage", "chunk"), [("float32", 8192), ("float32", 33), ("bfloat16", 50)])
+def test_a_capture_on_the_device_equals_one_on_the_host(storage: str, chunk: int, tmp_path) -> None:
+    model = tiny("llama")
+    host = captured(model, tmp_path / "host", storage_dtype=storage, num_documents=3)
+    device = captured(model.cuda(), tmp_path / "device", storage_dtype=storage, num_documents=3, chunk_size=chunk)
+    assert device.verify() == []
+    for document in range(3):
+        for layer in host.layers:
+            a, b = host.read(layer, document), device.read(layer, document)
+            for name in ("keys_pre", "values", "queries_pre"):
+                x, y = getattr(a, name).float(), getattr(b, name).float()
+                assert (x - y).norm() <= (2e-3 if storage == "float32" else 1e-2) * x.norm(), (layer, name)
+            torch.testing.assert_close(a.statistics["lse"], b.statistics["lse"], rtol=1e-2, atol=1e-2)
+            assert torch.equal(a.query_positions, b.query_positions)
+
+
+def test_chunks_in_half_precision_see_every_key(tmp_path) -> None:
+    model = tiny("llama").to("cuda", torch.bfloat16)
+    whole, cut = (captured(model, tmp_path / str(c), chunk_size=c).read(2, 0) for c in (8192, 33))
+    assert (whole.keys_pre - cut.keys_pre).norm() <= 0.03 * whole.keys_pre.norm()
