@@ -17,9 +17,10 @@ from sparsekv.kernels.reference import (
     router_logits,
     top_buckets,
 )
+from sparsekv.kernels.routing import route
 
 __all__ = [
     "PhiCache", "RouterWeights", "assign_buckets", "attend_buckets", "attend_tokens", "bucket_tokens", "build_index",
-    "mean_key_logits", "merge", "phi_cache", "phi_extend", "phi_partial", "phi_remainder", "router_logits",
-    "top_buckets",
+    "mean_key_logits", "merge", "phi_cache", "phi_extend", "phi_partial", "phi_remainder", "route",
+    "router_logits", "top_buckets",
 ]

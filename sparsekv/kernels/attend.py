@@ -17,8 +17,9 @@ from torch import Tensor
 from sparsekv.kernels import reference
 
 BLOCK = 64
-MAX_SPLITS = 64
-PROGRAMS = 512
+MAX_SPLITS = 128
+PROGRAMS = 528
+WARPS, STAGES = 2, 2
 
 
 def attend_tokens(
@@ -175,7 +176,7 @@ def _launch(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         *(stride for x in lists for stride in (x.stride(0), x.stride(1))),
         PROBES=probes, PADDED_PROBES=_power_of_two(max(probes, 1)), SPLITS=splits, GROUP=group,
-        ROWS=max(16, _power_of_two(group)), DIM=dim, WIDTH=width, BLOCK=BLOCK, num_warps=4,
+        ROWS=max(16, _power_of_two(group)), DIM=dim, WIDTH=width, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )
     merge_kernel[(batch * heads_q,)](
         partial, partial_lse, out, lse, out.stride(0), out.stride(1), heads_q,

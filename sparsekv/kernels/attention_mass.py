@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 32
+ROWS = 64
 FEW_ROWS = 16
 FEW_PROGRAMS = 512
 BLOCK = 64
+ABOVE_BLOCK = 32
 EDGES = 8
 
 
@@ -52,7 +53,7 @@ def mass_above(
     above[(-(-count // rows), heads_q)](
         queries, keys, positions, thresholds.contiguous(), lse.contiguous(), mass, number, scale, count,
         keys.stride(0), keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=rows, DIM=dim, WIDTH=_padded(dim),
-        BLOCK=BLOCK, EDGES=EDGES, num_warps=4, num_stages=2)
+        BLOCK=ABOVE_BLOCK, EDGES=EDGES, num_warps=8 if rows == ROWS else 4, num_stages=2)
     return mass, number
 
 
@@ -135,15 +136,37 @@ def kernels() -> tuple[Any, Any]:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         width = tl.arange(0, WIDTH)
         column = tl.arange(0, BLOCK)
-        edge = tl.arange(0, EDGES)
         place = tl.load(positions + row, mask=row < count, other=0)
         query = tl.load(q + (head * count + row)[:, None] * DIM + width[None, :],
                         mask=(row < count)[:, None] & (width < DIM)[None, :], other=0.0)
         slot = head * count + row
         norm = tl.load(lse + slot, mask=row < count, other=0.0)
-        limits = tl.load(thresholds + slot[:, None] * EDGES + edge[None, :], mask=(row < count)[:, None], other=0.0)
-        masses = tl.zeros([ROWS, EDGES], tl.float32)
-        numbers = tl.zeros([ROWS, EDGES], tl.float32)
+        at_edge = thresholds + slot * EDGES
+        # one accumulator an edge and element of the tile: nothing is summed across threads before the end
+        t0 = tl.load(at_edge + 0, mask=row < count, other=0.0)[:, None]
+        t1 = tl.load(at_edge + 1, mask=row < count, other=0.0)[:, None]
+        t2 = tl.load(at_edge + 2, mask=row < count, other=0.0)[:, None]
+        t3 = tl.load(at_edge + 3, mask=row < count, other=0.0)[:, None]
+        t4 = tl.load(at_edge + 4, mask=row < count, other=0.0)[:, None]
+        t5 = tl.load(at_edge + 5, mask=row < count, other=0.0)[:, None]
+        t6 = tl.load(at_edge + 6, mask=row < count, other=0.0)[:, None]
+        t7 = tl.load(at_edge + 7, mask=row < count, other=0.0)[:, None]
+        m0 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n0 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m1 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n1 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m2 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n2 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m3 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n3 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m4 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n4 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m5 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n5 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m6 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n6 = tl.zeros([ROWS, BLOCK], tl.float32)
+        m7 = tl.zeros([ROWS, BLOCK], tl.float32)
+        n7 = tl.zeros([ROWS, BLOCK], tl.float32)
         key_base = k + (head // GROUP) * k_head
         last = tl.max(place, 0) + 1
         for at in range(0, last, BLOCK):
@@ -153,12 +176,37 @@ def kernels() -> tuple[Any, Any]:
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             score = tl.where(token[None, :] <= place[:, None], score, float("-inf"))
             weight = tl.exp(score - norm[:, None])
-            for j in tl.static_range(EDGES):
-                limit = tl.sum(tl.where(edge[None, :] == j, limits, 0.0), 1)
-                above = score >= limit[:, None]
-                masses += tl.where(edge[None, :] == j, tl.sum(tl.where(above, weight, 0.0), 1)[:, None], 0.0)
-                numbers += tl.where(edge[None, :] == j, tl.sum(tl.where(above, 1.0, 0.0), 1)[:, None], 0.0)
-        tl.store(mass + slot[:, None] * EDGES + edge[None, :], masses, mask=(row < count)[:, None])
-        tl.store(number + slot[:, None] * EDGES + edge[None, :], numbers, mask=(row < count)[:, None])
+            m0 += tl.where(score >= t0, weight, 0.0)
+            n0 += tl.where(score >= t0, 1.0, 0.0)
+            m1 += tl.where(score >= t1, weight, 0.0)
+            n1 += tl.where(score >= t1, 1.0, 0.0)
+            m2 += tl.where(score >= t2, weight, 0.0)
+            n2 += tl.where(score >= t2, 1.0, 0.0)
+            m3 += tl.where(score >= t3, weight, 0.0)
+            n3 += tl.where(score >= t3, 1.0, 0.0)
+            m4 += tl.where(score >= t4, weight, 0.0)
+            n4 += tl.where(score >= t4, 1.0, 0.0)
+            m5 += tl.where(score >= t5, weight, 0.0)
+            n5 += tl.where(score >= t5, 1.0, 0.0)
+            m6 += tl.where(score >= t6, weight, 0.0)
+            n6 += tl.where(score >= t6, 1.0, 0.0)
+            m7 += tl.where(score >= t7, weight, 0.0)
+            n7 += tl.where(score >= t7, 1.0, 0.0)
+        tl.store(mass + slot * EDGES + 0, tl.sum(m0, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 0, tl.sum(n0, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 1, tl.sum(m1, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 1, tl.sum(n1, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 2, tl.sum(m2, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 2, tl.sum(n2, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 3, tl.sum(m3, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 3, tl.sum(n3, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 4, tl.sum(m4, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 4, tl.sum(n4, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 5, tl.sum(m5, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 5, tl.sum(n5, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 6, tl.sum(m6, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 6, tl.sum(n6, 1), mask=row < count)
+        tl.store(mass + slot * EDGES + 7, tl.sum(m7, 1), mask=row < count)
+        tl.store(number + slot * EDGES + 7, tl.sum(n7, 1), mask=row < count)
 
     return summary_kernel, above_kernel

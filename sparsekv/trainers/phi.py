@@ -64,7 +64,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     history: dict[str, list[float]] = {}
     groups = layer_groups(store.layers, config.layer_group)
     for index, layers in enumerate(groups):
-        pool = load_pool(store, layers, train, space="rot", device=device)
+        pool = load_pool(store, layers, train, space="rot", device=device, values=False)
         module = _module(config, store, pool, len(layers))
         name = "train phi" if len(groups) == 1 else f"phi {index + 1}/{len(groups)}"
         history = fit(module, steps=config.max_steps, output=out, description=name, device=device,

@@ -33,17 +33,17 @@ class Pool:
 
 def load_pool(
     store: CaptureStore, layers: list[int], documents: list[int], *, space: str, device: str,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, values: bool = True,
 ) -> Pool:
-    """Read the layers of the documents; `space` is `rot` (with RoPE) or `pre` (without).
+    """Read the layers of the documents; `space` is `rot` (with RoPE) or `pre` (without). Without `values` that field is
+    empty: training needs none.
 
     Raises SparseKVError for NaN in a shard.
     """
-    rows: dict[str, list[Tensor]] = {"keys": [], "values": [], "queries": [], "positions": [], "best": []}
+    held: dict[str, Tensor] = {}
     scale = 1.0
-    for document in documents:
-        parts: dict[str, list[Tensor]] = {name: [] for name in rows}
-        for layer in layers:
+    for row, document in enumerate(documents):
+        for place, layer in enumerate(layers):
             item = store.read(layer, document)
             scale = item.scale
             keys, queries = item.keys_pre, item.queries_pre
@@ -54,14 +54,17 @@ def load_pool(
             if not (torch.isfinite(keys.sum()) and torch.isfinite(queries.sum()) and torch.isfinite(item.values.sum())):
                 raise SparseKVError(f"layer {layer} of document {document} of the capture store {str(store.path)!r} "
                                     "holds NaN or infinite numbers; capture it again, in bfloat16 or float32")
-            for name, tensor in (("keys", keys.to(dtype)), ("values", item.values.to(dtype)),
-                                 ("queries", queries.to(dtype)), ("positions", item.query_positions),
-                                 ("best", item.statistics["top1_position"].long())):
-                parts[name].append(tensor)
-        for name, tensors in parts.items():
-            rows[name].append(torch.cat(tensors).to(device))
-    stacked = {name: torch.stack(tensors) for name, tensors in rows.items()}
-    return Pool(**stacked, scale=scale, group=store.num_query_heads // store.num_kv_heads)
+            found = {"keys": keys, "values": item.values, "queries": queries, "positions": item.query_positions,
+                     "best": item.statistics["top1_position"]}
+            for name, tensor in found.items():
+                if name == "values" and not values:
+                    tensor = tensor[:, :0]
+                if name not in held:
+                    shape = (len(documents), len(layers) * tensor.shape[0], *tensor.shape[1:])
+                    kind = torch.int32 if name in ("positions", "best") else dtype
+                    held[name] = torch.empty(shape, dtype=kind, device=device)
+                held[name][row, place * tensor.shape[0]:(place + 1) * tensor.shape[0]] = tensor
+    return Pool(**held, scale=scale, group=store.num_query_heads // store.num_kv_heads)
 
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:

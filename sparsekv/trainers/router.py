@@ -67,7 +67,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     groups = layer_groups(store.layers, config.layer_group)
     for index, layers in enumerate(groups):
         name = "" if len(groups) == 1 else f" {index + 1}/{len(groups)}"
-        pool = load_pool(store, layers, train, space=space, device=device)
+        pool = load_pool(store, layers, train, space=space, device=device, values=False)
         heads = pool.keys.shape[1]
         with progress(f"k-means{name}", heads, "heads") as advance:
             points = pool.keys.transpose(0, 1).flatten(1, 2)
@@ -77,7 +77,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
         folded = None
         if config.scores != "mean_key":
             folded, history = _train_query_model(config, store, pool, layers, train, space, found, out, device, name)
-        held = pool if not validation else load_pool(store, layers, validation, space=space, device=device)
+        held = load_pool(store, layers, validation, space=space, device=device)
         del pool
         quality.append(_quality(config, store, held, layers, validation, space, found, folded))
         centroids.append(found.reshape(len(layers), -1, *found.shape[1:]).cpu())

@@ -21,6 +21,11 @@ def test_attend_equals_its_twin_under_the_interpreter() -> None:
     assert "worst" in run("attend_interpreted.py")
 
 
-def test_attend_compiles_for_sm80_sm89_sm90() -> None:
+def test_route_equals_its_twin_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert run("attend_compiled.py").count("bytes shared") == 24
+    assert "fine" in run("route_interpreted.py")
+
+
+def test_kernels_compile_for_sm80_sm89_sm90() -> None:
+    pytest.importorskip("triton")
+    assert run("attend_compiled.py").count("bytes shared") == 48

@@ -75,8 +75,8 @@ def test_completion_with_the_exact_kernel_is_full_attention(retrieved: int, logi
     cache = ref.phi_cache(log_k, v[:, :, mid])
     chosen = torch.stack([torch.randperm(38)[:retrieved] for _ in range(4)]).reshape(2, 2, retrieved)
     rows = chosen[..., None].expand(-1, -1, -1, 38)
-    rest = ref.phi_remainder(cache, log_k.gather(2, rows), v[:, :, mid].gather(2, chosen[..., None].expand(-1, -1, -1, 8)),
-                             torch.ones_like(chosen, dtype=torch.bool))
+    values = v[:, :, mid].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
+    rest = ref.phi_remainder(cache, log_k.gather(2, rows), values, torch.ones_like(chosen, dtype=torch.bool))
     out, lse = ref.attend_tokens(q, k, v, chosen + 3, scale=0.3, **options)
     extra, extra_lse = ref.phi_partial(log_q, rest, full_z=cache.z)
     assert torch.isneginf(extra_lse).all() == (retrieved == 38)

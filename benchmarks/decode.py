@@ -1,0 +1,187 @@
+"""The decode step on one GPU: route + top-ℓ + attention over buckets, sink and tail + merge, against full attention.
+
+Everything runs inside CUDA graphs over several buffer sets, so that no figure is the cache's. First every shape is
+checked against the float64 twin. Writes docs/results/decode.json (or the folder given).
+
+    python benchmarks/decode.py [--output FOLDER] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._rows import RESULTS, row, write_rows
+from sparsekv.kernels import RouterWeights, attend_buckets, mean_key_logits, reference, route, top_buckets
+
+DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
+BANDWIDTH = 4.3e12
+SHAPES = [  # case, query heads, KV heads, tokens, batch
+    ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
+    ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1), ("32x8-512k-b1", 32, 8, 524_288, 1),
+    ("32x8-128k-b8", 32, 8, 131_072, 8), ("32x8-1M-b1", 32, 8, 1_048_576, 1),
+]
+
+
+class Buffers:
+    """One buffer set of a shape: KV cache, index with log-normal bucket sizes, router weights, query."""
+
+    def __init__(self, heads_q: int, heads: int, length: int, batch: int, sigma: float, whale: bool, seed: int):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        dtype = torch.bfloat16
+
+        def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*shape, device="cuda", dtype=dtype, generator=generator) * scale)
+
+        self.q = normal(batch, heads_q, DIM)
+        self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
+        self.weights = RouterWeights(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
+                                     normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
+        self.means = normal(batch, heads, BUCKETS, DIM)
+        mid = max(length - SINK - TAIL, 0)
+        share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
+        if whale:
+            share[..., 0] = 10 * share.mean(-1)
+            self.weights.b2[:, 0] = 1e4
+        sizes = (share / share.sum(-1, keepdim=True) * mid).floor().long()
+        sizes[..., -1] += mid - sizes.sum(-1)
+        self.offsets = torch.nn.functional.pad(sizes.cumsum(-1), (1, 0)).to(torch.int32)
+        keys = torch.rand(batch, heads, mid, device="cuda", generator=generator)
+        self.order = (keys.argsort(-1) + SINK).to(torch.int32)
+        self.counts = self.offsets.diff(dim=-1)
+        self.starts = torch.zeros(batch, dtype=torch.long, device="cuda")
+        self.lengths = torch.full((batch,), length, dtype=torch.long, device="cuda")
+        self.tails = (self.lengths - TAIL).clamp(min=0)
+
+    def attend(self, chosen: torch.Tensor, ops: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        run = attend_buckets if ops is None else reference.attend_buckets
+        q, k, v = (x if ops is None else x.double() for x in (self.q, self.k, self.v))
+        return run(q, k, v, self.order, self.offsets, chosen, scale=DIM**-0.5, starts=self.starts, sink_size=SINK,
+                   tail_starts=self.tails, lengths=self.lengths)
+
+    def sparse(self) -> torch.Tensor:
+        return self.attend(route(self.q, self.weights, self.k.shape[1], PROBES, self.counts))[0]
+
+    def attention_only(self) -> torch.Tensor:
+        if not hasattr(self, "fixed"):
+            self.fixed = route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
+        return self.attend(self.fixed)[0]
+
+    def route_only(self) -> torch.Tensor:
+        return route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
+
+    def sparse_mean_key(self) -> torch.Tensor:
+        logits = mean_key_logits(self.q, self.means, self.counts, DIM**-0.5)
+        return self.attend(top_buckets(logits, self.k.shape[1], PROBES, self.counts))[0]
+
+    def dense(self) -> torch.Tensor:
+        """For flash: the heads of a group as rows of one KV head, its fastest form."""
+        grouped = self.q.view(self.q.shape[0], self.k.shape[1], -1, DIM)
+        return torch.nn.functional.scaled_dot_product_attention(grouped, self.k, self.v)
+
+    def dense_gqa(self) -> torch.Tensor:
+        """For cuDNN: grouped heads as such, its fastest form."""
+        return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], self.k, self.v, enable_gqa=True)
+
+    def floor_us(self) -> float:
+        chosen = route(self.q, self.weights, self.k.shape[1], PROBES, self.counts).long()
+        tokens = self.counts.gather(-1, chosen.clamp(min=0)).sum().item()
+        tokens += self.k.shape[0] * self.k.shape[1] * (SINK + min(TAIL, self.k.shape[2]))
+        weights = sum(w.numel() for w in self.weights)
+        return (tokens * 2 * DIM + weights) * 2 / BANDWIDTH * 1e6
+
+
+def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
+    """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            for step in steps:
+                step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = max(1, 24 // len(steps))
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for step in steps:
+                step()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / (rounds * len(steps)))
+    return sorted(times)[len(times) // 2]
+
+
+def check() -> None:
+    """Kernels against the float64 twins on the GPU; raises where they differ."""
+    for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
+        b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
+        chosen = route(b.q, b.weights, heads, PROBES, b.counts)
+        logits = reference.router_logits(b.q.double(), RouterWeights(*(w.double() for w in b.weights)))
+        truth = reference.top_buckets(logits, heads, PROBES, b.counts)
+        mass = logits.softmax(-1).reshape(batch, heads, -1, BUCKETS).sum(2)
+        reached = [torch.where(c >= 0, mass.gather(-1, c.clamp(min=0).long()), 0.0).sum(-1) for c in (chosen, truth)]
+        out, lse = b.attend(chosen)
+        true_out, true_lse = b.attend(chosen, reference)
+        error = float((out.double() - true_out).norm() / true_out.norm())
+        gap = float((lse.double() - true_lse).abs().max())
+        lost = float((1 - reached[0] / reached[1]).max())
+        print(f"check {heads_q}/{heads} n{length} b{batch}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
+        if not (error < 5e-3 and gap < 1e-2 and lost < 1e-2):
+            raise SystemExit("a kernel differs from its twin; no speed is reported")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help="three shapes only")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    check()
+    rows = []
+
+    def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> dict[str, float]:
+        found = {"floor": sum(b.floor_us() for b in sets) / len(sets)}
+        for method in methods:
+            name = {"sparse": "sparse", "sdpa_flash": "dense", "sdpa_cudnn": "dense_gqa"}.get(method, method)
+            backend = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}.get(method)
+            try:
+                if backend is None:
+                    found[method] = timed([getattr(b, name) for b in sets])
+                else:
+                    with sdpa_kernel(backend):
+                        found[method] = timed([getattr(b, name) for b in sets])
+            except RuntimeError as error:
+                print(f"{case} {method}: {str(error).splitlines()[0]}")
+        rows.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
+        print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
+        return found
+
+    shapes = SHAPES[2:5] if options.quick else SHAPES
+    for case, heads_q, heads, length, batch in shapes:
+        sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
+        measure(case, sets, ("sparse", "sparse_mean_key", "attention_only", "route_only", "sdpa_flash", "sdpa_cudnn"))
+        del sets
+        torch.cuda.empty_cache()
+    for name, sigma, whale in (("balanced", 0.0, False), ("whale", 1.0, True)):
+        sets = [Buffers(32, 8, 171_000, 1, sigma, whale, seed=i) for i in range(8)]
+        measure(f"32x8-171k-b1-{name}", sets, ("attention_only",))
+        del sets
+    print(write_rows("decode", rows, options.output))
+
+
+if __name__ == "__main__":
+    main()
