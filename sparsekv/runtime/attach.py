@@ -21,6 +21,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
 from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.offload import HostLayer, Resident
 from sparsekv.runtime.plan import make_plan
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
 from sparsekv.runtime.state import LayerState
@@ -34,7 +35,7 @@ def attach(
     probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] = (0,), sparse_chunks: bool = False, diagnostics: bool = False,
-    **options: Any,
+    placement: str = "gpu", **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -44,7 +45,9 @@ def attach(
     given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated tokens stay
     exact until there are more than this, then the older half moves into the index. dense_layers decode with full
     attention. sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its
-    own. diagnostics: also compute full attention and report the relative error.
+    own. diagnostics: also compute full attention and report the relative error. placement of keys and values: gpu (the
+    model's device), offload (CPU memory; index, anchors and decode window on the device, what is read is copied over)
+    or cpu (CPU memory, and the sparse layers' attention is computed there).
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
@@ -53,7 +56,7 @@ def attach(
     plan, dense = make_plan(
         model, modules, router=_load(router, "router"), phi=_load(phi, "phi"), selector=selector, probes=probes,
         token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
-        decode_window=decode_window, dense_layers=dense_layers, options=options)
+        decode_window=decode_window, dense_layers=dense_layers, placement=placement, options=options)
     return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
 
 
@@ -106,7 +109,8 @@ class Attachment:
 
     def cache(self) -> SparseCache:
         """An empty cache for this model."""
-        return SparseCache(self.model.config)
+        host = set() if self.plan.placement == "gpu" else set(self.modules) - self.dense_layers
+        return SparseCache(self.model.config, host_layers=host)
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
@@ -193,7 +197,8 @@ class Attachment:
             raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
 
         def dense(q: Tensor = query) -> Tensor:
-            return dense_attention(q, key, value, scale=scale, key_mask=mask, window=window, softcap=softcap)
+            k, v = key.to(q.device), value.to(q.device)
+            return dense_attention(q, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap)
 
         if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
             return dense()
@@ -211,29 +216,43 @@ class Attachment:
     def _decode(self, module: Any, layer: SparseLayer, cache: Any, query: Tensor, mask: Tensor | None,
                 scale: float, past: int) -> Tensor:
         index, device = module.layer_idx, query.device
-        view = self._view(module, layer, cache, scale, query.shape[1])
+        offloaded = isinstance(layer, HostLayer) and self.plan.placement != "cpu"
+        if not offloaded:
+            query = query.to(layer.keys.device)
+        view = self._view(module, layer, cache, scale, query.shape[1], query.device)
         if layer.state is None or layer.state.plan is not self.plan:
-            starts = self._starts(mask, query.shape[0], device)
+            starts = self._starts(mask, query.shape[0], query.device)
             view.regions = self.plan.regions(starts, past)
-            view.keys, view.values = layer.keys[:, :, :past], layer.values[:, :, :past]
+            keys, values = (x.to(query.device) for x in (layer.keys, layer.values))
+            view.keys, view.values = keys[:, :, :past], values[:, :, :past]
             layer.state = LayerState(self.plan, view)
+            if offloaded:
+                layer.state.resident = Resident(view, keys, values)
+            del keys, values
         state, parts = layer.state, []
+        view.resident = state.resident
         for first in range(0, query.shape[2], QUERY_BLOCK):
             q = query[:, :, first:first + QUERY_BLOCK]
             end = past + first + q.shape[2]
             view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
             view.regions = state.regions.grown(end)
+            if offloaded and state.outgrown(past + first):
+                view.keys, view.values = view.keys.to(device), view.values.to(device)
             state.advance(view, past + first)
+            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
 
             def make_pre(q: Tensor = q, first: int = end - q.shape[2], last: int = end) -> Tensor:
                 return view.unrotate(q, first, last)
 
             done = sparse_attention(view, Queries(q, make_pre), state.selector, state.completion)
             self.counters.sparse(index, done.loaded, done.context)
-            parts.append(done.out)
+            parts.append(done.out.to(device))
+        self.counters.statistics[index] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _view(self, module: Any, layer: SparseLayer, cache: Any, scale: float, heads: int) -> LayerView:
+    def _view(
+        self, module: Any, layer: SparseLayer, cache: Any, scale: float, heads: int, device: Any,
+    ) -> LayerView:
         table = cache.rope.get(getattr(module, "layer_type", None))
 
         def need() -> RopeTable:
@@ -242,12 +261,12 @@ class Attachment:
                                     "that reads rotated keys only: topk, or a router trained with key_space rot")
             return table
 
-        recent = layer.keys.new_zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3])
+        recent = torch.zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3], dtype=layer.keys.dtype, device=device)
         return LayerView(
             keys=layer.keys, values=layer.values, regions=None, scale=scale,  # type: ignore[arg-type]
             num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
             unrotate=lambda x, a, b: need().unrotate(x, a, b), turn=lambda x, old, new: need().turn(x, old, new),
-            recent_queries=recent if layer.recent is None else layer.recent,
+            recent_queries=recent if layer.recent is None else layer.recent.to(recent.device),
             recent_end=layer.recent_end)
 
 

@@ -54,6 +54,10 @@ def exact_attention(
     """Attention over anchors and selection: q `[B·T, Hq, d]` -> `(out [B·T, Hq, d], lse [B·T, Hq])`."""
     keys, values = view.keys, view.values
     regions: dict[str, Any] = {"scale": view.scale, "sink_size": view.regions.sink_size}
+    if view.resident is not None:
+        from sparsekv.runtime.offload import offloaded_attention
+
+        return offloaded_attention(q, view, selection, starts, tails, lengths)
     if selection.contiguous:
         return contiguous_attention(q, view, selection.as_tokens(), starts, tails, lengths)
     if not q.is_cuda or selection.log_weights is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,14 +38,9 @@ class RopeTable:
                 store.shared = True
             store.append(new.expand(max(held, batch), -1, -1).float())
 
-    def rotate(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Apply RoPE at positions `first..last`: x `[B, H, last − first, d]` without RoPE."""
-        cos, sin = (t.view[:, None, first:last] for t in (self.cos, self.sin))
-        return rotate(x, cos, sin, self.layout)
-
     def unrotate(self, x: Tensor, first: int, last: int) -> Tensor:
         """Remove RoPE at positions `first..last`: x `[B, H, last − first, d]`."""
-        cos, sin = (t.view[:, None, first:last] for t in (self.cos, self.sin))
+        cos, sin = (t.view[:, None, first:last].to(x.device) for t in (self.cos, self.sin))
         return unrotate(x, cos, sin, self.layout)
 
     def turn(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
@@ -151,7 +147,7 @@ class SparseLayer(DynamicLayer):
         self.take_rows(_row_numbers(indices))
 
     def fork(self) -> SparseLayer:
-        other = SparseLayer()
+        other = type(self)()
         other.__dict__.update(self.__dict__)
         other._keys, other._values = self._keys.fork(), self._values.fork()
         other.state = None if self.state is None else self.state.fork()
@@ -167,9 +163,14 @@ class SparseCache(Cache):
     Full-attention layers are `SparseLayer`s; sliding-window layers are transformers' own.
     """
 
-    def __init__(self, config: Any):
-        plain = DynamicCache(config=config.get_text_config(decoder=True))
-        super().__init__(layers=[SparseLayer() if type(layer) is DynamicLayer else layer for layer in plain.layers])
+    def __init__(self, config: Any, host_layers: Collection[int] = ()):
+        """`host_layers` keep their keys and values in CPU memory."""
+        from sparsekv.runtime.offload import HostLayer
+
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        super().__init__(layers=[
+            layer if type(layer) is not DynamicLayer else HostLayer() if i in host_layers else SparseLayer()
+            for i, layer in enumerate(layers)])
         self.rope: dict[Any, RopeTable] = {}
 
     def fork(self) -> SparseCache:

@@ -74,7 +74,8 @@ class CentroidCompletion(Completion):
         counts, sums = (fold(x, queries.count).repeat_interleave(lists, dim=1) for x in (self.counts, self.sums))
         if width:
             index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, lists * width)
-            keys, values = (gather_rows(x, index).reshape(rows, heads, width, dim) for x in (view.keys, view.values))
+            read = selection.rows or (gather_rows(view.keys, index), gather_rows(view.values, index))
+            keys, values = (x.reshape(rows, heads, width, dim) for x in read)
             bucket = gather_rows(self.assignment[..., None], index).reshape(rows, heads, width)
             counts, sums = counts.clone(), sums.clone()
             self._scatter(counts, sums, bucket, -(tokens >= 0).float(), keys, values)

@@ -94,18 +94,23 @@ class PhiCompletion(Completion):
         if tokens.shape[-1] == 0:
             return phi_partial(log_q, cache)
         lists = tokens.shape[1] // view.num_kv_heads
-        logs, values = self._read(view, tokens, lists)
+        logs, values = self._read(view, selection, lists)
         if lists > 1:
             cache = PhiCache(*(x.repeat_interleave(lists, dim=1) for x in cache))
         rest = phi_remainder(cache, logs, values, tokens >= 0)
         return phi_partial(log_q, rest, full_z=cache.z)
 
-    def _read(self, view: LayerView, tokens: Tensor, lists: int) -> tuple[Tensor, Tensor]:
+    def _read(self, view: LayerView, selection: Selection, lists: int) -> tuple[Tensor, Tensor]:
         """`log φ_k` and values of the selected tokens, `[Q, H, K, r]` and `[Q, H, K, d]`.
 
         Where a chunk of queries reads more tokens than there are, the features of all of them are computed once.
         """
+        tokens = selection.as_tokens()
         rows, heads, width = tokens.shape
+        if selection.rows is not None:
+            keys, values = selection.rows
+            return (self.layer.log_phi_k(keys).reshape(rows, heads, width, -1),
+                    values.reshape(rows, heads, width, -1))
         index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, lists * width)
         values = gather_rows(view.values, index)
         mid = int(view.regions.mid_last.max())
@@ -119,5 +124,5 @@ class PhiCompletion(Completion):
         return logs.reshape(rows, heads, width, -1), values.reshape(rows, heads, width, -1)
 
     def cost_tokens(self, view: LayerView) -> float:
-        features, dim = self.layer.log_phi_k(view.keys[:1, :, :1]).shape[-1], view.keys.shape[-1]
+        features, dim = self.cache.m.shape[-1], view.keys.shape[-1]  # type: ignore[union-attr]
         return features * (dim + 2) / (2 * dim)

@@ -34,7 +34,7 @@ class Counters:
         self.loaded: dict[int, Mean] = defaultdict(Mean)
         self.sparse_loaded: dict[int, Mean] = defaultdict(Mean)
         self.error: dict[int, Mean] = defaultdict(Mean)
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.statistics: dict[int, dict[str, float]] = {}
 
     def dense(self, layer: int, tokens: int) -> None:
         """A decode step through full attention: everything was read."""
@@ -62,10 +62,17 @@ class Counters:
             "selectivity": _mean(self.loaded),
             "selectivity_sparse": _mean(self.sparse_loaded),
             "rel_err": _mean(self.error),
+            "selector": self._selector_means(),
             "layers": {i: {"sparse_calls": self.sparse_calls.get(i, 0), "dense_calls": self.dense_calls.get(i, 0),
                            "selectivity": self.loaded[i].value if i in self.loaded else None,
                            "rel_err": self.error[i].value if i in self.error else None} for i in layers},
         }
+
+    def _selector_means(self) -> dict[str, float]:
+        """The selectors' own numbers, averaged over layers."""
+        names = {name for layer in self.statistics.values() for name in layer}
+        return {name: sum(v) / len(v) for name in sorted(names)
+                if (v := [layer[name] for layer in self.statistics.values() if name in layer])}
 
 
 def _mean(means: dict[int, Mean]) -> float | None:

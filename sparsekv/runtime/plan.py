@@ -14,6 +14,7 @@ from sparsekv.runtime.completion import Completion, PhiCompletion
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors import SELECTORS, Selector
 
+PLACEMENTS = ("gpu", "offload", "cpu")
 COMPLETIONS = ("phi", "centroid", "none")
 SINK_SIZE, WINDOW_SIZE = 4, 16
 
@@ -30,6 +31,7 @@ class Plan:
     router: Any
     phi: Any
     devices: dict[int, Any]
+    placement: str = "gpu"
 
     def regions(self, starts: Tensor, length: int) -> Regions:
         return Regions.at_prefill_end(starts, length, self.sink_size, self.window_size)
@@ -53,7 +55,7 @@ class Plan:
         return None
 
     def _placed(self, kind: str, artifact: Any, layer_idx: int) -> Any:
-        device = self.devices[layer_idx]
+        device = "cpu" if self.placement == "cpu" else self.devices[layer_idx]
         held = self.__dict__.setdefault("_copies", {})
         if (kind, device) not in held:
             held[kind, device] = artifact.to(device) if hasattr(artifact, "to") else artifact
@@ -63,7 +65,7 @@ class Plan:
 def make_plan(
     model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
     probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
-    window_size: int | None, decode_window: int, dense_layers: Sequence[int], options: dict[str, Any],
+    window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, options: dict[str, Any],
 ) -> tuple[Plan, set[int]]:
     """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -92,8 +94,14 @@ def make_plan(
     if prototype.name == "router" and getattr(prototype, "partition", "") == "offline":
         held = getattr(prototype, "artifact", None)
         dense |= {i for i in eligible if held is None or held.layer(i) is None}
+    if placement not in PLACEMENTS:
+        raise SparseKVError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
+    if placement == "offload" and prototype.scores_keys:
+        raise SparseKVError(f"selector {prototype.name} scores keys at every step, which lie in CPU memory under "
+                            "placement offload; use placement='cpu', or a selector with an index such as router")
     devices = {i: next(m.parameters()).device for i, m in modules.items()}
-    return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices), dense
+    return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices,
+                placement), dense
 
 
 def _selector(

@@ -14,9 +14,9 @@ from sparsekv.kernels.reference import anchor_indices
 NEG_INF = float("-inf")
 
 
-def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
     """`x[b, h, index[q, h, :]]` with `b = q // T`: x `[B, H, N, d]` (last dimension contiguous), index `[Q, H, K]` ≥ 0
-    -> `[Q, H, K, d]`."""
+    -> `[Q, H, K, d]`, in page-locked memory if `pinned`."""
     batch, heads, _, dim = x.shape
     sb, sh, sn, _ = x.stride()
     if x.stride(-1) != 1 or sb % dim or sh % dim or sn % dim or x.shape[2] == 0:
@@ -28,7 +28,8 @@ def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     base = batches[:, None] * (sb // dim) + columns * (sh // dim)
     base = base.repeat_interleave(index.shape[0] // batch, dim=0)
     place = index * (sn // dim) + base[:, :, None] if sn != dim else index + base[:, :, None]
-    return flat.index_select(0, place.reshape(-1)).view(*index.shape, dim)
+    out = torch.empty(index.numel(), dim, dtype=x.dtype, pin_memory=True) if pinned else None
+    return torch.index_select(flat, 0, place.reshape(-1), out=out).view(*index.shape, dim)
 
 
 def attend_rows(
@@ -40,27 +41,36 @@ def attend_rows(
 
     Returns `(out [Q, Hq, d], lse [Q, Hq])`.
     """
-    count, heads_q, dim = q.shape
+    count, _, dim = q.shape
     heads_kv = k.shape[1]
-    group = heads_q // heads_kv
     anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
     index = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1).to(tokens.dtype)], dim=-1)
     lists, width = index.shape[1] // heads_kv, index.shape[-1]
-    index = index.reshape(count, heads_kv, lists * width)
-    padded = index < 0
-    index = index.clamp(min=0)
+    used = index >= 0
+    index = index.clamp(min=0).reshape(count, heads_kv, lists * width)
+    keys, values = (gather_rows(x, index).view(count, heads_kv * lists, width, dim) for x in (k, v))
+    if log_weights is not None:
+        log_weights = torch.nn.functional.pad(log_weights, (0, anchors.shape[1]))
+    return attend_gathered(q, keys, values, used, scale, log_weights)
+
+
+def attend_gathered(
+    q: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float, log_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over rows already gathered: q `[Q, Hq, d]`, keys and values `[Q, H, n, d]` with `H` dividing `Hq`, used
+    `[Q, H, n]` false = padding. Returns `(out [Q, Hq, d], lse [Q, Hq])`; the empty set is `0, -inf`."""
+    count, heads_q, dim = q.shape
+    lists, width = keys.shape[1], keys.shape[2]
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    keys = gather_rows(k, index).to(acc).view(count * heads_kv * lists, width, dim)
-    query = q.to(acc).reshape(count * heads_kv * lists, group // lists, dim)
+    keys, values = (x.to(acc).reshape(count * lists, width, dim) for x in (keys, values))
+    query = q.to(acc).reshape(count * lists, heads_q // lists, dim)
     scores = torch.bmm(query, keys.mT).mul_(scale)
     if log_weights is not None:
-        extra = torch.nn.functional.pad(log_weights.to(acc), (0, anchors.shape[1]))
-        scores += extra.reshape(-1, 1, width)
-    scores.masked_fill_(padded.view(-1, 1, width), NEG_INF)
+        scores += log_weights.to(acc).reshape(-1, 1, width)
+    scores.masked_fill_(~used.reshape(-1, 1, width), NEG_INF)
     if width == 0:
         lse = scores.new_full(scores.shape[:-1], NEG_INF)
     else:
         lse = torch.logsumexp(scores, -1)
     weights = torch.exp_(scores.sub_(torch.where(torch.isinf(lse), 0.0, lse)[..., None]))
-    values = gather_rows(v, index).to(acc).view(count * heads_kv * lists, width, dim)
     return torch.bmm(weights, values).reshape(count, heads_q, dim).to(q.dtype), lse.reshape(count, heads_q)

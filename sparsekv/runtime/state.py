@@ -23,6 +23,11 @@ class LayerState:
             view.completion_tokens = self.completion.cost_tokens(view)
         self.completion_tokens = view.completion_tokens
         self.selector.build(view)
+        self.resident: Any = None
+
+    def outgrown(self, past: int) -> bool:
+        """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
+        return past - self.plan.window_size - self.plan.decode_window > int(self.regions.tail_starts.min())
 
     def advance(self, view: LayerView, past: int) -> None:
         """Bring regions up to a cache of `view.regions.length` tokens, of which the first `past` may move into the
@@ -30,17 +35,17 @@ class LayerState:
 
         `view.regions` is replaced by the new regions.
         """
-        room = self.plan.window_size + self.plan.decode_window
         old = self.regions.grown(past)
         self.regions = self.regions.grown(view.regions.length)
-        oldest = past - room
-        if oldest > int(self.regions.tail_starts.min()):
+        if self.outgrown(past):
             self.regions = self.regions.moved(past - self.plan.window_size - self.plan.decode_window // 2)
             view.regions = self.regions
             view.completion_tokens = self.completion_tokens
             self.selector.extend(view, old)
             if self.completion is not None:
                 self.completion.extend(view, old)
+            if self.resident is not None:
+                self.resident.trim(self.regions)
         view.regions = self.regions
         view.completion_tokens = self.completion_tokens
 
@@ -49,6 +54,8 @@ class LayerState:
         if length < int(self.regions.tail_starts.max()):
             return None
         self.regions = self.regions.grown(length)
+        if self.resident is not None:
+            self.resident.crop(length)
         return self
 
     def take_rows(self, index: Tensor) -> None:
@@ -56,9 +63,12 @@ class LayerState:
         self.selector.take_rows(index)
         if self.completion is not None:
             self.completion.take_rows(index)
+        if self.resident is not None:
+            self.resident.take_rows(index)
 
     def fork(self) -> LayerState:
         other: Any = copy.copy(self)
         other.selector = self.selector.fork()
         other.completion = None if self.completion is None else self.completion.fork()
+        other.resident = None if self.resident is None else self.resident.fork()
         return other

@@ -9,7 +9,8 @@ from torch import Tensor
 class Growing:
     """A tensor `[..., n, d]` that grows along its last but one dimension, amortised: a step copies one token."""
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
         self.data: Tensor | None = None
         self.length = 0
         self.shared = False
@@ -25,7 +26,8 @@ class Growing:
         end = self.length + new.shape[-2]
         if self.data is None or self.shared or end > self.data.shape[-2]:
             room = end if self.data is None and end > 1 else end + max(64, end // 8)
-            data = new.new_empty(*new.shape[:-2], room, new.shape[-1])
+            data = torch.empty(*new.shape[:-2], room, new.shape[-1], dtype=new.dtype, device=new.device,
+                               pin_memory=self.pinned)
             if self.data is not None and self.length:
                 data[..., :self.length, :] = self.data[..., :self.length, :]
             self.data, self.shared = data, False
@@ -42,7 +44,7 @@ class Growing:
 
     def fork(self) -> Growing:
         """A copy that shares the tensor; whoever appends first makes it its own."""
-        other = Growing()
+        other = Growing(self.pinned)
         other.data, other.length = self.data, self.length
         self.shared = other.shared = self.data is not None
         return other

@@ -37,8 +37,15 @@ class LayerView:
     """The last queries of the prefill `[B, Hq, w, d]`, with RoPE; `w` may be 0 and is at most 64."""
     recent_end: int
     """Position after the last of `recent_queries`."""
+    resident: Any = None
+    """With keys in CPU memory: the anchors on the device (`offload.Resident`); regions are on the device too."""
     completion_tokens: float = 0.0
     """What the completion's cache costs, in tokens; the worst-case accounting takes it from the budget."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where decoding happens; keys and values may lie elsewhere."""
+        return self.regions.starts.device
 
     @property
     def num_kv_heads(self) -> int:
@@ -96,6 +103,7 @@ class Selection:
     contiguous: the keys read get contiguous positions (length extrapolation).
     extra: one more partial attention `(out [Q, Hq, d], lse [Q, Hq])` that stands for the rest where lse > -inf; a
     completion takes its place.
+    rows: keys and values of `tokens` `[Q, Hkv, K·H/Hkv, d]` where they were fetched already.
     """
 
     tokens: Tensor | None = None
@@ -105,6 +113,7 @@ class Selection:
     log_weights: Tensor | None = None
     contiguous: bool = False
     extra: tuple[Tensor, Tensor] | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
     def as_tokens(self) -> Tensor:
         """The tokens read, `[Q, H, K]`."""
@@ -141,6 +150,8 @@ class Selector:
     source: ClassVar[str] = ""
     row_state: ClassVar[tuple[str, ...]] = ()
     needs_budget: ClassVar[bool] = True
+    scores_keys: ClassVar[bool] = False
+    """A step reads keys to choose among them: no use in CPU memory with the choice on the GPU."""
 
     token_budget: int | float | None = option(
         None, help="Mid tokens retrieved per query and KV head: an integer counts tokens, a float is a fraction of the "

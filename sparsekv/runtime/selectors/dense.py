@@ -19,6 +19,6 @@ class Dense(Selector):
     needs_budget: ClassVar[bool] = False
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        positions = torch.arange(view.length, device=view.keys.device)
+        positions = torch.arange(view.length, device=view.device)
         tokens = torch.where(view.regions.mid_mask(), positions, -1)[:, None].expand(-1, view.num_kv_heads, -1)
         return Selection(tokens=fold(tokens, queries.count))

@@ -103,7 +103,7 @@ class FaissTopK(Selector):
             self._count_recall(view, queries, listed, k)
         if not self.per_query_head and group > 1:
             listed = join_lists(listed, torch.from_numpy(scores).flatten(0, 1), view.num_kv_heads, width)
-        return Selection(tokens=listed.to(view.keys.device))
+        return Selection(tokens=listed.to(view.device))
 
     def _count_recall(self, view: LayerView, queries: Queries, listed: Tensor, k: Tensor) -> None:
         exact = group_scores(view, queries.rot).transpose(2, 3).flatten(1, 2).transpose(1, 2).flatten(0, 1).cpu()

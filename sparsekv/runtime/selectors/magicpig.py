@@ -31,6 +31,7 @@ class MagicPIG(Selector):
 
     name: ClassVar[str] = "magicpig"
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
+    scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("codes", "center")
     needs_budget: ClassVar[bool] = False
 

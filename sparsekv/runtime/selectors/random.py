@@ -30,6 +30,6 @@ class Random(Selector):
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.layer_idx + self.drawn)
         self.drawn += 1
         shape = (view.keys.shape[0], view.num_kv_heads, queries.count, view.length)
-        scores = torch.rand(shape, generator=generator).to(view.keys.device)
+        scores = torch.rand(shape, generator=generator).to(view.device)
         scores = scores.masked_fill(~view.regions.mid_mask()[:, None, None], float("-inf"))
         return Selection(tokens=top_tokens(scores, self.budget_tokens(view)))

@@ -20,4 +20,4 @@ class Streaming(Selector):
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         rows = view.keys.shape[0] * queries.count
-        return Selection(tokens=torch.empty(rows, view.num_kv_heads, 0, dtype=torch.long, device=view.keys.device))
+        return Selection(tokens=torch.empty(rows, view.num_kv_heads, 0, dtype=torch.long, device=view.device))

@@ -44,6 +44,7 @@ class TokenSelect(Selector):
 
     name: ClassVar[str] = "token_select"
     source: ClassVar[str] = "TokenSelect §4"
+    scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("cached_query", "cached_tokens")
 
     vote: str = option("soft", help="How heads agree: soft (sum of softmax), hard (count of top-k lists) or topk (sum "

@@ -1,0 +1,281 @@
+"""Attention step and index build of every selector against dense attention.
+
+`python benchmarks/runtime.py cpu` measures on the CPU, `python benchmarks/runtime.py offload` on a CUDA device. Keys
+are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a model, so that attention
+is peaked and what was read before is worth reading again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from _rows import RESULTS, row, write_rows
+
+from sparsekv.kernels import RouterWeights
+from sparsekv.runtime.attention import sdpa, sparse_attention
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.selectors import SELECTORS, Selector
+from sparsekv.runtime.selectors.base import LayerView, Queries
+
+BUDGET = 0.02
+SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
+
+
+class Layer(NamedTuple):
+    keys: torch.Tensor
+    values: torch.Tensor
+    centers: torch.Tensor
+    queries: torch.Tensor
+    recent: torch.Tensor
+
+
+def make_layer(shape: str, length: int, steps: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Layer:
+    heads_q, heads_kv, dim = SHAPES[shape]
+    generator = torch.Generator(device=device).manual_seed(0)
+    options: dict[str, Any] = {"generator": generator, "device": device}
+    centers = torch.randn(heads_kv, 512, dim, **options)
+    which = torch.randint(0, 512, (1, heads_kv, length), **options)
+    keys = centers[torch.arange(heads_kv, device=device)[:, None], which].to(dtype)
+    keys += torch.randn(keys.shape, **options).to(dtype) * 0.7
+    values = torch.randn(keys.shape, **options).to(dtype)
+
+    def queries(count: int) -> torch.Tensor:
+        picked = centers[:, torch.randint(0, 8, (count,), **options)]
+        q = picked.repeat_interleave(heads_q // heads_kv, 0)[None]
+        return (q * 1.2 + 0.5 * torch.randn(q.shape, **options)).to(dtype)
+
+    return Layer(keys, values, centers, queries(steps), queries(64))
+
+
+def view_of(layer: Layer, length: int) -> LayerView:
+    heads_q = layer.queries.shape[1]
+    starts = torch.zeros(1, dtype=torch.long, device=layer.keys.device)
+    regions = Regions.at_prefill_end(starts, length - 1, 4, 64).grown(length)
+    return LayerView(keys=layer.keys, values=layer.values, regions=regions, scale=layer.keys.shape[-1] ** -0.5,
+                     num_query_heads=heads_q, layer_idx=1, num_layers=30, unrotate=lambda x, a, b: x,
+                     turn=lambda x, a, b: x, recent_queries=layer.recent, recent_end=length - 1)
+
+
+class BenchRouter:
+    """A router of the paper's size with random weights: its time does not depend on what it learned."""
+
+    def __init__(self, layer: Layer, buckets: int, hidden: int = 1024, scores: str = "mlp"):
+        heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
+        device = layer.keys.device
+        some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:buckets].to(device)].float()
+        self.centroids = torch.nn.functional.normalize(some, dim=-1)[None]
+        self.weights = RouterWeights(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
+            (dim, hidden), (hidden,), (hidden, buckets), (buckets,))))
+        self.key_space, self.scores = "rot", scores
+
+    def layer(self, _: int) -> Any:
+        from sparsekv.artifacts.router import RouterLayer
+
+        return RouterLayer(self.centroids[0], self.weights, self.key_space, self.scores)
+
+
+def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
+    made: dict[str, Selector] = {}
+    for name, cls in SELECTORS.items():
+        if name == "dense":
+            continue
+        selector = cls()
+        if name != "streaming":
+            selector.token_budget = BUDGET
+        if name == "router":
+            for label, scores in (("router", "mlp"), ("router-mean_key", "mean_key")):
+                made[label] = cls(token_budget=BUDGET, artifact=BenchRouter(layer, 1024, scores=scores))
+            continue
+        if name == "faiss":
+            for kind in ("flat", "ivf", "hnsw"):
+                made[f"faiss-{kind}"] = cls(token_budget=BUDGET, factory=kind)
+            continue
+        made[name] = selector
+    for selector in made.values():
+        selector.validate()
+    return {k: v for k, v in made.items() if wanted is None or k in wanted}
+
+
+def median_us(run: Any, count: int, sync: Any = lambda: None) -> float:
+    for i in range(2):
+        run(i)
+    times = []
+    for i in range(count):
+        sync()
+        start = time.perf_counter()
+        run(i)
+        sync()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+@torch.inference_mode()
+def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        for length in lengths:
+            case = f"cpu-{length // 1024}k" if shape == "smollm2-135m" else f"cpu-{length // 1024}k-{shape}"
+            layer = make_layer(shape, length, steps + 2)
+            view = view_of(layer, length)
+            dense = median_us(functools.partial(dense_step, layer, view), steps)
+            rows.append(row(case, "sdpa", "us", dense, "µs/layer step"))
+            print(f"{case:>14} {'sdpa':>16} {dense:>10.0f} µs", flush=True)
+            for name, selector in selectors(layer, wanted).items():
+                if name == "faiss-hnsw" and length > 33_000 and shape != "smollm2-135m":
+                    continue
+                start = time.perf_counter()
+                selector.build(view_of(layer, length))
+                built = time.perf_counter() - start
+                read: list[float] = []
+
+                step = functools.partial(sparse_step, layer, view, selector, read)
+                us = median_us(step, steps if name not in ("magicpig",) else 5)
+                rows += [row(case, name, "us", us, "µs/layer step"),
+                         row(case, name, "speedup", dense / us, "times SDPA"),
+                         row(case, name, "selectivity", statistics.mean(read), "share of the cache read"),
+                         row(case, name, "build_seconds", built * 100_000 / length, "s per 100k tokens and layer")]
+                print(f"{case:>14} {name:>16} {us:>10.0f} µs {dense / us:>7.1f}x  read {statistics.mean(read):.2%}  "
+                      f"build {built * 100_000 / length:.2f} s/100k {selector.statistics()}", flush=True)
+    return rows
+
+
+def dense_step(layer: Layer, view: LayerView, i: int) -> None:
+    sdpa(layer.queries[:, :, i:i + 1], layer.keys, layer.values, view.scale)
+
+
+def sparse_step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i: int) -> torch.Tensor:
+    q = layer.queries[:, :, i % layer.queries.shape[2], None]
+    done = sparse_attention(view, Queries(q, lambda: q), selector, None)
+    if not q.is_cuda:
+        read.append(float((done.loaded / done.context).mean()))
+    return done.out
+
+
+def host_copy(layer: Layer) -> Any:
+    """The layer's keys and values in an offloaded cache layer."""
+    from sparsekv.runtime.offload import HostLayer
+
+    host = HostLayer()
+    host.update(layer.keys, layer.values)
+    return host
+
+
+def offloaded_view(layer: Layer, host: Any, view: LayerView) -> LayerView:
+    from sparsekv.runtime.offload import Resident
+
+    resident = Resident(view, layer.keys, layer.values)
+    return dataclasses.replace(view, keys=host.keys, values=host.values, resident=resident)
+
+
+@torch.inference_mode()
+def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
+    """One 8B-shaped layer in bfloat16 with its cache in CPU memory, against transformers' offloaded cache."""
+    sync, gigabyte, rows = torch.cuda.synchronize, 2**30, []
+    heads_q, heads_kv, dim = SHAPES["8b"]
+    for length in lengths:
+        case = f"offload-{length // 1024}k"
+        layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
+        view = view_of(layer, length)
+        router = SELECTORS["router"](token_budget=BUDGET, artifact=BenchRouter(layer, 1024))
+        router.validate()
+        sync()
+        start = time.perf_counter()
+        router.build(view)
+        sync()
+        built = time.perf_counter() - start
+        host = host_copy(layer)
+        away = offloaded_view(layer, host, view)
+        reads: list[float] = []
+        with_all = sparse_step(layer, view, router, reads, 0).float()
+        error = float((sparse_step(layer, away, router, reads, 0).float() - with_all).norm() / with_all.norm())
+        assert error < 1e-2, f"offloaded attention differs by {error}"
+        here = median_us(functools.partial(sparse_step, layer, view, router, reads), steps, sync)
+        dense = median_us(functools.partial(dense_step, layer, view), steps, sync)
+        q_layer = layer._replace(keys=layer.keys[:, :, :1], values=layer.values[:, :, :1])
+        everything = torch.cuda.memory_allocated()
+        kept_keys, kept_values = layer.keys.cpu(), layer.values.cpu()
+        del layer, view
+        small = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        us = median_us(functools.partial(sparse_step, q_layer, away, router, reads), steps, sync)
+        peak = torch.cuda.max_memory_allocated()
+        tokens = int(router.budget_tokens(away)[0])
+        moved = tokens * heads_kv * dim * 2 * 2
+        rows += [row(case, "router", "us", us, "µs/layer step"), row(case, "router", "bytes", moved, "B/layer step"),
+                 row(case, "router", "peak_gb", peak / gigabyte, "GiB"),
+                 row(case, "router", "build_seconds", built * 100_000 / length, "s per 100k tokens and layer"),
+                 row(case, "router-on-gpu", "us", here, "µs/layer step"),
+                 row(case, "router-on-gpu", "peak_gb", everything / gigabyte, "GiB"),
+                 row(case, "sdpa-on-gpu", "us", dense, "µs/layer step")]
+        print(f"{case} router {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB (held {small / gigabyte:.3f}"
+              f"); on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; sdpa {dense:.0f} µs; error {error:.1e}", flush=True)
+        if length == max(lengths):
+            theirs = offloaded_cache(kept_keys, kept_values, q_layer.queries, steps=5)
+            rows += [row(case, "transformers-offloaded", "us", theirs, "µs/layer step"),
+                     row(case, "transformers-offloaded", "bytes", 4 * kept_keys.numel() * 2, "B/layer step"),
+                     row(case, "router", "speedup", theirs / us, "times transformers' OffloadedCache")]
+            print(f"{case} transformers' offloaded cache {theirs:.0f} µs: {theirs / us:.1f}x", flush=True)
+        del host, away, router, q_layer, kept_keys, kept_values
+        torch.cuda.empty_cache()
+    return rows
+
+
+def offloaded_cache(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, steps: int) -> float:
+    """A decode step of a layer with `DynamicCache(offloading=True)`, two layers in turn so that it can prefetch, µs."""
+    from transformers import LlamaConfig
+    from transformers.cache_utils import DynamicCache
+
+    cache = DynamicCache(config=LlamaConfig(num_hidden_layers=2), offloading=True)
+    for index in range(2):
+        cache.update(keys.cuda(), values.cuda(), index)
+        torch.cuda.empty_cache()
+    new = torch.randn_like(keys[:, :, :1], device="cuda")
+
+    def step(i: int) -> None:
+        for index in range(2):
+            k, v = cache.update(new, new, index)
+            sdpa(queries[:, :, i, None], k, v, keys.shape[-1] ** -0.5)
+
+    return median_us(step, steps, torch.cuda.synchronize) / 2
+
+
+def merge_rows(name: str, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, keeping those of other cases from earlier runs."""
+    path: Path = RESULTS / f"{name}.json"
+    new = {r["case"] for r in rows}
+    kept = [r for r in json.loads(path.read_text()) if r["case"] not in new] if path.exists() else []
+    write_rows(name, rows)
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(kept + written, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cpu", "offload"])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="keys [tokens]")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--selectors", nargs="+", default=None)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="folder of the JSON file, instead of docs/results")
+    parser.add_argument("--dry", action="store_true", help="print only")
+    options = parser.parse_args()
+    if options.what == "cpu":
+        rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
+    else:
+        rows = offload(options.lengths, options.steps)
+    if options.output:
+        write_rows("runtime", rows, options.output)
+    elif not options.dry:
+        merge_rows("runtime", rows)
+
+
+if __name__ == "__main__":
+    main()

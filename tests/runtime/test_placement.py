@@ -1,0 +1,64 @@
+"""Keys in CPU memory: the same answers as with everything in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.errors import SparseKVError
+
+GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+HOSTED = ["router", "quest", "snapkv", "streaming", "random", "faiss"]
+
+
+@pytest.mark.parametrize("placement", ["offload", "cpu"])
+@pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
+@pytest.mark.parametrize("name", [*HOSTED, "topk"])
+def test_placement_changes_nothing(name: str, completion: str, placement: str):
+    model = make_model()
+    router, phi = artifacts(model)
+    ids = prompt(80, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    options = {"selector": name, "completion": completion, "phi": phi, "decode_window": 16}
+    options |= {} if name == "streaming" else {"token_budget": 20}
+    options |= {"router": router} if name == "router" else {}
+    if name == "topk" and placement == "offload":
+        with pytest.raises(SparseKVError, match="placement='cpu'"):
+            sparsekv.attach(model, placement=placement, **options)
+        return
+    outs = []
+    for place in ("gpu", placement):
+        with sparsekv.attach(model, placement=place, **options) as attachment:
+            outs.append(model.generate(ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, **GREEDY))
+            assert attachment.report()["sparse_calls"] > 0
+    for a, b in zip(outs[0].logits, outs[1].logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_offloaded_caches_chunk_crop_fork_and_reorder():
+    model = make_model()
+    router, phi = artifacts(model)
+    ids = prompt(100)
+    options = {"router": router, "phi": phi, "token_budget": 15}
+    logits = {}
+    for place in ("gpu", "offload"):
+        with sparsekv.attach(model, placement=place, **options) as attachment:
+            cache = attachment.prefill(ids[:, :60], chunk_size=25)
+            fork = cache.fork()
+            out = [model(ids[:, t:t + 1], past_key_values=fork, use_cache=True).logits for t in range(60, 70)]
+            fork.crop(-4)
+            out.append(model(ids[:, 66:72], past_key_values=fork, use_cache=True).logits)
+            out.append(model(ids[:, 72:73], past_key_values=fork, use_cache=True).logits)
+            fork.crop(-30)
+            out.append(model(ids[:, 43:44], past_key_values=fork, use_cache=True).logits)
+            cache.batch_repeat_interleave(3)
+            out.append(model(ids[:, 60:61].expand(3, -1), past_key_values=cache, use_cache=True).logits)
+            cache.reorder_cache(torch.tensor([2, 0, 1]))
+            out.append(model(ids[:, 61:62].expand(3, -1), past_key_values=cache, use_cache=True).logits)
+            logits[place] = out
+    for a, b in zip(*logits.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
