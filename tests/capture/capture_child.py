@@ -1,8 +1,14 @@
 """Run by test_restart.py in a process of its own, which is killed or joined with others: one tiny capture.
 
-Arguments: output, number of documents, devices."""
+Arguments: output, number of documents, devices; or `kill`, folder, number of documents, kills."""
 
+import hashlib
+import os
+import random
+import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 from test_families import FAMILIES, SIZES, Words
@@ -11,16 +17,66 @@ from transformers import AutoModelForCausalLM
 from sparsekv.capture.run import CaptureConfig, run_capture
 
 
-def main() -> None:
+def tiny():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config, extra = FAMILIES["llama"]
-    model = AutoModelForCausalLM.from_config(config(**{**SIZES, **extra})).eval()
-    print("ready", flush=True)
+    return AutoModelForCausalLM.from_config(config(**{**SIZES, **extra})).eval()
+
+
+def capture(model, output: str, documents: int, devices: int = 1) -> None:
     run_capture(CaptureConfig(
-        model="tiny", corpus="embedded", output=sys.argv[1], context_length=400, num_documents=int(sys.argv[2]),
-        queries_per_document=40, chunk_size=150, device="cpu", devices=int(sys.argv[3])),
-        model=model, tokenizer=Words())
+        model="tiny", corpus="embedded", output=output, context_length=400, num_documents=documents,
+        queries_per_document=40, chunk_size=150, device="cpu", devices=devices), model=model, tokenizer=Words())
+
+
+def bytes_of(folder: Path) -> dict[str, str]:
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest()
+            for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def run_forked(model, output: Path, documents: int, kill_after: float | None) -> tuple[bool, float]:
+    """Capture in a fork (imports and threads stay behind); whether it came to its end, and how long it took."""
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        try:
+            capture(model, str(output), documents)
+        except BaseException as error:
+            print(error, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or status == 0, f"the capture failed after {began}"
+    return not os.WIFSIGNALED(status), time.perf_counter() - began
+
+
+def kill(folder: Path, documents: int, kills: int) -> None:
+    model, draw, killed = tiny(), random.Random(0), 0
+    run_forked(model, folder / "warm", 1, None)
+    _, took = run_forked(model, folder / "whole", documents, None)
+    rounds = 0
+    while killed < kills:
+        rounds += 1
+        output = folder / f"cut{rounds}"
+        ended = False
+        while not ended:
+            ended, _ = run_forked(model, output, documents, draw.uniform(0, 0.6 * took) if killed < kills else None)
+            killed += not ended
+            if (output / "manifest.json").exists() and '"complete": true' in (output / "manifest.json").read_text():
+                break
+        assert bytes_of(output) == bytes_of(folder / "whole"), f"{output} differs"
+    print(f"ok: {killed} kills in {rounds} stores")
+
+
+def main() -> None:
+    if sys.argv[1] == "kill":
+        return kill(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    model = tiny()
+    capture(model, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 
 
 if __name__ == "__main__":
