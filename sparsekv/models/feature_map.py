@@ -43,7 +43,9 @@ def log_phi(x: Tensor, weights: FeatureMapWeights) -> Tensor:
 def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
     """Surrogate logits `ŝ = log Σ_j φ_qj φ_kj`: `[..., T, r]` and `[..., N, r]` -> `[..., T, N]`."""
     top_q, top_k = log_phi_q.amax(-1, keepdim=True), log_phi_k.amax(-1, keepdim=True)
-    product = torch.exp(log_phi_q - top_q) @ torch.exp(log_phi_k - top_k).mT
+    # a head whose gate is closed has -inf everywhere and must stay there, not become NaN
+    shift = torch.where(torch.isneginf(top_q), 0.0, top_q)
+    product = torch.exp(log_phi_q - shift) @ torch.exp(log_phi_k - top_k).mT
     return product.clamp(min=1e-30).log() + top_q + top_k.mT
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from sparsekv.trainers.pool import Pool, layer_groups, load_pool, split_document
 
 LONG_CONTEXT = 65_536
 RECALL_AT = 0.05
+KMEANS_HEADS = 8
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RouterConfig:
     key_space: str = option("auto", help="Keys that are clustered: pre (RoPE removed, as the paper), rot (with RoPE), "
                                          "or auto: pre from 65536 tokens of context on, rot below.")
     scores: str = option("mlp", help="How a query scores buckets: mlp (the paper's query model), mean_key (untrained, "
-                                     "from each request's own bucket means) or hybrid (mean_key plus a trained residual).")
+                                     "from each request's own bucket means) or hybrid (mean_key plus a trained one).")
     router_scope: str = option("kv_head", help="One query model per kv_head (shared by its group) or per query_head.")
     hidden_size: int = option(1024, help="Hidden width of the query model [units].", min=8)
     max_steps: int = option(2000, help="Training steps [steps].", min=1)
@@ -70,13 +71,18 @@ def train_router(config: RouterConfig) -> RouterArtifact:
         pool = load_pool(store, layers, train, space=space, device=device, values=False)
         heads = pool.keys.shape[1]
         with progress(f"k-means{name}", heads, "heads") as advance:
-            points = pool.keys.transpose(0, 1).flatten(1, 2)
-            found = spherical_kmeans(points, config.num_buckets, iterations=config.kmeans_iterations, seed=config.seed,
-                                     engine=config.kmeans_engine, advance=advance)
-            del points
+            # a few heads at a time: their keys are gathered from all documents, which copies them
+            found = torch.cat([
+                spherical_kmeans(pool.keys[:, a:a + KMEANS_HEADS].transpose(0, 1).flatten(1, 2), config.num_buckets,
+                                 iterations=config.kmeans_iterations, seed=config.seed, engine=config.kmeans_engine,
+                                 advance=advance)
+                for a in range(0, heads, KMEANS_HEADS)])
         folded = None
         if config.scores != "mean_key":
-            folded, history = _train_query_model(config, store, pool, layers, train, space, found, out, device, name)
+            targets, base = _targets(config, store, pool, layers, train, space, found, name)
+            pool = replace(pool, keys=pool.keys[:, :, :0].clone())  # from here on the targets stand for the keys
+            folded, history = _train_query_model(config, store, pool, targets, base, out, device, name)
+            del targets, base
         held = load_pool(store, layers, validation, space=space, device=device)
         del pool
         quality.append(_quality(config, store, held, layers, validation, space, found, folded))
@@ -111,12 +117,11 @@ def _check(config: RouterConfig, store: CaptureStore) -> str:
 
 
 def _train_query_model(
-    config: RouterConfig, store: CaptureStore, pool: Pool, layers: list[int], documents: list[int], space: str,
-    centroids: Tensor, out: Any, device: str, name: str,
+    config: RouterConfig, store: CaptureStore, pool: Pool, targets: Tensor, base: Tensor | None, out: Any, device: str,
+    name: str,
 ) -> tuple[RouterWeights, dict[str, list[float]]]:
     import lightning
 
-    targets, base = _targets(config, store, pool, layers, documents, space, centroids, name)
     chosen = _long_range(config, pool)
     group = 1 if config.router_scope == "query_head" else pool.group
     torch.manual_seed(config.seed)

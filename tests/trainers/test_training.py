@@ -85,6 +85,8 @@ def test_log_kernel_is_the_log_of_the_inner_product() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 5, 6, dtype=torch.float64) * 10, torch.randn(2, 7, 6, dtype=torch.float64) * 10
     torch.testing.assert_close(log_kernel(q, k), torch.logsumexp(q[:, :, None] + k[:, None], -1))
+    closed = log_kernel(torch.full_like(q, float("-inf")), k)
+    assert torch.isneginf(closed).all()
 
 
 def test_whitening_does_not_change_with_the_data_scale() -> None:
