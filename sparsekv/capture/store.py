@@ -173,9 +173,13 @@ class CaptureStore:
                     raise OSError("its size is not the recorded one")
                 if len(self._shards) >= OPEN_SHARDS:
                     self._shards.pop(next(iter(self._shards)))
-                shard = self._shards[name] = self._place.open_shard(name)
+                shard = self._place.open_shard(name)
+                if self._place.root is not None:
+                    # views of the mapped file: no byte is read before it is looked at
+                    shard = {n: shard.get_tensor(n) for n in shard.keys()}
+                self._shards[name] = shard
             spans = {n: span for n in shard.keys() if (span := choose(n)) is not None}
-            return {n: shard.get_slice(n)[span] for n, span in spans.items()}
+            return {n: (shard[n] if isinstance(shard, dict) else shard.get_slice(n))[span] for n, span in spans.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             what = "is missing" if self._place.size(name) is None else f"is damaged ({error})"
             raise SparseKVError(f"shard {name} of the capture store {str(self.path)!r} {what}; restore it, or capture "

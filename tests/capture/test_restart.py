@@ -29,8 +29,8 @@ def finish(process: subprocess.Popen) -> None:
 
 def test_killed_at_random_moments_the_store_is_the_same(tmp_path) -> None:
     """24 SIGKILLs; every store that was cut short and finished later equals the uninterrupted one byte for byte."""
-    done = subprocess.run([sys.executable, str(CHILD), "kill", str(tmp_path), "6", "24"], capture_output=True, text=True,
-                          env=ENVIRONMENT, check=False, timeout=280)
+    command = [sys.executable, str(CHILD), "kill", str(tmp_path), "6", "24"]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=280)
     assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr[-3000:]
 
 
