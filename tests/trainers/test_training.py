@@ -143,7 +143,8 @@ def test_nan_in_a_shard_is_named(tmp_path) -> None:
 
 def test_damaged_artifacts_are_refused(store, tmp_path) -> None:
     made = tmp_path / "phi"
-    train_phi(PhiConfig(capture=str(store.path), output=str(made), max_steps=1, batch_size=4, keys_per_step=16, width=8))
+    train_phi(PhiConfig(capture=str(store.path), output=str(made), max_steps=1, batch_size=4, keys_per_step=16,
+                        width=8))
     with pytest.raises(SparseKVError, match="is a 'phi' artifact; expected a 'router'"):
         RouterArtifact.load(made)
     config = json.loads((made / CONFIG).read_text())
