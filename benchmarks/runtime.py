@@ -179,7 +179,7 @@ def offloaded_view(layer: Layer, host: Any, view: LayerView) -> LayerView:
 def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
     """One 8B-shaped layer in bfloat16 with its cache in CPU memory, against transformers' offloaded cache."""
     sync, gigabyte, rows = torch.cuda.synchronize, 2**30, []
-    heads_q, heads_kv, dim = SHAPES["8b"]
+    _, heads_kv, dim = SHAPES["8b"]
     for length in lengths:
         case = f"offload-{length // 1024}k"
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
@@ -199,7 +199,7 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         assert error < 1e-2, f"offloaded attention differs by {error}"
         here = median_us(functools.partial(sparse_step, layer, view, router, reads), steps, sync)
         dense = median_us(functools.partial(dense_step, layer, view), steps, sync)
-        q_layer = layer._replace(keys=layer.keys[:, :, :1], values=layer.values[:, :, :1])
+        q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
         everything = torch.cuda.memory_allocated()
         kept_keys, kept_values = layer.keys.cpu(), layer.values.cpu()
         del layer, view
@@ -215,8 +215,9 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
                  row(case, "router-on-gpu", "us", here, "µs/layer step"),
                  row(case, "router-on-gpu", "peak_gb", everything / gigabyte, "GiB"),
                  row(case, "sdpa-on-gpu", "us", dense, "µs/layer step")]
-        print(f"{case} router {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB (held {small / gigabyte:.3f}"
-              f"); on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; sdpa {dense:.0f} µs; error {error:.1e}", flush=True)
+        print(f"{case} router {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB, held "
+              f"{small / gigabyte:.3f}; on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; sdpa {dense:.0f} µs; "
+              f"error {error:.1e}", flush=True)
         if length == max(lengths):
             theirs = offloaded_cache(kept_keys, kept_values, q_layer.queries, steps=5)
             rows += [row(case, "transformers-offloaded", "us", theirs, "µs/layer step"),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
+from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.rope import LayerRope, find_layout
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
@@ -23,6 +24,7 @@ from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.offload import HostLayer, Resident
 from sparsekv.runtime.plan import make_plan
+from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
 from sparsekv.runtime.state import LayerState
 
@@ -128,6 +130,16 @@ class Attachment:
         finally:
             self._prefilling = False
         return cache
+
+    def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
+        """Write a prefilled cache, and the index and φ cache built over it if it was decoded with, to one safetensors
+        file. Raises SparseKVError for a model with sliding-window layers."""
+        save_prefix(cache, path, model_fingerprint(self.model))
+
+    def load_prefix(self, path: str | Path) -> SparseCache:
+        """A cache from `save_prefix`, on the model's device. Raises SparseKVError for another model's."""
+        device = next(self.model.parameters()).device
+        return load_prefix(self.cache(), path, model_fingerprint(self.model), device)
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the cache and the rotary tables, which do not reach the attention function."""
@@ -267,7 +279,7 @@ class Attachment:
             num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
             unrotate=lambda x, a, b: need().unrotate(x, a, b), turn=lambda x, old, new: need().turn(x, old, new),
             recent_queries=recent if layer.recent is None else layer.recent.to(recent.device),
-            recent_end=layer.recent_end)
+            recent_end=layer.recent_end, saved=layer.saved)
 
 
 def _attention(

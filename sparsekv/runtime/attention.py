@@ -135,8 +135,8 @@ def dense_attention(
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """torch's attention; rows that see nothing come out as zero."""
-    if q.shape[1] != k.shape[1] and q.shape[2] == 1 and mask is None and not causal:
-        # one query: the heads of a group become rows, and the cache is read once
+    if not q.is_cuda and q.shape[1] != k.shape[1] and q.shape[2] == 1 and mask is None and not causal:
+        # on the CPU torch reads the cache once a query head: make the heads of a group rows of one
         batch, heads_q, _, dim = q.shape
         grouped = q.reshape(batch, k.shape[1], heads_q // k.shape[1], dim)
         out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)

@@ -75,6 +75,7 @@ class SparseLayer(DynamicLayer):
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
         self.recent_end = 0
+        self.saved: dict[str, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -120,7 +121,7 @@ class SparseLayer(DynamicLayer):
         self._keys.clear()
         self._values.clear()
         self.keys = self.values = None
-        self.state = self.recent = None
+        self.state = self.recent = self.saved = None
         self.recent_end = 0
         self.is_initialized = False
 

@@ -67,8 +67,22 @@ class PhiCompletion(Completion):
         self.features: Tensor | None = None
 
     def build(self, view: LayerView) -> None:
-        self.cache, self.features = None, None
+        self.cache, self.features = self._kept(view), None
+        if self.cache is not None:
+            return
         self._add(view, view.regions.mid_first, view.regions.mid_last)
+
+    def _kept(self, view: LayerView) -> PhiCache | None:
+        """The cache saved with a prefix, if it is of these maps and this mid region."""
+        saved = view.saved or {}
+        if "phi.m" not in saved:
+            return None
+        mid = torch.stack([view.regions.mid_first, view.regions.mid_last])
+        mark = self.layer.log_phi_k(view.keys[:, :, :1])
+        if not torch.equal(saved["phi.mid"], mid) or saved["phi.mark"].shape != mark.shape or not torch.allclose(
+                saved["phi.mark"], mark):
+            return None
+        return PhiCache(saved["phi.m"], saved["phi.z"], saved["phi.s"])
 
     def extend(self, view: LayerView, old: Regions) -> None:
         self.features = None

@@ -16,7 +16,7 @@ def _kernel() -> Any:
 
     @triton.jit
     def gather_host_rows(source, index, out, count, heads, stride_b, stride_h, stride_n,
-                         DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+                         DIM: tl.constexpr, BLOCK: tl.constexpr):
         pair = tl.program_id(1).to(tl.int64)
         place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = place < count

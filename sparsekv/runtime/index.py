@@ -16,13 +16,14 @@ def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
     return _read(order, sizes, first, int(total.max()) if total.numel() else 0)
 
 
-def budget_tokens(order: Tensor, offsets: Tensor, buckets: Tensor, budget: Tensor) -> Tensor:
-    """The first `budget [B]` tokens of the chosen buckets in the order given, `[Q, Hkv, max budget]` padded with -1."""
+def budget_tokens(order: Tensor, offsets: Tensor, buckets: Tensor, budget: Tensor, widest: int) -> Tensor:
+    """The first `budget [B]` tokens, at most `widest`, of the chosen buckets in the order given: `[Q, Hkv, widest]`
+    padded with -1."""
     sizes, first = _sizes(offsets, buckets)
     before = sizes.cumsum(-1) - sizes
     per_query = budget.repeat_interleave(buckets.shape[0] // budget.shape[0])[:, None, None]
     sizes = torch.minimum(sizes, (per_query - before).clamp(min=0))
-    return _read(order, sizes, first, int(budget.max()))
+    return _read(order, sizes, first, widest)
 
 
 def bucket_counts(offsets: Tensor, buckets: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ class LayerView:
     """The last queries of the prefill `[B, Hq, w, d]`, with RoPE; `w` may be 0 and is at most 64."""
     recent_end: int
     """Position after the last of `recent_queries`."""
+    saved: dict[str, Tensor] | None = None
+    """What was built over a prefix loaded from disk."""
     resident: Any = None
     """With keys in CPU memory: the anchors on the device (`offload.Resident`); regions are on the device too."""
     completion_tokens: float = 0.0
@@ -202,7 +204,23 @@ class Selector:
         return {}
 
     def budget_tokens(self, view: LayerView) -> Tensor:
-        """Mid tokens a query may read, per row `[B]` int64, never more than there are."""
+        """Mid tokens a query may read, per row `[B]` int64, never more than there are. A fraction is of the context
+        when the mid region last grew, so that a step waits for no device."""
+        return self._budget(view)[0]
+
+    def widest_budget(self, view: LayerView) -> int:
+        """The largest of `budget_tokens`."""
+        return self._budget(view)[1]
+
+    def _budget(self, view: LayerView) -> tuple[Tensor, int]:
+        held = self.__dict__.get("_held_budget")
+        if held is None or held[0] is not view.regions.tail_starts:
+            budget = self._fresh_budget(view)
+            held = self.__dict__["_held_budget"] = (view.regions.tail_starts, budget,
+                                                    int(budget.max()) if budget.numel() else 0)
+        return held[1], held[2]
+
+    def _fresh_budget(self, view: LayerView) -> Tensor:
         budget = tokens_of_budget(
             self.token_budget, view.regions, accounting=self.accounting,
             completion_tokens=view.completion_tokens / (self.amortise_over if self.accounting == "amortised" else 1))

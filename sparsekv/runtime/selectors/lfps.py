@@ -28,8 +28,9 @@ class LFPS(Selector):
     for the rest; (2) candidates `V[i] > thr_V or S[t − i] > thr_S`; (3) their neighbours at −1, 0, 1, 2 whose scores
     are above a table's mean; (4) exact scores of the candidates, the best `token_budget` are read, and both tables
     learn: `V ← γV + (1 − γ)·a/2`.
-    The formula of the thresholds is lost in the paper's text; ours is `mean + α·std·(1 + 3/kurtosis)`: a sharper table
-    gets a lower threshold, so a larger candidate set, as the paper says.
+    The heads of a group share one list unless `per_query_head`; a shared list is searched unless all its heads bypass.
+    The formula of the thresholds is lost in the paper's text. Ours is `mean + α·std·√kurtosis`, and `std·√kurtosis` is
+    the height of a table's peaks (exactly so for equal peaks over nothing), so that α means a share of that height.
     """
 
     name: ClassVar[str] = "lfps"
@@ -39,6 +40,8 @@ class LFPS(Selector):
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)
     gamma: float = option(0.95, help="Decay of the score tables per step.")
     eta: float = option(0.85, help="Share of attention on the sink from which a head is not searched; 1 never.")
+    per_query_head: bool = option(False, help="Every query head has its own candidates and list, as in the paper; "
+                                              "otherwise the heads of a group share one and token_budget counts it.")
     prefill_rows: int = option(64, help="Last prompt tokens that fill the tables [tokens, at most 64].", min=1, max=64)
 
     def validate(self) -> None:
@@ -89,67 +92,82 @@ class LFPS(Selector):
 
     def _step(self, view: LayerView, q: Tensor, t: int) -> Selection:
         """One token at position `t`: q `[B, Hq, d]`."""
-        batch = q.shape[0]
+        batch, lists = q.shape[0], view.num_query_heads if self.per_query_head else view.num_kv_heads
         q = q.float()
-        bypass, extra = self._sink(view, q, t)
-        low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
-        k = self.budget_tokens(view)
-        self.vertical.grow(t + 1)
-        self.slash.grow(t + 1)
-        mask = self._candidates(view, low, high, t, bypass)
-        tokens, scores = self._best(view, q, mask, low, int(k.max()))
-        if batch > 1:
-            keep = torch.arange(tokens.shape[-1], device=q.device) < k[:, None]
-            tokens = torch.where(keep[:, None], tokens, -1)
-            scores = torch.where(keep[:, None], scores, NEG_INF)
-        self._learn(tokens.flatten(0, 1), scores.flatten(0, 1), t, bypass.flatten())
+        bypass, value, rest = self._sink(view, q, t)
+        for table in (self.vertical, self.slash):
+            table.grow(t + 1)
+        row, token = self._candidates(view, lists, t, bypass)
+        tokens, scores = self._best(view, q, lists, row, token)
+        self._learn(tokens, scores, t, ~bypass.flatten())
         self.steps += 1
-        return Selection(tokens=tokens, extra=extra)
+        skipped = bypass.view(batch, lists, -1).all(-1, keepdim=True).expand(-1, -1, q.shape[1] // lists)
+        return Selection(tokens=tokens, extra=(value, rest.masked_fill(~skipped.reshape(rest.shape), NEG_INF)))
 
-    def _candidates(self, view: LayerView, low: int, high: int, t: int, bypass: Tensor) -> Tensor:
-        """Steps 2 and 3: `[B·Hq, high − low]` bool."""
+    def _candidates(self, view: LayerView, lists: int, t: int, bypass: Tensor) -> tuple[Tensor, Tensor]:
+        """Steps 2 and 3: list and position of every candidate, lists in order, positions ascending, `[n]` each. A list
+        shared by a group has what any of its heads proposes."""
+        low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
         v, s = self.vertical.window(low, high, t), self.slash.window(low, high, t)
-        found = (v > self.vertical.threshold(self.alpha)) | (s > self.slash.threshold(self.alpha))
+        group = view.num_query_heads // lists
+        found = (v > self.vertical.threshold(self.alpha)).logical_or_(s > self.slash.threshold(self.alpha))
+        if bool(bypass.any()):
+            found &= ~bypass.reshape(-1, 1)
+        found = found.view(-1, group, high - low)
+        found = found[:, 0] if group == 1 else found.any(1)
         near = found.clone()
         near[:, :-1] |= found[:, 1:]
         near[:, 1:] |= found[:, :-1]
         near[:, 2:] |= found[:, :-2]
-        near &= (v > self.vertical.mean) | (s > self.slash.mean)
-        if bool(bypass.any()):
-            near &= ~bypass.flatten()[:, None]
         if view.keys.shape[0] > 1:
-            mid = view.regions.mid_mask()[:, low:high]
-            near &= mid.repeat_interleave(view.num_query_heads, dim=0)
-        return near
+            near &= view.regions.mid_mask()[:, low:high].repeat_interleave(lists, dim=0)
+        row, column = near.nonzero(as_tuple=True)
+        place = (row * group)[:, None] + torch.arange(group, device=row.device)
+        above = (v[place, column[:, None]] > self.vertical.mean[place, 0]) | (
+            s[place, column[:, None]] > self.slash.mean[place, 0])
+        keep = above.any(1)
+        return row[keep], column[keep] + low
 
-    def _best(self, view: LayerView, q: Tensor, mask: Tensor, low: int, k: int) -> tuple[Tensor, Tensor]:
-        """Step 4: the candidates' exact scores, the best `k`: tokens and scores `[B, Hq, K]`, -1 and -inf beyond."""
+    def _best(
+        self, view: LayerView, q: Tensor, lists: int, row: Tensor, token: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Step 4: exact scores of the candidates, the best `k [B]` of every list: tokens `[B, lists, K]` with -1
+        beyond, and every head's scores of them `[B, lists, G, K]`."""
         batch, heads, dim = q.shape
-        counts = mask.sum(1)
-        width = int(counts.max()) if counts.numel() else 0
+        counts = torch.bincount(row, minlength=batch * lists)
+        width = int(counts.max())
         self.scored += float(counts.float().mean()) / max(view.length, 1)
-        row, column = mask.nonzero(as_tuple=True)
         slot = torch.arange(row.numel(), device=row.device) - (counts.cumsum(0) - counts)[row]
-        tokens = torch.full((mask.shape[0], width), -1, dtype=torch.long, device=q.device)
-        tokens[row, slot] = column + low
-        index = tokens.clamp(min=0).view(batch, view.num_kv_heads, view.group * width)
-        keys = gather_rows(view.keys, index).float().view(batch * heads, width, dim)
-        scores = torch.bmm(keys, q.reshape(batch * heads, dim, 1))[..., 0] * view.scale
-        scores = scores.masked_fill_(tokens < 0, NEG_INF)
-        if width > k:
-            scores, place = scores.topk(k, dim=-1, sorted=batch > 1)
-            tokens = tokens.gather(-1, place)
-        return tokens.view(batch, heads, -1), scores.view(batch, heads, -1)
+        tokens = torch.full((batch * lists, width), -1, dtype=torch.long, device=q.device)
+        tokens[row, slot] = token
+        index = tokens.clamp(min=0).view(batch, view.num_kv_heads, -1)
+        keys = gather_rows(view.keys, index).float().view(batch * lists, width, dim)
+        scores = torch.bmm(q.reshape(batch * lists, heads // lists, dim), keys.mT).mul_(view.scale)
+        scores.masked_fill_((tokens < 0)[:, None], NEG_INF)
+        k, most = self.budget_tokens(view), self.widest_budget(view)
+        widest = min(most, width)
+        total = scores[:, 0] if heads == lists else scores.softmax(-1).nan_to_num_(0.0).sum(1)
+        total = total.masked_fill(tokens < 0, NEG_INF)
+        place = total.topk(widest, dim=-1, sorted=batch > 1).indices
+        tokens = tokens.gather(-1, place).view(batch, lists, widest)
+        scores = scores.gather(-1, place[:, None].expand(-1, scores.shape[1], -1)).view(batch, lists, -1, widest)
+        if batch > 1:
+            keep = (torch.arange(widest, device=q.device) < k[:, None])[:, None]
+            tokens = torch.where(keep, tokens, -1)
+            scores = scores.masked_fill(~keep[:, :, None], NEG_INF)
+        return tokens, scores
 
-    def _learn(self, tokens: Tensor, scores: Tensor, t: int, bypass: Tensor) -> None:
-        """`table ← γ·table + (1 − γ)·a/2` with `a` the softmax over what was read; bypassed heads do not learn."""
-        weights = scores.softmax(-1).nan_to_num(0.0) * ((1 - self.gamma) / 2)
+    def _learn(self, tokens: Tensor, scores: Tensor, t: int, learning: Tensor) -> None:
+        """`table ← γ·table + (1 − γ)·a/2` with `a` a head's softmax over what was read; bypassed heads do not learn."""
+        weights = scores.softmax(-1).nan_to_num(0.0).flatten(0, 2) * ((1 - self.gamma) / 2) * learning[:, None]
+        positions = tokens[:, :, None].expand(scores.shape).reshape(weights.shape)
         for table in (self.vertical, self.slash):
-            table.decay(self.gamma, ~bypass)
-            table.add(tokens, weights, t)
+            table.decay(self.gamma, learning)
+            table.add(positions, weights, t)
 
-    def _sink(self, view: LayerView, q: Tensor, t: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Step 1: which heads to bypass `[B, Hq]`, and the mean token's partial attention for them (appendix B.1)."""
+    def _sink(self, view: LayerView, q: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Step 1: which heads to bypass `[B, Hq]`; the mean value `[B, Hq, d]` and the estimated mass of everything but
+        the anchors, its logarithm `[B, Hq]` (appendix B.1)."""
         regions, group = view.regions, view.group
         first = torch.arange(max(regions.sink_size, 1), device=q.device) + regions.starts[:, None]
         last = torch.arange(t + 1 - RECENT, t + 1, device=q.device).clamp(min=0).expand(q.shape[0], -1)
@@ -161,37 +179,35 @@ class LFPS(Selector):
         spread = self.variance_ratio * q.square().sum(-1)
         rest = mean + spread / 2 + regions.mid_sizes.clamp(min=1).log()[:, None]
         share = torch.softmax(torch.stack([sink, rest, recent]), dim=0)[0]
-        bypass = share > self.eta
-        value = self.mean_value.repeat_interleave(group, dim=1)
-        return bypass, (value, rest.masked_fill(~bypass, NEG_INF))
+        return share > self.eta, self.mean_value.repeat_interleave(group, dim=1), rest
 
     def _fill(self, view: LayerView) -> Tensor:
         """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}`, `S[t_u − i]` likewise.
         Returns the variance of the last row's scores over its squared norm, `[B, Hq]`."""
-        recent = view.recent_queries[:, :, -self.prefill_rows:]
+        recent = view.recent_queries[:, :, -self.prefill_rows:].float()
         batch, heads, width, _ = recent.shape
         end = min(view.recent_end, view.length)
-        mid = view.regions.mid_mask()[:, None]
+        low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
+        last = torch.arange(end - width, end, device=recent.device)
+        seen = torch.arange(low, high, device=recent.device) <= last[:, None]
+        seen = seen & view.regions.mid_mask()[:, None, low:high]  # [B, w, M]
+        decay = (1 - self.gamma) * self.gamma ** (end - 1 - last)
         ratio = torch.zeros(batch, heads, device=recent.device)
-        for head in range(view.num_kv_heads):
-            own = slice(head * view.group, (head + 1) * view.group)
-            keys = view.keys[:, head, None].float()
+        for head in range(heads):
+            keys = view.keys[:, head // view.group, low:high].float()
+            scores = (recent[:, head] @ keys.mT) * view.scale
+            weights = scores.masked_fill(~seen, NEG_INF).softmax(-1).nan_to_num_(0.0) * decay[:, None]
+            rows = torch.arange(batch, device=recent.device) * heads + head
             for u in range(width):
                 t = end - width + u
-                q = recent[:, own, u].float()
-                scores = (keys @ q[..., None])[..., 0] * view.scale
-                seen = mid & (torch.arange(view.length, device=q.device) <= t)
-                weights = scores.masked_fill(~seen, NEG_INF).softmax(-1).nan_to_num(0.0)
-                weights = weights * ((1 - self.gamma) * self.gamma ** (width - 1 - u))
-                rows = (torch.arange(batch, device=q.device)[:, None] * heads
-                        + torch.arange(own.start, own.stop, device=q.device)).flatten()
-                for table in (self.vertical, self.slash):
-                    table.add_rows(rows, weights.flatten(0, 1), t)
-                if u == width - 1:
-                    count = seen.sum(-1).clamp(min=1)
-                    mean = (scores * seen).sum(-1) / count
-                    variance = ((scores - mean[..., None]).square() * seen).sum(-1) / count
-                    ratio[:, own] = variance / q.square().sum(-1).clamp(min=1e-12)
+                self.vertical.add_rows(rows, weights[:, u], low, t)
+                self.slash.add_rows(rows, weights[:, u], low, t)
+            if width:
+                count = seen[:, -1].sum(-1).clamp(min=1)
+                final = scores[:, -1] * seen[:, -1]
+                mean = final.sum(-1) / count
+                variance = (final.square().sum(-1) / count - mean.square()).clamp(min=0)
+                ratio[:, head] = variance / recent[:, head, -1].square().sum(-1).clamp(min=1e-12)
         for table in (self.vertical, self.slash):
             table.recount()
         return ratio

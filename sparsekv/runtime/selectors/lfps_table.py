@@ -65,11 +65,13 @@ class ScoreTable:
         for power in range(4):
             self.sums[power] += (b ** (power + 1) - a ** (power + 1)).sum(1, keepdim=True)
 
-    def add_rows(self, rows: Tensor, weights: Tensor, t: int) -> None:
-        """Add `weights [n, N]` over positions `0..N` to the chosen rows; `recount` must follow."""
-        start = self.origin - t if self.backwards else 0
+    def add_rows(self, rows: Tensor, weights: Tensor, low: int, t: int) -> None:
+        """Add `weights [n, m]` over positions `low..low + m` to the chosen rows; nothing lies beyond `t`, and `recount`
+        must follow."""
+        start = self.origin - t + low if self.backwards else low
         count = min(weights.shape[1], self.data.shape[1] - start)
-        self.data[rows, start:start + count] += weights[:, :count]
+        for row, new in zip(rows.tolist(), weights, strict=True):
+            self.data[row, start:start + count] += new[:count]
 
     def recount(self) -> None:
         """The power sums from the entries."""
@@ -82,12 +84,11 @@ class ScoreTable:
         return (self.sums[0] / self.length).float()
 
     def threshold(self, alpha: float) -> Tensor:
-        """`mean + α·std·(1 + 3/kurtosis)`, `[rows, 1]`, in the stored unit."""
+        """`mean + α·std·√kurtosis`, `[rows, 1]`, in the stored unit."""
         m1, m2, m3, m4 = self.sums / self.length
         variance = (m2 - m1 ** 2).clamp(min=0)
         fourth = (m4 - 4 * m1 * m3 + 6 * m1 ** 2 * m2 - 3 * m1 ** 4).clamp(min=0)
-        kurtosis = (fourth / variance.square().clamp(min=1e-300)).clamp(min=1.0)
-        return (m1 + alpha * variance.sqrt() * (1 + 3 / kurtosis)).float()
+        return (m1 + alpha * (fourth / variance.clamp(min=1e-300)).sqrt()).float()
 
     def clone(self) -> ScoreTable:
         other = copy.copy(self)

@@ -88,7 +88,9 @@ class Router(Selector):
                     raise SparseKVError(f"scores {self.how} needs the query model, and this router was saved without "
                                         "one; use mean_key")
                 self.weights = trained.weights
-        self.assignment = self._assign(view, 0, int(view.regions.mid_last.max()))
+        end = int(view.regions.mid_last.max())
+        kept = self._kept(view)
+        self.assignment = torch.cat([kept[..., :end], self._assign(view, min(kept.shape[-1], end), end)], dim=-1)
         self._index(view)
         self.key_sums = None
         if self.how != "mlp":
@@ -116,7 +118,8 @@ class Router(Selector):
         scores = scores.masked_fill(counts == 0, NEG_INF)
         if self.probes is None:
             chosen = best_buckets(scores, scores.shape[-1])
-            return Selection(tokens=budget_tokens(order, offsets, chosen, self.budget_tokens(view)))
+            return Selection(tokens=budget_tokens(order, offsets, chosen, self.budget_tokens(view),
+                                                  self.widest_budget(view)))
         chosen = best_buckets(scores, self.probes)
         if scores.shape[1] != view.num_kv_heads:
             return Selection(tokens=bucket_tokens(order, offsets, chosen))
@@ -136,6 +139,14 @@ class Router(Selector):
         empty = (counts == 0).repeat_interleave(view.group, dim=1)
         p = logits.masked_fill(empty, NEG_INF).softmax(-1).nan_to_num(0.0)
         return p.unflatten(1, (-1, view.group)).sum(2) if self.joint else p
+
+    def _kept(self, view: LayerView) -> Tensor:
+        """The assignment saved with a prefix, if these are its centroids; else nothing, `[B, Hkv, 0]`."""
+        held = (view.saved or {}).get("index.centroids")
+        if view.saved is not None and held is not None and held.shape == self.centroids.shape and torch.equal(
+                held, self.centroids):
+            return view.saved["index.assignment"]
+        return torch.zeros(*view.keys.shape[:2], 0, dtype=torch.long, device=view.keys.device)
 
     def _keys(self, view: LayerView, first: int, last: int) -> Tensor:
         return view.keys_pre(first, last) if self.space == "pre" else view.keys[:, :, first:last]

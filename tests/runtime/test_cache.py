@@ -1,0 +1,151 @@
+"""What a transformers cache must be able to do, a prefix on disk, long generation."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.completion import PhiCompletion
+from sparsekv.runtime.selectors.router import Router
+
+
+def step(model, ids, cache):
+    return model(ids, past_key_values=cache, use_cache=True).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_turns_equal_one_prompt(family: str):
+    model, ids = make_model(family), prompt(140)
+    plain = model(ids).logits
+    with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=(), decode_window=8) as attachment:
+        cache = attachment.prefill(ids[:, :50], chunk_size=20)
+        got = [step(model, ids[:, t:t + 1], cache) for t in range(50, 80)]
+        got.append(step(model, ids[:, 80:110], cache))
+        got += [step(model, ids[:, t:t + 1], cache) for t in range(110, 140)]
+    torch.testing.assert_close(torch.cat(got, 1), plain[:, 50:], rtol=1e-3, atol=1e-3)
+
+
+def test_crop_into_the_index_builds_it_again():
+    model, ids = make_model(), prompt(120)
+    router, phi = artifacts(model)
+    options = {"router": router, "phi": phi, "token_budget": 10, "decode_window": 8}
+    with sparsekv.attach(model, **options) as attachment:
+        cache = attachment.prefill(ids[:, :60])
+        for t in range(60, 100):
+            step(model, ids[:, t:t + 1], cache)
+        cache.crop(-45)
+        assert cache.get_seq_length() == 55
+        after = [step(model, ids[:, t:t + 1], cache) for t in range(55, 65)]
+        fresh = attachment.prefill(ids[:, :55])
+        want = [step(model, ids[:, t:t + 1], fresh) for t in range(55, 65)]
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.isfinite(step(model, ids[:, :30], cache)).all()
+    # earlier decoded tokens changed the keys of deeper layers, so only the shape of things is the same
+    assert all(torch.isfinite(a).all() and a.shape == b.shape for a, b in zip(after, want, strict=True))
+
+
+def test_rows_are_selected_repeated_and_reordered():
+    model, ids = make_model(), prompt(60, 3)
+    mask = torch.ones_like(ids)
+    mask[1, :20] = 0
+    router, phi = artifacts(model)
+    with sparsekv.attach(model, router=router, phi=phi, token_budget=10) as attachment:
+        cache = attachment.prefill(ids, mask)
+        more = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
+        new = prompt(1, 3, seed=5)
+        want = model(new, past_key_values=cache.fork(), attention_mask=more, use_cache=True).logits
+        for order in ([2, 0, 1], [1, 1]):
+            fork = cache.fork()
+            model(new, past_key_values=fork, attention_mask=more, use_cache=True)
+            fork.crop(-1)
+            fork.batch_select_indices(torch.tensor(order))
+            got = model(new[order], past_key_values=fork, attention_mask=more[order], use_cache=True).logits
+            torch.testing.assert_close(got, want[order], rtol=1e-4, atol=1e-4)
+        cache.batch_repeat_interleave(2)
+        six = model(new.repeat_interleave(2, 0), past_key_values=cache, attention_mask=more.repeat_interleave(2, 0),
+                    use_cache=True).logits
+    torch.testing.assert_close(six, want.repeat_interleave(2, 0), rtol=1e-4, atol=1e-4)
+
+
+def test_beam_search_and_prompt_lookup_equal_the_plain_model():
+    model, ids = make_model(), prompt(40)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        plain = model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()):
+            assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **options), plain)
+
+
+def test_a_prefix_is_saved_and_taken_over(tmp_path, monkeypatch):
+    model, ids = make_model(), prompt(90)
+    router, phi = artifacts(model)
+    options = {"router": router, "phi": phi, "token_budget": 12}
+    with sparsekv.attach(model, **options) as attachment:
+        cache = attachment.prefill(ids[:, :80])
+        bare = tmp_path / "bare.safetensors"
+        attachment.save_prefix(cache, bare)
+        warm = cache.fork()
+        want = step(model, ids[:, 80:81], warm)
+        warm.crop(-1)
+        full = tmp_path / "full.safetensors"
+        attachment.save_prefix(warm, full)
+        torch.testing.assert_close(step(model, ids[:, 80:81], attachment.load_prefix(bare)), want)
+    with sparsekv.attach(model, **options) as again:
+        loaded = again.load_prefix(full)
+
+        def never(*_):
+            raise AssertionError("built anew")
+
+        monkeypatch.setattr(PhiCompletion, "_add", never)
+        monkeypatch.setattr(Router, "_assign", lambda self, view, first, last: never() if last > first else
+                            view.keys.new_zeros(*view.keys.shape[:2], 0, dtype=torch.long))
+        torch.testing.assert_close(step(model, ids[:, 80:81], loaded), want)
+    other, _ = artifacts(make_model("qwen3"))
+    with sparsekv.attach(make_model("qwen3"), router=other, token_budget=3) as foreign:
+        with pytest.raises(SparseKVError, match="LlamaForCausalLM"):
+            foreign.load_prefix(full)
+        with pytest.raises(SparseKVError, match="no prefix"):
+            foreign.load_prefix(tmp_path / "nothing")
+
+
+def test_token_select_selects_at_prefill_and_extrapolates():
+    model, ids = make_model(), prompt(200)
+    for contiguous in (False, True):
+        with sparsekv.attach(model, selector="token_select", token_budget=20, sparse_chunks=True, decode_window=32,
+                             contiguous=contiguous) as attachment:
+            cache = attachment.cache()
+            for part in ids.split(50, dim=1):
+                out = step(model, part, cache)
+            report = attachment.report()
+        assert torch.isfinite(out).all() and report["selectivity_sparse"] < 0.9
+        assert 0 <= report["selector"]["cache_hit_rate"] <= 1
+
+
+@pytest.mark.slow
+def test_soak_twenty_thousand_tokens():
+    model, ids = make_model(), prompt(64)
+    router, phi = artifacts(model)
+    with torch.inference_mode(), sparsekv.attach(model, router=router, phi=phi, token_budget=32,
+                                                 decode_window=256) as attachment:
+        cache, token = attachment.prefill(ids), ids[:, -1:]
+        sizes = {}
+        for t in range(20_000):
+            logits = step(model, token, cache)
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            if t in (9_999, 19_999):
+                gc.collect()
+                sizes[t] = sum(x.numel() * x.element_size() for x in gc.get_objects() if isinstance(x, torch.Tensor))
+                assert torch.isfinite(logits).all()
+        report = attachment.report()
+    layer = cache.layers[1]
+    per_token = 3 * 2 * layer.keys.shape[1] * layer.keys.shape[3] * 4
+    index = 3 * layer.keys.shape[1] * (8 + 4 + 8)
+    # views of one buffer count more than once
+    assert sizes[19_999] - sizes[9_999] < 10_000 * 6 * (per_token + index + 2 * 16 * 4)
+    assert report["selectivity_sparse"] < 0.2
