@@ -1,0 +1,419 @@
+"""Every selector against a slow literal transcription of its paper's formulas, on random tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from views import full_attention, make_view
+
+from sparsekv.errors import SparseKVError
+from sparsekv.kernels import RouterWeights
+from sparsekv.runtime.attention import sparse_attention
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.selectors import SELECTORS
+from sparsekv.runtime.selectors.base import tokens_of_budget
+from sparsekv.runtime.selectors.magicpig import MagicPIG, sampling_probability
+
+CASES = [{}, {"batch": 3, "pads": (0, 5, 60)}, {"new": 3}]
+
+
+def mid(view, b: int) -> list[int]:
+    return list(range(int(view.regions.mid_first[b]), int(view.regions.mid_last[b])))
+
+
+def scores(view, queries, b: int, h: int, t: int) -> dict[int, float]:
+    """`q·k·scale` of every mid token for one query head."""
+    q = queries.rot[b, h, t]
+    return {i: float(q @ view.keys[b, h // view.group, i] * view.scale) for i in mid(view, b)}
+
+
+def softmax(values: dict[int, float]) -> dict[int, float]:
+    top = max(values.values(), default=0.0)
+    total = sum(math.exp(v - top) for v in values.values())
+    return {i: math.exp(v - top) / total for i, v in values.items()}
+
+
+def best(values: dict[int, float], k: int) -> set[int]:
+    return set(sorted(values, key=lambda i: -values[i])[:k])
+
+
+def chosen(selection, row: int, head: int) -> set[int]:
+    found = [int(i) for i in selection.as_tokens()[row, head] if i >= 0]
+    assert len(found) == len(set(found)), "a token twice"
+    return set(found)
+
+
+def run(name: str, case: dict, **options):
+    before, queries, step = make_view(**case)
+    selector = SELECTORS[name](**options)
+    selector.validate()
+    selector.build(before)
+    return selector, step, queries, selector.select(step, queries)
+
+
+def each(view, queries):
+    return [(b * queries.count + t, b, t) for b in range(view.keys.shape[0]) for t in range(queries.count)]
+
+
+def group_of(view, h: int) -> range:
+    return range(h * view.group, (h + 1) * view.group)
+
+
+def added(parts: list[dict[int, float]]) -> dict[int, float]:
+    return {i: sum(p[i] for p in parts) for i in parts[0]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_streaming_and_dense(case):
+    _, step, queries, nothing = run("streaming", case)
+    _, _, _, everything = run("dense", case)
+    for row, b, _ in each(step, queries):
+        assert not chosen(nothing, row, 0) and chosen(everything, row, 1) == set(mid(step, b))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_draws_without_replacement_inside_the_mid_region(case):
+    selector, step, queries, first = run("random", case, token_budget=12)
+    second = selector.select(step, queries)
+    for row, b, _ in each(step, queries):
+        drawn = chosen(first, row, 0)
+        assert len(drawn) == min(12, len(mid(step, b))) and drawn <= set(mid(step, b))
+    assert not torch.equal(first.as_tokens(), second.as_tokens())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", ["sum", "max"])
+def test_topk(case, how):
+    _, step, queries, shared = run("topk", case, token_budget=9, group_score=how)
+    _, _, _, own = run("topk", case, token_budget=9, per_query_head=True)
+    for row, b, t in each(step, queries):
+        for h in range(step.num_query_heads):
+            assert chosen(own, row, h) == best(scores(step, queries, b, h, t), 9)
+        for h in range(step.num_kv_heads):
+            parts = [scores(step, queries, b, g, t) for g in group_of(step, h)]
+            merged = added([softmax(p) for p in parts]) if how == "sum" else {
+                i: max(p[i] for p in parts) for i in parts[0]}
+            assert chosen(shared, row, h) == best(merged, 9)
+
+
+def test_topk_layer_budgets_have_the_same_total(tmp_path):
+    sizes = {"uniform": [], "linear": []}
+    for kind, found in sizes.items():
+        for layer in range(4):
+            _, _, _, s = run("topk", {"layer_idx": layer}, token_budget=20, layer_budget=kind)
+            found.append(len(chosen(s, 0, 0)))
+    assert sizes == {"uniform": [20] * 4, "linear": [30, 23, 17, 10]} and sum(sizes["linear"]) == 80
+    table = tmp_path / "k.json"
+    table.write_text(json.dumps([1, 7, 0.1, 3]))
+    _, _, _, s = run("topk", {}, token_budget=20, layer_budget=str(table))
+    assert len(chosen(s, 0, 0)) == 7
+    with pytest.raises(SparseKVError, match="could not be read"):
+        SELECTORS["topk"](token_budget=1, layer_budget="nowhere.json").validate()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_faiss_flat_is_exact_and_reports_recall(case):
+    selector, step, queries, own = run("faiss", case, token_budget=8, per_query_head=True, measure_recall=True)
+    _, _, _, shared = run("faiss", case, token_budget=8)
+    for row, b, t in each(step, queries):
+        for h in range(step.num_query_heads):
+            assert chosen(own, row, h) == best(scores(step, queries, b, h, t), 8)
+        for h in range(step.num_kv_heads):
+            union: dict[int, float] = {}
+            for g in group_of(step, h):
+                part = scores(step, queries, b, g, t)
+                for i in best(part, 8):
+                    union[i] = max(union.get(i, -math.inf), part[i])
+            assert chosen(shared, row, h) == best(union, 8)
+    assert selector.statistics() == {"recall": 1.0}
+
+
+@pytest.mark.parametrize("factory", ["ivf", "hnsw", "IVF4,Flat", "HNSW8"])
+def test_faiss_approximate_indexes_grow(factory):
+    before, queries, step = make_view(length=300, new=40)
+    selector = SELECTORS["faiss"](token_budget=20, factory=factory, measure_recall=True, nprobe=4)
+    selector.build(before)
+    fork, old = selector.fork(), step.regions
+    step.regions = old.moved(325)
+    fork.extend(step, old)
+    assert selector.indexes[0][0].ntotal == 287 and fork.indexes[0][0].ntotal == 322
+    assert max(chosen(fork.select(step, queries), 0, 0)) < 325
+    assert 0.3 < fork.statistics()["recall"] <= 1
+    with pytest.raises(SparseKVError, match="Faiss refused"):
+        run("faiss", {}, token_budget=3, factory="NoSuchIndex")
+
+
+class Trained:
+    """A router of random weights in the shape of an artifact."""
+
+    def __init__(self, scores: str, space: str, heads: int = 2, models: int = 2, buckets: int = 6, dim: int = 8):
+        g = torch.Generator().manual_seed(3)
+        self.centroids = torch.nn.functional.normalize(torch.randn(1, heads, buckets, dim, generator=g), dim=-1)
+        self.weights = RouterWeights(*(torch.randn(models, *s, generator=g) for s in (
+            (dim, 5), (5,), (5, buckets), (buckets,))))
+        self.scores, self.key_space = scores, space
+
+    def layer(self, _):
+        return type("Layer", (), {"centroids": self.centroids[0], "weights": self.weights, "scores": self.scores,
+                                  "key_space": self.key_space})
+
+
+def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[float]], dict[int, set[int]]]:
+    """Every query head's probability of every bucket, and the buckets' tokens."""
+    keys = step.keys_pre(0, step.length) if trained.key_space == "pre" else step.keys
+    members: dict[int, set[int]] = {c: set() for c in range(6)}
+    for i in mid(step, b):
+        members[int((trained.centroids[0, h] @ keys[b, h, i]).argmax())].add(i)
+    probabilities = {}
+    for g in group_of(step, h):
+        logits = torch.zeros(6)
+        if trained.scores != "mean_key":
+            q = (queries.pre if trained.key_space == "pre" else queries.rot)[b, g, t]
+            w = RouterWeights(*(x[h] for x in trained.weights))
+            logits = logits + (q @ w.w1 + w.b1).relu() @ w.w2 + w.b2
+        for c, tokens in members.items():
+            if not tokens:
+                logits[c] = -math.inf
+            elif trained.scores != "mlp":
+                mean = step.keys[b, h, sorted(tokens)].mean(0)
+                logits[c] += math.log(len(tokens)) + queries.rot[b, g, t] @ mean * step.scale
+        probabilities[g] = logits.softmax(-1).tolist()
+    return probabilities, members
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("space", ["pre", "rot"])
+@pytest.mark.parametrize("how", ["mlp", "mean_key", "hybrid"])
+def test_router(case, how, space):
+    trained = Trained(how, space)
+    _, step, queries, probed = run("router", case, probes=2, artifact=trained)
+    _, _, _, alone = run("router", case, probes=2, artifact=trained, joint=False)
+    _, _, _, budgeted = run("router", case, token_budget=20, artifact=trained)
+    for row, b, t in each(step, queries):
+        for h in range(step.num_kv_heads):
+            p, members = literal_router(trained, step, queries, b, h, t)
+            filled = [c for c in members if members[c]]
+            joint = {c: sum(p[g][c] for g in p) for c in filled}
+            assert chosen(probed, row, h) == set().union(*(members[c] for c in best(joint, 2)))
+            for g in p:
+                own = best({c: p[g][c] for c in filled}, 2)
+                assert chosen(alone, row, g) == set().union(*(members[c] for c in own))
+            listed: list[int] = []
+            for c in sorted(filled, key=lambda c: -joint[c] / len(members[c])):
+                listed += sorted(members[c])
+            assert chosen(budgeted, row, h) == set(listed[:20])
+
+
+def test_router_grows_as_if_built_at_once_and_clusters_requests():
+    for options in ({"artifact": Trained("hybrid", "pre")}, {"partition": "request", "num_buckets": 9, "segments": 3}):
+        before, queries, step = make_view(batch=2, pads=(0, 30), new=40)
+        selector = SELECTORS["router"](token_budget=15, **options)
+        selector.validate()
+        selector.build(before)
+        once = selector.fork()
+        old, step.regions = step.regions, step.regions.moved(120)
+        selector.extend(step, old)
+        if "artifact" in options:
+            once.build(step)
+            torch.testing.assert_close(selector.key_sums, once.key_sums)
+            torch.testing.assert_close(selector.order, once.order)
+        assert int(selector.counts.sum(-1)[0, 0]) == len(mid(step, 0))
+        assert len(chosen(selector.select(step, queries), 0, 0)) == 15
+
+
+@pytest.mark.parametrize("how", ["soft", "hard", "topk"])
+@pytest.mark.parametrize("case", CASES)
+def test_token_select_votes(case, how):
+    _, step, queries, got = run("token_select", case, token_budget=7, vote=how, chunk_mean=False, theta=2.0)
+    for row, b, t in each(step, queries):
+        heads = [scores(step, queries, b, h, t) for h in range(step.num_query_heads)]
+        if how == "soft":
+            total = added([softmax(s) for s in heads])
+        elif how == "topk":
+            total = added(heads)
+        else:
+            total = added([{i: float(i in best(s, 7)) for i in s} for s in heads])
+        want = best(total, 7)
+        found = chosen(got, row, 0)
+        assert found == want or (how == "hard" and sum(total[i] for i in found) == sum(total[i] for i in want))
+
+
+def test_token_select_cache_follows_the_cosine():
+    before, queries, step = make_view()
+    selector = SELECTORS["token_select"](token_budget=5, theta=0.9)
+    selector.build(before)
+    first = selector.select(step, queries)
+    queries.rot *= 3.0
+    assert torch.equal(selector.select(step, queries).as_tokens(), first.as_tokens())
+    assert selector.statistics() == {"cache_hit_rate": 0.5}
+    queries.rot *= -1.0
+    assert not torch.equal(selector.select(step, queries).as_tokens(), first.as_tokens())
+
+
+def test_contiguous_positions_are_the_keys_moved_together():
+    before, queries, step = make_view(heads_q=2, heads_kv=1)
+    selector = SELECTORS["token_select"](token_budget=6, contiguous=True)
+    selector.build(before)
+    done = sparse_attention(step, queries, selector, None)
+    read = sorted({0, 1, 2, *chosen(done.selection, 0, 0), *range(80, 91)})
+    pre = step.keys_pre(0, step.length)[0, 0, read]
+    keys = step.turn(pre, torch.zeros(len(read), dtype=torch.long), torch.arange(len(read)))
+    for h in range(2):
+        q = step.turn(queries.pre[0, h], torch.zeros(1, dtype=torch.long), torch.tensor([len(read) - 1]))[0]
+        want = (keys @ q * step.scale).softmax(0) @ step.values[0, 0, read]
+        torch.testing.assert_close(done.out[0, h, 0], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quest(case):
+    _, step, queries, got = run("quest", case, token_budget=32)
+    for row, b, t in each(step, queries):
+        for h in range(step.num_kv_heads):
+            pages: dict[int, list[int]] = {}
+            for i in mid(step, b):
+                pages.setdefault(i // 16, []).append(i)
+            bounds = {}
+            for page, tokens in pages.items():
+                low, high = step.keys[b, h, tokens].amin(0), step.keys[b, h, tokens].amax(0)
+                bounds[page] = max(float(torch.maximum(queries.rot[b, g, t] * low, queries.rot[b, g, t] * high).sum())
+                                   for g in group_of(step, h))
+            budget = min(32, len(mid(step, b)))
+            count = len(pages) if budget == len(mid(step, b)) else max(budget // 16, 1)
+            assert chosen(got, row, h) == {i for page in best(bounds, count) for i in pages[page]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_snapkv_and_pyramidkv(case):
+    selector, step, queries, got = run("snapkv", case, token_budget=11, observation_window=8, kernel_size=5)
+    view = make_view(**case)[0]
+    for row, b, _ in each(step, queries):
+        for h in range(step.num_kv_heads):
+            votes = [0.0] * view.length
+            for g in group_of(step, h):
+                for u in range(8):
+                    t = view.length - 8 + u
+                    seen = {i: float(view.recent_queries[b, g, -8 + u] @ view.keys[b, h, i] * view.scale)
+                            for i in range(int(view.regions.starts[b]), t + 1)}
+                    for i, p in softmax(seen).items():
+                        if i in mid(view, b):
+                            votes[i] += p
+            pooled = {i: max(votes[max(0, i - 2):i + 3]) for i in mid(view, b)}
+            found = chosen(got, row, h)
+            assert len(found) == min(11, len(pooled))
+            worst = sorted(pooled.values(), reverse=True)[:len(found)]
+            np.testing.assert_allclose(sorted((pooled[i] for i in found), reverse=True), worst, rtol=1e-4)
+    sizes = [len(chosen(run("pyramidkv", {"layer_idx": i}, token_budget=20, beta=5.0)[3], 0, 0)) for i in range(4)]
+    assert sizes == [36, 25, 15, 4] and sum(sizes) == 80
+
+
+def test_magicpig_samples_where_two_tables_agree_and_is_unbiased():
+    before, queries, step = make_view(length=120, heads_q=2)
+    selector = MagicPIG(bits=2, tables=10)
+    selector.build(before)
+    got = selector.select(step, queries)
+    planes = selector.planes.unflatten(1, (10, 2))
+    for h in range(2):
+        center = before.keys[0, h, mid(before, 0)].mean(0)
+        want = set()
+        for i in mid(step, 0):
+            agree = 0
+            for table in range(10):
+                a = (step.keys[0, h, i] - center) @ planes[:, table] > 0
+                agree += bool((a == (queries.rot[0, h, 0] @ planes[:, table] > 0)).all())
+            if agree >= 2:
+                want.add(i)
+        assert chosen(got, 0, h) == want
+    cosine = torch.tensor([0.3])
+    p = (1 - math.acos(0.3) / math.pi) ** 2
+    want = sum(math.comb(10, n) * p**n * (1 - p) ** (10 - n) for n in range(2, 11))
+    assert float(sampling_probability(cosine, 2, 10)) == pytest.approx(want, rel=1e-4)
+    full, total = full_attention(step, queries), []
+    for seed in range(60):
+        selector = MagicPIG(bits=2, tables=10, seed=seed)
+        selector.build(before)
+        total.append(sparse_attention(step, queries, selector, None).out.double())
+    one = float((total[0] - full).norm() / full.norm())
+    assert float((torch.stack(total).mean(0) - full).norm() / full.norm()) < max(0.05, one / 2)
+
+
+class LiteralLFPS:
+    """LFPS §4.2 with dictionaries, one query head a list."""
+
+    def __init__(self, view, b: int, h: int, gamma: float, rows: int = 64):
+        self.gamma, self.v, self.s = gamma, {}, {}
+        for u in range(rows):
+            t = view.length - rows + u
+            q = view.recent_queries[b, h, -rows + u]
+            seen = {i: float(q @ view.keys[b, h // view.group, i] * view.scale) for i in mid(view, b) if i <= t}
+            for i, a in (softmax(seen) if seen else {}).items():
+                weight = (1 - gamma) * gamma ** (rows - 1 - u) * a
+                self.v[i] = self.v.get(i, 0.0) + weight
+                self.s[t - i] = self.s.get(t - i, 0.0) + weight
+
+    @staticmethod
+    def stats(table: dict[int, float], count: int, alpha: float) -> tuple[float, float]:
+        x = np.array(list(table.values()) + [0.0] * (count - len(table)))
+        mean, variance = x.mean(), x.var()
+        kurtosis = ((x - mean) ** 4).mean() / variance**2
+        return mean, mean + alpha * variance**0.5 * kurtosis**0.5
+
+    def step(self, view, queries, b: int, h: int, k: int, alpha: float) -> set[int]:
+        t = view.length - 1
+        (mean_v, thr_v), (mean_s, thr_s) = (self.stats(x, t + 1, alpha) for x in (self.v, self.s))
+        inside = set(mid(view, b))
+        first = {i for i in inside if self.v.get(i, 0) > thr_v or self.s.get(t - i, 0) > thr_s}
+        near = {i + o for i in first for o in (-1, 0, 1, 2)} & inside
+        near = {i for i in near if self.v.get(i, 0) > mean_v or self.s.get(t - i, 0) > mean_s}
+        exact = scores(view, queries, b, h, 0)
+        read = best({i: exact[i] for i in near}, k)
+        weights = softmax({i: exact[i] for i in read}) if read else {}
+        self.v = {i: x * self.gamma for i, x in self.v.items()}
+        self.s = {j: x * self.gamma for j, x in self.s.items()}
+        for i, a in weights.items():
+            self.v[i] = self.v.get(i, 0.0) + (1 - self.gamma) / 2 * a
+            self.s[t - i] = self.s.get(t - i, 0.0) + (1 - self.gamma) / 2 * a
+        return read
+
+
+@pytest.mark.parametrize("case", [{"heads_q": 2}, {"batch": 2, "pads": (0, 3), "heads_q": 2}])
+def test_lfps(case):
+    case = {**case, "length": 150}
+    before = make_view(**case)[0]
+    selector = SELECTORS["lfps"](token_budget=8, alpha=0.3, gamma=0.9, eta=1.0, per_query_head=True)
+    selector.build(before)
+    literal = {(b, h): LiteralLFPS(before, b, h, 0.9) for b in range(before.keys.shape[0]) for h in range(2)}
+    for seed in range(4):
+        _, queries, _ = make_view(**case, seed=seed + 10)
+        _, _, step = make_view(**case)
+        got = selector.fork().select(step, queries)
+        again = selector.select(step, queries)
+        assert torch.equal(got.as_tokens().sort().values, again.as_tokens().sort().values)
+        for (b, h), table in literal.items():
+            assert chosen(again, b, h) == table.step(step, queries, b, h, 8, 0.3)
+
+
+def test_lfps_bypasses_heads_that_look_at_the_sink():
+    before, queries, step = make_view(heads_q=2, length=200)
+    step.keys[0, 0, 0] = queries.rot[0, 0, 0] * 40
+    selector = SELECTORS["lfps"](token_budget=8)
+    selector.build(before)
+    got = selector.select(step, queries)
+    assert not chosen(got, 0, 0) and torch.isfinite(got.extra[1][0, 0])
+    mean = step.values[0, 0, mid(step, 0)].mean(0)
+    torch.testing.assert_close(got.extra[0][0, 0], mean)
+    done = sparse_attention(step, queries, selector, None)
+    torch.testing.assert_close(done.out[0, 0, 0], step.values[0, 0, 0], rtol=1e-2, atol=1e-2)
+
+
+def test_budgets_of_the_worked_example():
+    regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), 16384, 4, 16)
+    assert int(tokens_of_budget(0.05, regions, accounting="worst_case")) == 800
+    cache = 64 * (64 + 2) / (2 * 64)
+    assert int(tokens_of_budget(0.03, regions, accounting="worst_case", completion_tokens=cache)) == 439
+    assert int(tokens_of_budget(0.05, regions)) == 820 and int(tokens_of_budget(77, regions)) == 77
+    with pytest.raises(SparseKVError, match="infeasible"):
+        tokens_of_budget(0.001, regions, accounting="worst_case")
