@@ -33,8 +33,8 @@ def decode() -> str:
     origin = rows[0]
     return (f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. "
             "Microseconds a step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, sink 1, tail 2047, CUDA graphs over "
-            "rotated buffers. `floor` counts the bytes of the chosen keys and values, the dense part and the router's weights at "
-            "4.3 TB/s; the ratio is of the complete step to the faster of the two dense peers.\n\n"
+            "rotated buffers. `floor` counts the bytes of the chosen keys and values, the dense part and the router's "
+            "weights at 4.3 TB/s; the ratio is of the complete step to the faster of the two dense peers.\n\n"
             + markdown(["shape", *methods, "faster"], table) + "\n")
 
 
