@@ -279,8 +279,9 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
     cpu_cases = [c for c in cases if c.startswith("cpu")]
     methods = list(dict.fromkeys(r["method"] for r in rows if r["case"] in cpu_cases))
     lines = ["Time of an attention step on 2 CPU cores, float32, budget 2 % of the context, µs for one layer (times "
-             "faster than torch's attention over everything); `-8b`: 32 query and 8 KV heads of 128, else 9 and 3 of 64.",
-             "", "| selector | " + " | ".join(c.removeprefix("cpu-") for c in cpu_cases) + " | build, s per 100k tokens |",
+             "faster than torch's attention over everything); `-8b`: 32 query and 8 KV heads of 128, else 9 and 3 of "
+             "64. Build is of the 128k index of one layer with 3 KV heads.", "",
+             "| selector | " + " | ".join(c.removeprefix("cpu-") for c in cpu_cases) + " | build, s per 100k tokens |",
              "| --- |" + " ---: |" * (len(cpu_cases) + 1)]
     for method in methods:
         cells = []
@@ -290,8 +291,8 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
         built = found.get(("cpu-128k", method, "build_seconds"))
         lines.append(f"| {method} | " + " | ".join(cells) + f" | {'' if built is None else f'{built:.2f}'} |")
     lines += ["", "One layer of 8 KV heads of 128 on an NVIDIA H200, bfloat16, budget 2 %:", "",
-              "| context | offload, µs | over the bus, MB | GPU memory, GiB | KV on the GPU, GiB | transformers' offloaded "
-              "cache, µs |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
+              "| context | offload, µs | over the bus, MB | GPU memory, GiB | KV on the GPU, GiB | transformers' "
+              "offloaded cache, µs |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
     for case in (c for c in cases if c.startswith("offload")):
         theirs = found.get((case, "transformers-offloaded", "us"))
         lines.append(f"| {case.removeprefix('offload-')} | {found[case, 'router', 'us']:,.0f} | "
@@ -299,7 +300,7 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
                      f"{found[case, 'router-on-gpu', 'peak_gb']:.2f} | {'' if theirs is None else f'{theirs:,.0f}'} |")
     before, _, rest = page.read_text(encoding="utf-8").partition("<!-- tables -->")
     _, _, after = rest.partition("<!-- end of tables -->")
-    page.write_text(before + "<!-- tables -->\n" + "\n".join(lines) + "\n<!-- end of tables -->" + after, encoding="utf-8")
+    page.write_text("\n".join([f"{before}<!-- tables -->", *lines, f"<!-- end of tables -->{after}"]), encoding="utf-8")
 
 
 def main() -> None:
