@@ -18,17 +18,22 @@ PLACEHOLDER = "#123456"
 def error_by_budget(points: dict[tuple[str, bool], list[tuple[float, float]]]) -> str:
     """Relative output error against the share of the context retrieved. points: (method, with φ) -> (budget, error)."""
     figure, axes = _figure()
+    ends: list[tuple[float, str, str]] = []
     for (method, phi), line in points.items():
         x, y = zip(*sorted(line), strict=True)
-        colour = HUES[method]
-        if len(x) == 1:
-            axes.axhline(y[0], color=colour, linestyle="-" if phi else "--", linewidth=1.4)
-            x = (0.01,)
-        else:
-            axes.plot(x, y, color=colour, linestyle="-" if phi else "--", marker="o", markersize=4, linewidth=1.8)
+        colour, style = HUES[method], "-" if phi else "--"
         name = {"topk": "exact top-k", "router": "router", "sink_tail": "sink + tail"}[method] + (" + φ" if phi else "")
-        axes.annotate(name, (x[-1], y[-1]), xytext=(6, 0 if len(x) > 1 else 6), textcoords="offset points",
-                      color=colour, fontsize=9, va="center")
+        if len(x) == 1:
+            axes.axhline(y[0], color=colour, linestyle=style, linewidth=1.4)
+            axes.annotate(name, (0.01, y[0]), xytext=(6, 6), textcoords="offset points", color=colour, fontsize=9)
+        else:
+            axes.plot(x, y, color=colour, linestyle=style, marker="o", markersize=4, linewidth=1.8)
+            ends.append((y[-1], name, colour))
+    # labels stand at the ends of their lines, moved apart where two would touch
+    gap, height = 0.045 * max(max(e for _, e in line) for line in points.values()), float("-inf")
+    for y_end, name, colour in sorted(ends):
+        height = max(y_end, height + gap)
+        axes.annotate(name, (0.105, height), color=colour, fontsize=9, va="center", annotation_clip=False)
     axes.set_xscale("log")
     axes.set_xlim(0.009, 0.23)
     axes.set_ylim(bottom=0)
@@ -47,7 +52,7 @@ def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[floa
     for (name, shares), colour in zip(quartiles.items(), shades, strict=False):
         axes.plot(fractions, shares, color=colour, linewidth=1.8)
         middle = len(fractions) // 3
-        axes.annotate(name, (fractions[middle], shares[middle]), xytext=(4, -9), textcoords="offset points",
+        axes.annotate(name, (fractions[middle], shares[middle]), xytext=(8, -12), textcoords="offset points",
                       color=colour, fontsize=9)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
