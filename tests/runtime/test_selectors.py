@@ -288,7 +288,7 @@ def test_quest(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_snapkv_and_pyramidkv(case):
-    selector, step, queries, got = run("snapkv", case, token_budget=11, observation_window=8, kernel_size=5)
+    _, step, queries, got = run("snapkv", case, token_budget=11, observation_window=8, kernel_size=5)
     view = make_view(**case)[0]
     for row, b, _ in each(step, queries):
         for h in range(step.num_kv_heads):
