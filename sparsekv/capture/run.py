@@ -86,17 +86,26 @@ def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Plac
     bar = progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else contextlib.nullcontext(_silent)
     try:
         with bar as advance, Transfer() as transfer:
-            for index in mine:
-                if finished_document(store, index) is not None:
-                    advance(length)
-                    continue
-                current = DocumentCapture(plan, windows[index], index, store, transfer)
-                capture_window(model, windows[index].tokens, chunk, current, advance)
+            try:
+                for index in mine:
+                    if finished_document(store, index) is not None:
+                        advance(length)
+                        continue
+                    current = DocumentCapture(plan, windows[index], index, store, transfer)
+                    capture_window(model, windows[index].tokens, chunk, current, advance)
+                    if previous is not None:
+                        previous.finish()
+                    previous, current = current, None
                 if previous is not None:
                     previous.finish()
-                previous, current = current, None
-            if previous is not None:
-                previous.finish()
+                    previous = None
+            except Exception:
+                # The document before the failing one was computed whole: its writes may still succeed.
+                if previous is not None:
+                    with contextlib.suppress(Exception):
+                        previous.finish()
+                        previous = None
+                raise
     except BaseException:
         for document in (previous, current):
             if document is not None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,7 @@ def test_a_write_that_fails_keeps_finished_documents(tmp_path, monkeypatch) -> N
     def full_disk(shard: ShardWriter, *args: object, **kwargs: object) -> None:
         if "doc00001" in str(shard.file):
             raise OSError(28, "No space left on device")
+        time.sleep(0.02)
         original(shard, *args, **kwargs)
 
     monkeypatch.setattr(ShardWriter, "write", full_disk)
