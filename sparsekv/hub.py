@@ -38,6 +38,20 @@ def load_model(
         raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
 
 
+def load_config(spec: str) -> Any:
+    """The model's transformers configuration alone, without its weights; spec as in `load_model`.
+
+    Raises SparseKVError for a model that cannot be found or read.
+    """
+    from transformers import AutoConfig
+
+    source, extra = _locate(spec)
+    try:
+        return AutoConfig.from_pretrained(source, **extra)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
+
+
 def _load(
     spec: str, source: str, extra: dict[str, str], dtype: str, device: str, rope_scaling: str | dict[str, Any] | None,
 ) -> tuple[Any, Any]:

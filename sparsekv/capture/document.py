@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, sampled_keys, sampled_queries
 from sparsekv.capture.corpus import Window
 from sparsekv.capture.place import Place, encode
-from sparsekv.capture.rope import LayerRope, unrotate
+from sparsekv.capture.rope import LayerRope, inverse, rotate
 from sparsekv.capture.shard import ShardWriter
 from sparsekv.capture.statistics import query_statistics
 from sparsekv.capture.store import STATISTICS, document_name, layer_name
@@ -22,7 +22,7 @@ from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
 from sparsekv.errors import SparseKVError
 
-PIECE = 8192
+PIECE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,10 @@ class DocumentCapture:
         fresh, values = (self._heads(x[0], heads)[:, first:] for x in (call.key, call.value))
         if chunk.keys is not None:
             fresh, values, cos, sin = fresh[:, chunk.keys], values[:, chunk.keys], cos[chunk.keys], sin[chunk.keys]
-        for start in range(0, fresh.shape[1], PIECE):
-            part = slice(start, start + PIECE)
-            keys = unrotate(fresh[:, part], cos[part], sin[part], rope.layout).to(self.dtype).contiguous()
+        piece = max(1, PIECE_BYTES // (2 * len(heads) * fresh.shape[2] * self.dtype.itemsize))
+        for start in range(0, fresh.shape[1], piece):
+            part = slice(start, start + piece)
+            keys = rotate(fresh[:, part], cos[part], sin[part], rope.layout).to(self.dtype).contiguous()
             layer.jobs.append(self.transfer.send([keys, values[:, part].to(self.dtype).contiguous()],
                                                  partial(_write_keys, layer.shard, layer.written)))
             layer.written += keys.shape[1]
@@ -135,7 +136,8 @@ class DocumentCapture:
         return layer
 
     def _full_tables(self, call: AttentionCall, rope: LayerRope, chunk: _Chunk) -> tuple[int, Tensor, Tensor]:
-        """Group, cos, sin of this chunk at full width. Layers whose tables are equal share one group in the store.
+        """Group, and this chunk's tables for undoing RoPE, full width. Layers whose tables are equal share a group in
+        the store.
 
         The model's own table is kept alive beside its copy, so that its address stands for its content."""
         if call.cos is None or call.sin is None:
@@ -145,6 +147,7 @@ class DocumentCapture:
         if known is None:
             cos, sin = rope.table(call.cos), rope.table(call.sin)
             group = self._find_group(cos.cpu(), sin.cpu())
+            cos, sin = inverse(cos, sin)
             self._tables[(device, call.cos.data_ptr(), rope)] = known = (group, cos, sin, call.cos)
             at = self._at_queries.setdefault((group, device), [])
             at.append((cos[chunk.queries], sin[chunk.queries]))
@@ -177,7 +180,7 @@ class DocumentCapture:
             sink_size=config.sink_size, window_size=config.window_size)
         tables = self._at_queries[(group, device)]
         cos, sin = (torch.cat([t[i] for t in tables]) for i in (0, 1))
-        queries = unrotate(queries, cos, sin, rope.layout).to(self.dtype)
+        queries = rotate(queries, cos, sin, rope.layout).to(self.dtype)
         positions = positions.to(torch.int32).expand(queries.shape[0], -1)
         if config.query_sampling == "long_range":
             far = (positions - statistics["top1_position"]) > config.long_range
@@ -186,17 +189,22 @@ class DocumentCapture:
             queries = queries.gather(1, chosen[..., None].expand(-1, -1, queries.shape[-1]))
             statistics = {name: s.gather(1, chosen) for name, s in statistics.items()}
             positions = positions.gather(1, chosen)
-        named = {"queries_pre": queries, "query_positions": positions, **statistics}
-        names, jobs, shard = list(named), list(layer.jobs), layer.shard
+        # all are of four bytes: one copy
+        named = {"query_positions": positions, **statistics}
+        numbers = torch.stack([t.view(torch.int32) for t in named.values()])
+        dtypes, jobs, shard = {n: t.dtype for n, t in named.items()}, list(layer.jobs), layer.shard
 
-        def last(host: list[Tensor]) -> dict[str, Any]:
-            for name, tensor in zip(names, host, strict=True):
-                shard.write(name, tensor)
+        def write(host: list[Tensor]) -> None:
+            shard.write("queries_pre", host[0])
+            for (name, dtype), tensor in zip(dtypes.items(), host[1], strict=True):
+                shard.write(name, tensor.view(dtype))
+
+        def close() -> dict[str, Any]:
             for job in jobs:
                 job.result()
             return shard.close()
 
-        layer.jobs.append(self.transfer.send([t.contiguous() for t in named.values()], last))
+        layer.jobs.append(self.transfer.send([queries.contiguous(), numbers], write, close))
 
     def _raise_failures(self, layer: _Layer) -> None:
         for job in layer.jobs:

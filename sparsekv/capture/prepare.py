@@ -53,20 +53,6 @@ def _manifest(place: Place) -> dict[str, Any] | None:
                             "--output") from error
 
 
-def model_config(spec: str) -> Any:
-    """The model's configuration alone: what the size of the store follows from, before the weights are loaded."""
-    from transformers import AutoConfig
-
-    from sparsekv.hub import _locate
-
-    source, extra = _locate(spec)
-    try:
-        return AutoConfig.from_pretrained(source, **extra).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SparseKVError(f"could not load a model from {spec!r}: {reason}") from error
-
-
 def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
     """Say how many bytes the store will take; raises SparseKVError where the disk has fewer. Returns the bytes.
 

@@ -61,14 +61,6 @@ def find_layout(attention: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: 
     return None
 
 
-def _rot(x: Tensor, layout: Layout) -> Tensor:
-    """The quarter turn of every pair: half-split `[−x₂, x₁]`, interleaved `[−x₁, x₀, −x₃, x₂, …]`."""
-    if layout == "half":
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([-second, first], dim=-1)
-    return torch.stack([-x[..., 1::2], x[..., 0::2]], dim=-1).flatten(-2)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Apply RoPE: x `[..., d]` without RoPE, cos and sin `[..., rotary_dim]` broadcastable, full width in `layout`.
 
@@ -79,16 +71,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Remove RoPE, the inverse of `rotate` for the same tables, attention scaling included."""
+    return _turn(x, *inverse(cos, sin), layout)
+
+
+def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables with which `rotate` undoes a rotation by these, float32 at least."""
     cos, sin = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (cos, sin))
     norm = cos.square() + sin.square()
-    return _turn(x, cos / norm, -sin / norm, layout)
+    return cos / norm, -sin / norm
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """`x·cos + rot(x)·sin`, where `rot` is the quarter turn of every pair: half-split `[−x₂, x₁]`, interleaved
+    `[−x₁, x₀, −x₃, x₂, …]`."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
     width = cos.shape[-1]
-    part = x[..., :width].to(dtype)
-    part = part * cos.to(dtype) + _rot(part, layout) * sin.to(dtype)
+    part, sin = x[..., :width].to(dtype), sin.to(dtype)
+    first, second = ((slice(width // 2), slice(width // 2, width)) if layout == "half" else
+                     (slice(0, width, 2), slice(1, width, 2)))
+    turned = part * cos.to(dtype)
+    turned[..., first].addcmul_(part[..., second], sin[..., first], value=-1)
+    turned[..., second].addcmul_(part[..., first], sin[..., second])
     if width == x.shape[-1]:
-        return part.to(x.dtype)
-    return torch.cat([part.to(x.dtype), x[..., width:]], dim=-1)
+        return turned.to(x.dtype)
+    return torch.cat([turned.to(x.dtype), x[..., width:]], dim=-1)

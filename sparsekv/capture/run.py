@@ -20,13 +20,13 @@ from sparsekv.capture.prepare import (
     choose_heads,
     choose_layers,
     chunk_size,
-    model_config,
 )
 from sparsekv.capture.ranks import Ranks, join
 from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
 from sparsekv.capture.tap import StopForward, decoder, probe, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import load_config, load_model
 from sparsekv.progress import progress
 
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "run_capture"]
@@ -44,13 +44,11 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
 
     def check() -> None:
         check_output(store, config)
-        text = model_config(config.model) if model is None else model.config.get_text_config()
-        check_space(config, text, store)
+        about = load_config(config.model) if model is None else model.config
+        check_space(config, about.get_text_config(), store)
 
     ranks.first_does(check)
     if tokenizer is None or model is None:
-        from sparsekv.hub import load_model
-
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=ranks.device(config.device),
                                       rope_scaling=config.rope_scaling)
     windows = make_windows(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SLOTS = 16
+SLOTS = 24
 MAX_WORKERS = 16
 
 
@@ -38,9 +38,11 @@ class Transfer:
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
 
-    def send(self, tensors: list[Tensor], then: Callable[[list[Tensor]], Any]) -> Future[Any]:
+    def send(
+        self, tensors: list[Tensor], then: Callable[[list[Tensor]], Any], after: Callable[[], Any] | None = None,
+    ) -> Future[Any]:
         """tensors: contiguous, all on one device, not changed afterwards. The host tensors belong to `then` only while
-        it runs."""
+        it runs; `after` runs when they have been given back, and its result, where there is one, is the future's."""
         slot = self._slots.get()
         event: torch.cuda.Event | None = None
         if tensors[0].is_cuda:
@@ -52,9 +54,10 @@ class Transfer:
             try:
                 if event is not None:
                     event.synchronize()
-                return then(host)
+                result = then(host)
             finally:
                 self._slots.put(slot)
+            return result if after is None else after()
 
         return self._pool.submit(job)
 
