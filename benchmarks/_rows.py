@@ -14,8 +14,9 @@ __all__ = ["RESULTS", "machine", "row", "write_rows"]
 
 
 def write_rows(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
-    """Write `<folder>/<name>.json`, adding machine, command and commit to every row."""
+    """Write `<folder>/<name>.json`, adding machine, command and commit to every row that has none yet."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(with_origin(rows), indent=1) + "\n")
+    origin = with_origin([{}])[0]
+    path.write_text(json.dumps([{**r, **origin, **r} for r in rows], indent=1) + "\n")
     return path

@@ -1,15 +1,22 @@
-"""Quality of trained routers and feature maps on held-out text, in the form of the completion paper's offline tables.
+"""Trained routers and feature maps against what they have to beat, on held-out text; and the time of training a layer.
 
-    python benchmarks/training.py --model MODEL --text FILE.txt [--phi-steps N] [--output FOLDER]
+    python benchmarks/training.py --model MODEL --text FILE.txt [--phi max_steps=10000 width=256] [--output FOLDER]
+    python benchmarks/training.py --part speed
 
-Trains on the first 80 % of the file's characters, measures on its last 20 % and (`ood:` rows) on the embedded corpus.
-Six layers, anchors 4 + 16, queries in the second half of 8192 tokens; relative L2 error of the heads' output and share
-of the mid region's attention mass, means over heads and queries.
+Quality: trains on the first 80 % of the file's characters, measures on its last 20 % and (`ood:` rows) on the embedded
+corpus. Six layers, anchors 4 + 16, queries in the second half of 8192 tokens; relative L2 error of the heads' output
+and share of the mid region's attention mass, means over heads and queries. Rows of single heads go to
+`training-heads.json`. Speed: `train-router` and `train-phi` on one layer of an 8B-shaped model (8 KV heads, 32 query
+heads, d = 128) and one prompt of 131 072 synthetic tokens.
+
+`--phi`, `--router`, `--phi-128k` and `--router-128k` set any option of the trainers: `name=value`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import sys
 import tempfile
 import time
@@ -21,139 +28,195 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._synthetic import synthetic_store
+from benchmarks._training import Rivals, check, measure
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.store import CaptureStore
-from sparsekv.hub import load_model
-from sparsekv.kernels.reference import router_logits
-from sparsekv.models import offline
-from sparsekv.models.feature_map import log_kernel
+from sparsekv.hub import load_model, resolve_device
 from sparsekv.trainers.phi import PhiConfig, train_phi
+from sparsekv.trainers.pool import split_documents
 from sparsekv.trainers.router import RouterConfig, train_router
 
-LAYERS, LENGTH, MEASURED_QUERIES = "1,6,11,16,21,26", 8192, 64
-BUDGETS = (0.01, 0.02, 0.05, 0.10)
+KINDS = ("mlp", "mean_key", "hybrid")
+VALIDATION = 4
+PHI = {"max_steps": 10000, "batch_size": 192, "keys_per_step": 4096, "width": 256, "lr": 2e-3, "weight_decay": 0.01}
+ROUTER = {"num_buckets": 4096, "hidden_size": 512, "max_steps": 3000, "long_range": 0, "key_space": "rot",
+          "layer_group": 1}
+# 10 000 steps of 1000 queries a query head: 40 000 steps of 1000 queries a KV head of four
+ROUTER_128K = {"num_buckets": 1024, "hidden_size": 1024, "max_steps": 10000, "batch_size": 1000}
+PER_HEAD = ("mass_ratio", "gap_p05", "gap_p50", "gap_p95")
+UNITS = {"rel_err": "relative L2", "mass_share": "share of the mid mass", "mass_ratio": "estimated mass / mass"}
+PHI_128K = {"max_steps": 20000, "batch_size": 128, "keys_per_step": 2048, "width": 128}
+
+
+def overridden(defaults: dict[str, Any], words: list[str], config: type) -> dict[str, Any]:
+    """Options of a trainer: the defaults, and `name=value` over them with the type of the option's own default."""
+    known = {f.name: f.default for f in dataclasses.fields(config)}
+    chosen = dict(defaults)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in known or not value:
+            sys.exit(f"{word!r} is no option of {config.__name__}; write name=value, with one of {', '.join(known)}")
+        kind = type(known[name])
+        chosen[name] = value in ("True", "true", "1") if kind is bool else kind(value)
+    return chosen
+
+
+def words(chosen: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore]:
     model, tokenizer = load_model(options.model, dtype="bfloat16", device=options.device)
     stores = {}
+    held = options.heldout_documents
     for name, corpus, split, count, queries in (
             ("train", options.text, "train", options.documents, options.queries),
-            ("heldout", options.text, "heldout", 8, 256), ("ood", "embedded", "all", 8, 256)):
+            ("heldout", options.text, "heldout", held, 256), ("ood", "embedded", "all", held, 256)):
         stores[name] = run_capture(
-            CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name), layers=LAYERS,
-                          context_length=LENGTH, num_documents=count, queries_per_document=queries, seed=1),
+            CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
+                          layers=options.layers, context_length=options.length, num_documents=count,
+                          queries_per_document=queries, seed=1),
             model=model, tokenizer=tokenizer)
     return stores
 
 
-def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArtifact], device: str) -> dict[Any, float]:
-    """(case, method, metric) -> mean over layers, heads, documents and queries."""
-    sums: dict[Any, list[float]] = {}
-    for layer in store.layers:
-        maps = phi.layer(layer)
-        assert maps is not None
-        for document in range(store.num_documents):
-            item = store.read(layer, document)
-            keys = item.keys_rot().to(device)
-            late = item.query_positions >= LENGTH // 2
-            count = min(MEASURED_QUERIES, int(late.sum(1).min()))
-            pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
-            queries = item.queries_rot().gather(1, pick[..., None].expand(-1, -1, store.head_dim)).to(device)
-            scene = offline.make_scene(queries, keys, item.values.float().to(device),
-                                       item.query_positions.gather(1, pick).to(device), scale=item.scale, sink_size=4,
-                                       window_size=16)
-            log_q, log_k = maps.log_phi_q(queries[None])[0], maps.log_phi_k(keys[None])[0]
-            logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k).reshape(scene.scores.shape)
-            reads: dict[str, torch.Tensor | None] = {"sink_tail": None}
-            reads |= {f"topk@{b}": offline.top_k(scene, b) for b in BUDGETS}
-            for name, router in routers.items():
-                for case, read in routed(router, layer, scene, queries, keys, item.scale).items():
-                    reads[f"{case}_{name}@0.05"] = read
-            for case, read in reads.items():
-                for method, estimate in (("none", None), ("phi_gated", logits)):
-                    error = offline.relative_error(scene, offline.output(scene, read, estimate))
-                    sums.setdefault((case, method, "rel_err"), []).append(float(error.mean()))
-                if read is not None:
-                    share = float(offline.mass_share(scene, read).mean())
-                    sums.setdefault((case, "none", "mass_share"), []).append(share)
-    return {key: sum(v) / len(v) for key, v in sums.items()}
+def train(options: argparse.Namespace, store: CaptureStore, folder: Path, chosen: dict[str, Any],
+          ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
+    common: dict[str, Any] = {"capture": str(store.path), "validation_documents": VALIDATION, "device": options.device,
+                              "seed": options.seed}
+    routers = {}
+    for kind in KINDS:
+        began = time.perf_counter()
+        routers[kind] = train_router(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
+        print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
+    began = time.perf_counter()
+    phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi")))
+    print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
+    return routers, phi
 
 
-def routed(
-    router: RouterArtifact, layer: int, scene: offline.Scene, queries: torch.Tensor, keys: torch.Tensor, scale: float,
-) -> dict[str, torch.Tensor]:
-    """What the router and an oracle over its buckets read at 5 %."""
-    trained = router.layer(layer)
-    assert trained is not None and trained.key_space == "rot"
-    centroids = trained.centroids.to(keys.device)
-    bucket = (keys @ centroids.mT).argmax(-1)
-    member = torch.nn.functional.one_hot(bucket, centroids.shape[1]).float()
-    sizes = member.sum(1)
-    logits = 0.0
-    if trained.scores != "mlp":
-        means = (member.mT @ keys) / sizes.clamp(min=1)[..., None]
-        logits = offline.grouped(queries, means) * scale + sizes.clamp(min=1e-3).log().repeat_interleave(
-            scene.group, 0)[:, None]
-    if trained.weights is not None:
-        weights = type(trained.weights)(*(w.to(keys.device) for w in trained.weights))
-        logits = logits + router_logits(queries.transpose(0, 1), weights).transpose(0, 1)
-    mass = offline.bucket_mass(scene, bucket, centroids.shape[1])
-    read = {}
-    for case, p in (("router", logits.softmax(-1)), ("oracle", mass)):
-        shared = p.reshape(keys.shape[0], scene.group, *p.shape[1:]).sum(1)
-        read[case] = offline.top_buckets(scene, bucket, shared / sizes.clamp(min=1)[:, None], 0.05)
-    return read
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", required=True)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--documents", type=int, default=120)
-    parser.add_argument("--queries", type=int, default=256)
-    parser.add_argument("--phi-steps", type=int, default=6000)
-    parser.add_argument("--router-steps", type=int, default=2000)
-    parser.add_argument("--features", type=int, default=64)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--keys", type=int, default=2048)
-    parser.add_argument("--buckets", type=int, default=1024)
-    parser.add_argument("--device", default="auto")
-    options = parser.parse_args()
-    rows = []
-    chosen = {k: str(v) for k, v in vars(options).items() if k not in ("output", "model", "text")}
+def quality(options: argparse.Namespace, device: str) -> None:
+    chosen = {"router": overridden(ROUTER, options.router, RouterConfig),
+              "phi": overridden(PHI, options.phi, PhiConfig)}
     with tempfile.TemporaryDirectory() as place:
         folder, began = Path(place), time.perf_counter()
         stores = capture(options, folder)
         print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
-        routers = {}
-        for scores in ("mlp", "mean_key", "hybrid"):
-            began = time.perf_counter()
-            routers[scores] = train_router(RouterConfig(
-                capture=str(stores["train"].path), output=str(folder / scores), scores=scores, key_space="rot",
-                num_buckets=options.buckets, hidden_size=512, max_steps=options.router_steps, validation_documents=4,
-                layer_group=1, device=options.device, long_range=0))
-            print(f"{scores} in {time.perf_counter() - began:.0f} s", flush=True)
-        began = time.perf_counter()
-        phi = train_phi(PhiConfig(
-            capture=str(stores["train"].path), output=str(folder / "phi"), max_steps=options.phi_steps,
-            batch_size=options.batch, keys_per_step=options.keys, width=options.width, num_features=options.features,
-            lr=options.lr, weight_decay=0.01, validation_documents=4, device=options.device))
-        print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        _, validation = split_documents(stores["train"], VALIDATION)
+        dim = stores["train"].head_dim
+        rivals = Rivals(chosen["phi"].get("num_features") or dim, dim, options.seed)
+        rivals.fit(stores["train"], validation[:2], device)
+        check(stores["heldout"], rivals, device)
+        routers, phi = train(options, stores["train"], folder, chosen)
         phi = phi.to(device)
+        # the best is chosen by what the trainer saw of its own validation windows
+        best = max(("mlp", "hybrid"), key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
+        tokens = rivals.reads()
+        sizes = {"documents": options.documents, "queries": options.queries, "length": options.length}
+        about = f"phi: {words(chosen['phi'])}; router ({best} is best): {words(chosen['router'])}; {words(sizes)}"
+        shared = {"seed": options.seed, "options": about}
+        rows, head_rows, began = [], [], time.perf_counter()
         for prefix, name in (("", "heldout"), ("ood:", "ood")):
-            for (case, method, metric), value in measure(stores[name], phi, routers, device).items():
-                rows.append(row(prefix + case, method, metric, round(value, 4),
-                                "relative L2" if metric == "rel_err" else "share of the mid mass",
-                                options=chosen))
-                print(f"{prefix + case:28} {method:10} {metric:10} {value:.4f}")
-    print(write_rows("training", rows, options.output))
+            means, per_head = measure(stores[name], phi, routers, best, rivals, device)
+            for (case, method, metric), value in means.items():
+                cost = {"tokens": round(tokens[method], 1)} if method in tokens else {}
+                rows.append(row(prefix + case, method, metric, round(value, 4), UNITS.get(metric, "nats"),
+                                **cost, **shared))
+            for metric in PER_HEAD:
+                head_rows += [row(f"{prefix}layer {layer}, head {head}", "phi", metric, round(value, 3),
+                                  UNITS.get(metric, "nats"))
+                              for layer, line in zip(stores[name].layers, per_head[metric].tolist(), strict=True)
+                              for head, value in enumerate(line)]
+            print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
+    print_table(rows)
+    print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
+    print(write_rows("training-heads", head_rows, options.output))
+
+
+def kept(folder: Path, metric: str) -> list[dict[str, Any]]:
+    """Rows of the other part that an earlier run left in the folder: they keep their own origin."""
+    file = folder / "training.json"
+    if not file.is_file():
+        return []
+    return [r for r in json.loads(file.read_text()) if (r["metric"] == "seconds") == (metric == "seconds")]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
+    methods = list(dict.fromkeys(r["method"] for r in rows if r["metric"] == "rel_err"))
+    print(f"{'case':26}{'share':>7}" + "".join(f"{m[:10]:>11}" for m in methods))
+    for case in dict.fromkeys(r["case"] for r in rows):
+        if (case, "none", "rel_err") in values:
+            share = values.get((case, "none", "mass_share"))
+            print(f"{case:26}{'–' if share is None else f'{share:.3f}':>7}"
+                  + "".join(f"{values[case, m, 'rel_err']:11.4f}" for m in methods))
+    for (case, _, metric), value in values.items():
+        if case.endswith("calibration"):
+            print(f"{case:26}{metric:>14} {value:.3f}")
+
+
+def speed(options: argparse.Namespace, device: str) -> None:
+    router = overridden(ROUTER_128K, options.router_128k, RouterConfig)
+    phi = overridden(PHI_128K, options.phi_128k, PhiConfig)
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        store = synthetic_store(folder / "store", length=options.speed_length, queries=options.speed_queries,
+                                device=device, seed=options.seed)
+        common: dict[str, Any] = {"capture": str(store.path), "device": options.device, "seed": options.seed}
+        # a short run first: kernels compile, libraries load
+        small = {"max_steps": 3, "overwrite": True}
+        train_router(RouterConfig(**common, **{**router, **small}, output=str(folder / "router")))
+        train_phi(PhiConfig(**common, **{**phi, **small}, output=str(folder / "phi")))
+        jobs = (("router-layer-128k", router, lambda: train_router(
+                    RouterConfig(**common, **{**router, "overwrite": True}, output=str(folder / "router")))),
+                ("phi-layer-128k", phi, lambda: train_phi(
+                    PhiConfig(**common, **{**phi, "overwrite": True}, output=str(folder / "phi")))))
+        for case, chosen, job in jobs:
+            _synchronize()
+            began = time.perf_counter()
+            job()
+            _synchronize()
+            seconds = time.perf_counter() - began
+            rows.append(row(case, "all heads", "seconds", round(seconds, 2), "s", seed=options.seed,
+                            options=f"{words(chosen)} length={options.speed_length} queries={options.speed_queries}"))
+            print(f"{case:20} {seconds:8.1f} s", flush=True)
+    print(write_rows("training", [*kept(options.output, "quality"), *rows], options.output))
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("quality", "speed"), default="quality")
+    parser.add_argument("--model")
+    parser.add_argument("--text")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--documents", type=int, default=150)
+    parser.add_argument("--queries", type=int, default=384)
+    parser.add_argument("--heldout-documents", type=int, default=8)
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--layers", default="1,6,11,16,21,26")
+    parser.add_argument("--speed-length", type=int, default=131072)
+    parser.add_argument("--speed-queries", type=int, default=4096)
+    for name in ("phi", "router", "phi-128k", "router-128k"):
+        parser.add_argument(f"--{name}", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    device = resolve_device(options.device)
+    if options.part == "speed":
+        speed(options, device)
+        return
+    if not options.model or not options.text:
+        parser.error("--model and --text are needed to measure quality")
+    quality(options, device)
 
 
 if __name__ == "__main__":
