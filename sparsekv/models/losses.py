@@ -125,6 +125,70 @@ class _KLHuberFunction(torch.autograd.Function):
         return gradient * grad_loss[:, None, None], None, None, None
 
 
+@dataclass(frozen=True)
+class OutputError:
+    """Relative L2 error of a head's output when the anchors are exact and the mid keys weigh `exp(ŝ)`, plus the same
+    error when the best `read` of the keys are exact too: what the maps are for, with the values in it.
+
+    `out = (Σ_A w v + c·Σ ŵ_i v_i) / (Z_A + c·Σ ŵ_i)` against the same with the true weights; `log_count = log c`
+    stands for the mid keys that were not drawn. Ours: the paper's losses see weights only. `read` 0 leaves the second
+    case out.
+    """
+
+    read: float = 0.02
+
+    def __call__(
+        self, teacher: Tensor, student: Tensor, mask: Tensor, values: Tensor, anchor_out: Tensor, anchor_lse: Tensor,
+        log_count: float = 0.0,
+    ) -> Tensor:
+        """teacher, student `[H, T, N]`, mask broadcastable; values `[Hkv, N, d]`; anchor_out `[H, T, d]` and anchor_lse
+        `[H, T]`: partial attention over the anchors -> mean over queries, cases added, `[H]`. The gradient goes to the
+        student alone and is the analytic one."""
+        return _OutputErrorFunction.apply(student, teacher, mask, values, anchor_out, anchor_lse, log_count, self.read)
+
+
+class _OutputErrorFunction(torch.autograd.Function):
+    """With `p_i` the share of key i in the output `o` and `g = ∂error/∂o`: `∂error/∂ŝ_i = p_i (v_i − o)·g`."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, values: Tensor, anchor_out: Tensor,
+                anchor_lse: Tensor, log_count: float, read: float) -> Tensor:
+        heads_kv, count, dim = values.shape
+        outside = ~mask
+
+        def attend(logits: Tensor) -> tuple[Tensor, Tensor]:
+            lse = torch.logaddexp(logits.logsumexp(-1), anchor_lse)[..., None]
+            share = torch.exp(logits - lse)
+            mid = (share.reshape(heads_kv, -1, count) @ values).reshape(anchor_out.shape)
+            return torch.exp(anchor_lse[..., None] - lse) * anchor_out + mid, share
+
+        a, b = ((x + log_count).masked_fill_(outside, NEG) for x in (teacher, student))
+        full, _ = attend(a)
+        size = full.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+        cases: list[Tensor | None] = [None]
+        if read > 0:
+            best = a.topk(max(1, round(read * count)), dim=-1).values[..., -1:]
+            cases.append(a >= best)
+        total = torch.zeros_like(anchor_lse[:, 0])
+        gradient = torch.zeros_like(b)
+        for exact in cases:
+            out, share = attend(b if exact is None else torch.where(exact, a, b))
+            error = out - full
+            length = error.norm(dim=-1, keepdim=True)
+            total = total + (length / size)[..., 0].mean(-1)
+            slope = error / (length * size).clamp(min=1e-12)
+            along = (slope.reshape(heads_kv, -1, dim) @ values.mT).reshape(share.shape)
+            along.sub_((out * slope).sum(-1, keepdim=True)).mul_(share)
+            gradient.add_(along if exact is None else along.masked_fill_(exact, 0.0))
+        ctx.save_for_backward(gradient.div_(anchor_lse.shape[1]))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grads[0][:, None, None], *[None] * 7)
+
+
 def _huber_sum(error: Tensor, pull: Tensor) -> Tensor:
     """`Σ huber(error)` over the last dimension, given `pull = clamp(error, −δ, δ)`: `pull·error − ½ pull²`."""
     return torch.einsum("htn,htn->ht", pull, error) - 0.5 * torch.einsum("htn,htn->ht", pull, pull)
