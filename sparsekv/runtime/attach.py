@@ -27,6 +27,7 @@ from sparsekv.runtime.plan import make_plan
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
 from sparsekv.runtime.state import LayerState
+from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
 _BOUND: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -37,7 +38,7 @@ def attach(
     probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] = (0,), sparse_chunks: bool = False, diagnostics: bool = False,
-    placement: str = "gpu", **options: Any,
+    placement: str = "gpu", dense_below: int | None = None, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -49,16 +50,19 @@ def attach(
     attention. sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its
     own. diagnostics: also compute full attention and report the relative error. placement of keys and values: gpu (the
     model's device), offload (CPU memory; index, anchors and decode window on the device, what is read is copied over)
-    or cpu (CPU memory, and the sparse layers' attention is computed there).
+    or cpu (CPU memory, and the sparse layers' attention is computed there). dense_below: caches shorter than this are
+    decoded with full attention [tokens]; without it, with placement gpu, where full attention was measured to be the
+    faster one (`plan.DENSE_BYTES`); 0 always decodes sparsely.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
-    modules = _attention_modules(model)
-    _check_model(model)
+    modules = attention_modules(model)
+    check_model(model)
     plan, dense = make_plan(
-        model, modules, router=_load(router, "router"), phi=_load(phi, "phi"), selector=selector, probes=probes,
-        token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
-        decode_window=decode_window, dense_layers=dense_layers, placement=placement, options=options)
+        model, modules, router=load_artifact(router, "router"), phi=load_artifact(phi, "phi"), selector=selector,
+        probes=probes, token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
+        decode_window=decode_window, dense_layers=dense_layers, placement=placement, dense_below=dense_below,
+        options=options)
     return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
 
 
@@ -163,7 +167,7 @@ class Attachment:
         if cache is None and use_cache is not False:
             kwargs["past_key_values"] = self.cache()
         elif cache is not None:
-            _check_cache(cache)
+            check_cache(cache)
         return args, kwargs
 
     def _wrap_generate(self, inner: Any) -> Any:
@@ -179,7 +183,7 @@ class Attachment:
                 kwargs.pop("cache_implementation", None)
                 kwargs["past_key_values"] = self.cache()
             else:
-                _check_cache(kwargs["past_key_values"])
+                check_cache(kwargs["past_key_values"])
             return inner(*args, **kwargs)
 
         return generate
@@ -217,7 +221,7 @@ class Attachment:
         if not decoding:
             layer.remember_queries(query, key.shape[2])
             return dense()
-        if index in self.dense_layers or softcap is not None:
+        if index in self.dense_layers or softcap is not None or self.plan.is_short(key):
             self.counters.dense(index, count)
             return dense()
         out = self._decode(module, layer, cache, query, mask, scale, past)
@@ -295,42 +299,3 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attachment.attention(module, query, key, value, attention_mask, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _attention_modules(model: Any) -> dict[int, Any]:
-    """The self-attention module of every layer, by layer index."""
-    if not isinstance(model, nn.Module):
-        raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
-    return {m.layer_idx: m for name, m in model.named_modules()
-            if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
-            and "cross" not in name}
-
-
-def _check_model(model: Any) -> None:
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise SparseKVError("attach works on the model itself, found one wrapped by torch.compile; attach to the "
-                            "uncompiled model (model._orig_mod, or load it again)")
-    if not hasattr(model, "config"):
-        raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
-                            "models")
-
-
-def _check_cache(cache: Any) -> None:
-    if not isinstance(cache, SparseCache):
-        raise SparseKVError(f"a {type(cache).__name__} has no sparse index; leave past_key_values out, or pass the "
-                            "SparseCache of attachment.cache() or attachment.prefill()")
-
-
-def _load(artifact: Any, kind: str) -> Any:
-    """An artifact from its folder, or the object itself."""
-    if not isinstance(artifact, str | Path):
-        return artifact
-    if kind == "router":
-        from sparsekv.artifacts.router import RouterArtifact
-
-        return RouterArtifact.load(artifact)
-    from sparsekv.artifacts.phi import PhiArtifact
-
-    return PhiArtifact.load(artifact)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels import attend_buckets, attend_tokens, merge
+from sparsekv.kernels.dense import causal_attention
 from sparsekv.kernels.reference import anchor_indices
 from sparsekv.runtime.completion import Completion
 from sparsekv.runtime.rows import attend_rows, gather_rows
@@ -116,6 +117,8 @@ def dense_attention(
             return sdpa(query, key, value, scale)
         if count == length:
             return sdpa(query, key, value, scale, causal=True)
+        if query.is_cuda:
+            return causal_attention(query, key, value, scale)
     columns = torch.arange(length, device=query.device)
     parts = []
     for first in range(0, count, block):

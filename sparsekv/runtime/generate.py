@@ -27,6 +27,8 @@ class GenerateConfig:
                                    min=0)
     window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
                                                 "else 16.", min=0)
+    dense_below: int | None = option(None, help="Decode caches shorter than this with full attention [tokens]; without "
+                                                "it where that was measured to be faster, 0 never.", min=0)
     max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1)
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0)
     seed: int = option(0, help="Seed of sampling.")
@@ -55,7 +57,7 @@ def generate(config: GenerateConfig) -> None:
         sampling = {"do_sample": True, "temperature": config.temperature}
     with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
                 token_budget=budget(config.token_budget), sink_size=config.sink_size,
-                window_size=config.window_size) as attachment:
+                window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
         out = model.generate(**inputs, max_new_tokens=config.max_new_tokens, **sampling,
                              streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
@@ -64,6 +66,8 @@ def generate(config: GenerateConfig) -> None:
     prompt_tokens = inputs["input_ids"].shape[1]
     made = out.shape[1] - prompt_tokens
     method = selector + (" + phi" if config.phi else "")
+    if selector != "dense" and not report["sparse_calls"]:
+        method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
     print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
           f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
 

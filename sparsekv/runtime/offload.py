@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -106,15 +109,42 @@ def fetch_rows(view: LayerView, index: Tensor) -> tuple[Tensor, Tensor]:
 def offloaded_attention(
     q: Tensor, view: LayerView, selection: Selection, starts: Tensor, tails: Tensor, lengths: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `exact_attention`, with the selection fetched from the host and the anchors on the device."""
+    """As `exact_attention`: the selection is fetched from the host while the anchors on the device are attended to."""
     assert view.resident is not None
-    anchors = view.resident.attend(q, view, starts, tails, lengths)
     tokens = selection.as_tokens()
     rows, heads, width = tokens.shape
     if width == 0:
-        return anchors
+        return view.resident.attend(q, view, starts, tails, lengths)
     index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, -1)
-    selection.rows = fetch_rows(view, index)
+    with beside(index) as arrived:
+        selection.rows = fetch_rows(view, index)
+    anchors = view.resident.attend(q, view, starts, tails, lengths)
+    arrived(selection.rows)
     keys, values = (x.reshape(rows, heads, width, -1) for x in selection.rows)
     chosen = attend_gathered(q, keys, values, tokens >= 0, view.scale, selection.log_weights)
     return merge(torch.stack([anchors[0], chosen[0]]), torch.stack([anchors[1], chosen[1]]))
+
+
+@contextlib.contextmanager
+def beside(index: Tensor) -> Iterator[Callable[[Iterable[Tensor]], None]]:
+    """On a CUDA device, what is launched inside runs beside what follows, on a stream of its own, until its results are
+    given to the function that the block yields. It may read `index`."""
+    if not index.is_cuda:
+        yield lambda results: None
+        return
+    current, other = torch.cuda.current_stream(index.device), _stream(index.device)
+
+    def arrived(results: Iterable[Tensor]) -> None:
+        current.wait_stream(other)
+        for tensor in results:
+            tensor.record_stream(current)
+
+    other.wait_stream(current)
+    index.record_stream(other)
+    with torch.cuda.stream(other):
+        yield arrived
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

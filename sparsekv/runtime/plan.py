@@ -17,6 +17,9 @@ from sparsekv.runtime.selectors import SELECTORS, Selector
 PLACEMENTS = ("gpu", "offload", "cpu")
 COMPLETIONS = ("phi", "centroid", "none")
 SINK_SIZE, WINDOW_SIZE = 4, 16
+# Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
+# where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
+DENSE_BYTES = {"cpu": 32_000_000, "cuda": 90_000_000}
 
 
 @dataclass(eq=False)
@@ -32,6 +35,13 @@ class Plan:
     phi: Any
     devices: dict[int, Any]
     placement: str = "gpu"
+    dense_below: int | None = None
+
+    def is_short(self, key: Tensor) -> bool:
+        """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
+        if self.dense_below is not None:
+            return key.shape[2] < self.dense_below
+        return self.placement == "gpu" and 2 * key.nbytes < DENSE_BYTES.get(key.device.type, 0)
 
     def regions(self, starts: Tensor, length: int) -> Regions:
         return Regions.at_prefill_end(starts, length, self.sink_size, self.window_size)
@@ -65,7 +75,8 @@ class Plan:
 def make_plan(
     model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
     probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
-    window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, options: dict[str, Any],
+    window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
+    options: dict[str, Any],
 ) -> tuple[Plan, set[int]]:
     """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -83,6 +94,8 @@ def make_plan(
     window_size = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
     if decode_window < 1:
         raise SparseKVError(f"decode_window must be at least 1 token, found {decode_window}")
+    if dense_below is not None and dense_below < 0:
+        raise SparseKVError(f"dense_below must not be negative, found {dense_below}")
     dense = set(range(len(modules))) - eligible
     count = max(modules) + 1
     for layer in dense_layers:
@@ -101,7 +114,7 @@ def make_plan(
                             "placement offload; use placement='cpu', or a selector with an index such as router")
     devices = {i: next(m.parameters()).device for i, m in modules.items()}
     return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices,
-                placement), dense
+                placement, dense_below), dense
 
 
 def _selector(

@@ -5,6 +5,7 @@ import torch
 from test_families import captured, tiny
 
 from sparsekv.capture.statistics import query_statistics
+from sparsekv.kernels.dense import split_attention, splits
 
 pytestmark = pytest.mark.gpu
 
@@ -48,3 +49,19 @@ def test_chunks_in_half_precision_see_every_key(tmp_path) -> None:
     model = tiny("llama").to("cuda", torch.bfloat16)
     whole, cut = (captured(model, tmp_path / str(c), chunk_size=c).read(2, 0) for c in (8192, 33))
     assert (whole.keys_pre - cut.keys_pre).norm() <= 0.03 * whole.keys_pre.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "dim"), [(9, 3, 64), (32, 8, 128)])
+def test_a_chunk_in_two_calls_equals_attention_with_a_mask(dtype, heads_q: int, heads_kv: int, dim: int) -> None:
+    torch.manual_seed(0)
+    if not splits(dtype, heads_q, heads_kv, dim, torch.device("cuda", 0)):
+        pytest.skip("this device keeps to torch's documented attention")
+    for count, past in ((4500, 1), (63, 5000), (1000, 1111)):
+        q, k, v = (torch.randn(1, h, n, dim, device="cuda").to(dtype) * 1.5 for h, n in (
+            (heads_q, count), (heads_kv, past + count), (heads_kv, past + count)))
+        mask = torch.ones(count, past + count, dtype=torch.bool, device="cuda").tril(past)
+        truth, low = (torch.nn.functional.scaled_dot_product_attention(
+            *(x.to(t) for x in (q, k, v)), attn_mask=mask, scale=0.1, enable_gqa=True) for t in (torch.float32, dtype))
+        found = split_attention(q, k, v, 0.1)
+        assert (found - truth).norm() <= 2 * (low - truth).norm() + 1e-3 * truth.norm()

@@ -8,6 +8,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 
 from sparsekv.capture.tap import probe
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels.dense import lerp_rows
 
 
 def test_fewer_layers_heads_and_keys_hold_the_same_numbers(tmp_path) -> None:
@@ -60,3 +61,11 @@ def test_length_dependent_rotation_is_prefilled_in_one_piece(tmp_path, capsys) -
     b = captured(model, tmp_path / "b", chunk_size=33).read(1, 0)
     assert "longrope RoPE past 64 tokens depends on the length" in capsys.readouterr().err
     assert torch.equal(a.cos, b.cos) and torch.equal(a.keys_pre, b.keys_pre)
+
+
+def test_two_partial_attentions_merge_into_the_whole() -> None:
+    torch.manual_seed(0)
+    scores, values = 2 * torch.randn(1, 3, 5000, 40), torch.randn(1, 3, 40, 8)
+    near, far = (scores[..., a].softmax(-1) @ values[:, :, a] for a in (slice(25, 40), slice(0, 25)))
+    share = torch.sigmoid(scores[..., :25].logsumexp(-1) - scores[..., 25:].logsumexp(-1))
+    torch.testing.assert_close(lerp_rows(near, far, share), scores.softmax(-1) @ values)

@@ -18,6 +18,7 @@ from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import RouterWeights
 from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights
+from sparsekv.runtime.plan import DENSE_BYTES
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512,
@@ -168,6 +169,35 @@ def test_long_generation_moves_tokens_into_the_index() -> None:
     assert torch.equal(all_read, model.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False))
 
 
+@pytest.mark.parametrize("placement", ["gpu", "cpu"])
+def test_short_caches_are_decoded_densely_until_they_are_long(placement: str) -> None:
+    model, ids = tiny(), prompt()
+    router, phi = artifacts(model)
+    options = {"router": router, "phi": phi, "probes": 2, "placement": placement}
+    plain = model.generate(ids, **GREEDY)
+    with sparsekv.attach(model, dense_below=1000, **options) as attachment:
+        assert torch.equal(model.generate(ids, **GREEDY), plain)
+        assert attachment.report()["sparse_calls"] == 0 and attachment.report()["selectivity"] == 1.0
+    with sparsekv.attach(model, dense_below=80, **options) as attachment:
+        model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
+    # 8 steps over caches of 76 to 83 tokens, in two layers; layer 0 is dense
+    assert attachment.report()["sparse_calls"] == 4 * 2 and attachment.report()["dense_calls"] == 4 * 2 + 8
+
+
+def test_the_length_where_dense_wins_follows_the_bytes_of_the_cache(monkeypatch) -> None:
+    model, ids = tiny(), prompt()
+    router, _ = artifacts(model)
+    assert DENSE_BYTES["cpu"] > 0 and DENSE_BYTES["cuda"] > 0
+    for limit, sparse in (({"cpu": 80 * 2 * 2 * 16 * 4}, 4 * 2), (DENSE_BYTES, 0), ({}, 8 * 2)):
+        monkeypatch.setattr("sparsekv.runtime.plan.DENSE_BYTES", limit)
+        with sparsekv.attach(model, router=router, probes=2) as attachment:
+            model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
+        assert attachment.report()["sparse_calls"] == sparse
+        with sparsekv.attach(model, router=router, probes=2, placement="cpu") as attachment:
+            model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
+        assert attachment.report()["sparse_calls"] == 8 * 2
+
+
 BAD = [
     ({"selector": "nope", "token_budget": 1}, "unknown selector"),
     ({"selector": "router"}, "router"),
@@ -178,6 +208,10 @@ BAD = [
     ({"selector": "streaming", "completion": "magic"}, "unknown completion"),
     ({"selector": "streaming", "probes": 3}, "no option 'probes'"),
     ({"selector": "streaming", "sink_size": -1}, "must not be negative"),
+    ({"selector": "streaming", "dense_below": -1}, "must not be negative"),
+    ({"selector": "streaming", "decode_window": 0}, "at least 1 token"),
+    ({"selector": "streaming", "dense_layers": [7]}, "names layer 7"),
+    ({"selector": "streaming", "placement": "disk"}, "unknown placement"),
 ]
 
 

@@ -1,0 +1,50 @@
+"""What can be attached to: models, caches and artifacts, checked before anything is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.cache import SparseCache
+
+
+def attention_modules(model: Any) -> dict[int, Any]:
+    """The self-attention module of every layer, by layer index."""
+    if not isinstance(model, nn.Module):
+        raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
+    return {m.layer_idx: m for name, m in model.named_modules()
+            if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
+            and "cross" not in name}
+
+
+def check_model(model: Any) -> None:
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise SparseKVError("attach works on the model itself, found one wrapped by torch.compile; attach to the "
+                            "uncompiled model (model._orig_mod, or load it again)")
+    if not hasattr(model, "config"):
+        raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
+                            "models")
+
+
+def check_cache(cache: Any) -> None:
+    if not isinstance(cache, SparseCache):
+        raise SparseKVError(f"a {type(cache).__name__} has no sparse index; leave past_key_values out, or pass the "
+                            "SparseCache of attachment.cache() or attachment.prefill()")
+
+
+def load_artifact(artifact: Any, kind: str) -> Any:
+    """An artifact from its folder, or the object itself."""
+    if not isinstance(artifact, str | Path):
+        return artifact
+    if kind == "router":
+        from sparsekv.artifacts.router import RouterArtifact
+
+        return RouterArtifact.load(artifact)
+    from sparsekv.artifacts.phi import PhiArtifact
+
+    return PhiArtifact.load(artifact)
