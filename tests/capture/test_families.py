@@ -75,7 +75,8 @@ def captured(model, folder, **extra):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("dtype", "limit", "chunk"), [
-    ("float32", 1e-5, 8192), ("float32", 1e-5, 33), ("bfloat16", 2e-3, 8192)])
+    ("float32", 1e-5, 8192), ("float32", 1e-5, 33), ("bfloat16", 2e-3, 8192),
+    ("float16", 1e-3, 8192)])
 def test_stored_keys_rotated_again_are_the_caches_keys(
     name: str, dtype: str, limit: float, chunk: int, tmp_path,
 ) -> None:

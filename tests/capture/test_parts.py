@@ -1,13 +1,21 @@
 """Parts of a capture: some layers, heads, keys; what is refused and what is skipped, and why."""
 
+import re
+
 import pytest
+import tokenizers
 import torch
-from test_families import captured, tiny
+import transformers
+from test_families import SIZES, Words, captured, tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
+from sparsekv.capture.corpus import Document, make_windows
+from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store import storage_bytes
 from sparsekv.capture.tap import probe
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import load_config, load_model
 from sparsekv.kernels.dense import lerp_rows
 
 
@@ -69,3 +77,68 @@ def test_two_partial_attentions_merge_into_the_whole() -> None:
     near, far = (scores[..., a].softmax(-1) @ values[:, :, a] for a in (slice(25, 40), slice(0, 25)))
     share = torch.sigmoid(scores[..., :25].logsumexp(-1) - scores[..., 25:].logsumexp(-1))
     torch.testing.assert_close(lerp_rows(near, far, share), scores.softmax(-1) @ values)
+
+
+@pytest.mark.parametrize(("name", "skipped", "reason"), [
+    ("SmolLM3Config", [3], "no rotary position embedding"),
+    ("Qwen3NextConfig", [0, 1, 2], "its type is linear_attention")])
+def test_layers_of_other_kinds_are_skipped_and_the_rest_is_right(
+    name: str, skipped: list[int], reason: str, tmp_path, capsys,
+) -> None:
+    extra = {"SmolLM3Config": {"no_rope_layers": [1, 1, 1, 0]}, "Qwen3NextConfig": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "partial_rotary_factor": 0.5}}[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(
+        **{**SIZES, "num_hidden_layers": 4, **extra})).eval()
+    store = captured(model, tmp_path / "s", chunk_size=50)
+    assert store.layers == [i for i in range(4) if i not in skipped]
+    line = f"layers {', '.join(map(str, skipped))} are skipped: "
+    assert line in (err := capsys.readouterr().err) and reason in err.partition(line)[2]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
+    for layer in store.layers:
+        keys = cache.layers[layer].keys[0]
+        assert float((store.read(layer, 0).keys_rot() - keys).norm() / keys.norm()) < 1e-4
+
+
+def test_a_model_from_disk_past_its_trained_length(tmp_path, capsys) -> None:
+    """The whole way of the command: a folder, a tokenizer, RoPE scaling, an estimate that holds."""
+    model = tiny("llama")
+    model.save_pretrained(tmp_path / "model")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(32 + i): i for i in range(96)} | {"?": 96}, "?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    scaling = '{"rope_type": "yarn", "factor": 4.0}'
+    store = run_capture(CaptureConfig(
+        model=str(tmp_path / "model"), corpus="embedded", output=str(tmp_path / "s"), context_length=1000,
+        num_documents=2, queries_per_document=50, storage_dtype="float16", chunk_size=300, rope_scaling=scaling,
+        device="cpu", dtype="float32"))
+    said = re.search(r"the store takes ([0-9.]+) GB", capsys.readouterr().err)
+    needed = storage_bytes(num_documents=2, num_layers=3, heads_kv=2, heads_q=4, length=1000, keys=1000, queries=50,
+                           dim=16, item=2)
+    stored = sum(about["bytes"] for about in store.manifest["shards"].values())
+    assert said and float(said[1]) == round(needed / 1e9, 2) and abs(needed - stored) < 0.05 * stored
+    scaled, _ = load_model(str(tmp_path / "model"), dtype="float32", device="cpu", rope_scaling=scaling)
+    cos, sin = scaled.model.rotary_emb(torch.zeros(1), torch.arange(1000)[None])
+    item = store.read(1, 0)
+    torch.testing.assert_close(item.cos, cos[0])
+    torch.testing.assert_close(item.sin, sin[0])
+    assert item.keys_pre.dtype == torch.float16 and not torch.allclose(cos.square() + sin.square(), torch.ones(1))
+    assert load_config(str(tmp_path / "model")).num_hidden_layers == 3
+    with pytest.raises(SparseKVError, match="no model at"):
+        load_config(str(tmp_path / "nothing" / "here"))
+
+
+def test_documents_are_wrapped_in_the_chat_template() -> None:
+    class Chat(Words):
+        def apply_chat_template(self, messages: list[dict], tokenize: bool) -> str:
+            assert not tokenize
+            return f"<{messages[0]['role']}>{messages[0]['content']}"
+
+    documents = [Document("a", "x" * 100)]
+    window = make_windows(iter(documents), Chat(), length=60, count=1, chat_template=True)[0]
+    assert window.tokens == Words()("<user>" + "x" * 54)["input_ids"]
