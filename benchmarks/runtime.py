@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _pages import fill, take_over
 from _rows import RESULTS, row, write_rows
 
 from sparsekv.kernels import RouterWeights
@@ -290,16 +291,6 @@ def offloaded_cache(keys: torch.Tensor, values: torch.Tensor, queries: torch.Ten
     return median_us(step, steps, torch.cuda.synchronize) / 2
 
 
-def merge_rows(name: str, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, keeping those of other cases and methods from earlier runs."""
-    path: Path = RESULTS / f"{name}.json"
-    new = {(r["case"], r["method"]) for r in rows}
-    kept = [r for r in json.loads(path.read_text()) if (r["case"], r["method"]) not in new] if path.exists() else []
-    write_rows(name, rows)
-    written = json.loads(path.read_text())
-    path.write_text(json.dumps(kept + written, indent=1) + "\n")
-
-
 def report(rows: list[dict[str, Any]], page: Path) -> None:
     """Draw the memory figure and write the tables of `docs/runtime.md` between its markers."""
     import matplotlib
@@ -342,9 +333,7 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
         lines.append(f"| {case.removeprefix('offload-')} | {found[case, 'router', 'us']:,.0f} | "
                      f"{found[case, 'router', 'bytes'] / 1e6:.1f} | {found[case, 'router', 'peak_gb']:.2f} | "
                      f"{found[case, 'router-on-gpu', 'peak_gb']:.2f} | {'' if theirs is None else f'{theirs:,.0f}'} |")
-    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- tables -->")
-    _, _, after = rest.partition("<!-- end of tables -->")
-    page.write_text("\n".join([f"{before}<!-- tables -->", *lines, f"<!-- end of tables -->{after}"]), encoding="utf-8")
+    fill(page, lines)
 
 
 def main() -> None:
@@ -355,6 +344,7 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--output", type=Path, help="folder of the JSON file, instead of docs/results")
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
     if options.what != "report":
@@ -362,14 +352,14 @@ def main() -> None:
     if options.what == "cpu":
         rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
     elif options.what == "report":
-        report(json.loads((RESULTS / "runtime.json").read_text()), RESULTS.parent / "runtime.md")
-        return
+        new = [r for folder in options.rows for r in json.loads((folder / "runtime.json").read_text())]
+        return report(take_over("runtime", new), RESULTS.parent / "runtime.md")
     else:
         rows = offload(options.lengths, options.steps)
     if options.output:
         write_rows("runtime", rows, options.output)
     elif not options.dry:
-        merge_rows("runtime", rows)
+        take_over("runtime", rows)
 
 
 if __name__ == "__main__":

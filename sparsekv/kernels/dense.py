@@ -31,7 +31,9 @@ def causal_attention(
     if q_len == 1 or q_len == k_len:
         return F.scaled_dot_product_attention(query, key, value, is_causal=q_len > 1, **options)
     if query.is_cuda:
-        if splits(query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device):
+        if not query.requires_grad and splits(
+            query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device,
+        ):
             return split_attention(query, key, value, scale)
         from torch.nn.attention.bias import causal_lower_right
 

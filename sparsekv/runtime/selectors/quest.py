@@ -23,21 +23,23 @@ class Quest(Selector):
 
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"
-    row_state: ClassVar[tuple[str, ...]] = ("low", "high")
+    row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)
 
     def build(self, view: LayerView) -> None:
-        self.low, self.high = self._bounds(view, 0)
+        self.low, self.high, self.used = self._bounds(view, 0)
 
     def extend(self, view: LayerView, old: Regions) -> None:
         page = int(old.mid_last.min()) // self.page_size
-        low, high = self._bounds(view, page)
-        self.low = torch.cat([self.low[:, :, :page], low], dim=2)
-        self.high = torch.cat([self.high[:, :, :page], high], dim=2)
+        held = (self.low, self.high, self.used)
+        self.low, self.high, self.used = (
+            torch.cat([old_pages[:, :, :page], new], dim=2)
+            for old_pages, new in zip(held, self._bounds(view, page), strict=True))
 
-    def _bounds(self, view: LayerView, page: int) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum of the mid keys of every page from `page` on, `[B, Hkv, P, d]`; empty pages are +-inf."""
+    def _bounds(self, view: LayerView, page: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Minimum and maximum of the mid keys of every page from `page` on, `[B, Hkv, P, d]`, 0 for empty pages; which
+        pages are not empty `[B, Hkv, P]`."""
         size, first, last = self.page_size, page * self.page_size, int(view.regions.mid_last.max())
         keys = view.keys[:, :, first:last].float()
         outside = ~view.regions.mid_mask()[:, None, first:last, None]
@@ -46,16 +48,15 @@ class Quest(Selector):
             part = torch.nn.functional.pad((keys * sign).masked_fill(outside, INF), (0, 0, 0, -keys.shape[2] % size),
                                            value=INF)
             bounds.append(sign * part.unflatten(2, (-1, size)).amin(3))
-        return bounds[0], bounds[1]
+        used = torch.isfinite(bounds[0][..., 0])
+        return (*(b.masked_fill_(~used[..., None], 0.0) for b in bounds), used)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, heads_kv, pages, dim = self.low.shape
         count, group, size = queries.count, view.group, self.page_size
         q = queries.rot.float().reshape(batch, heads_kv, group * count, dim)
-        used = torch.isfinite(self.low[..., 0])
-        low, high = (torch.where(used[..., None], x, 0.0) for x in (self.low, self.high))
-        bound = q.clamp(min=0) @ high.mT + q.clamp(max=0) @ low.mT
-        bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~used[:, :, None], -INF)
+        bound = q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT
+        bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~self.used[:, :, None], -INF)
         budget = self.budget_tokens(view)
         wanted = torch.where(budget >= view.regions.mid_sizes, pages, (budget // size).clamp(min=1))
         widest = min(int(wanted.max()), pages)
