@@ -38,3 +38,27 @@ def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
         model.cuda()
         there = logits()
     torch.testing.assert_close(there, here, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
+def test_rows_fetched_from_the_host_give_the_same_logits(completion: str) -> None:
+    model, ids = tiny("llama").cuda(), prompt(length=200).cuda()
+    router, phi = artifacts(model)
+    logits = {}
+    for placement in ("gpu", "offload", "cpu"):
+        with torch.inference_mode(), sparsekv.attach(
+                model, router=router, phi=phi, completion=completion, token_budget=20, decode_window=16,
+                placement=placement) as attachment:
+            cache = attachment.prefill(ids[:, :100], chunk_size=40)
+            steps = [model(ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits for t in range(100, 160)]
+            assert attachment.report()["sparse_calls"] > 0
+            logits[placement] = torch.cat(steps, 1)
+    for placement in ("offload", "cpu"):
+        torch.testing.assert_close(logits[placement], logits["gpu"], rtol=1e-2, atol=1e-2)
+
+
+def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:
+    model, ids = tiny("llama").to("cuda", torch.bfloat16), prompt(length=300).cuda()
+    with torch.inference_mode(), sparsekv.attach(model, selector="topk", token_budget=20) as attachment:
+        whole, cut = (attachment.prefill(ids, chunk_size=size).layers[2].keys.float() for size in (300, 70))
+    assert (whole - cut).norm() <= 0.03 * whole.norm()
