@@ -19,6 +19,7 @@ class InspectConfig:
 
 def inspect_path(config: InspectConfig) -> None:
     """Print the description. Raises SparseKVError for anything that is neither, and for a store that fails `verify`."""
+    from sparsekv.artifacts.card import heads_best_dense
     from sparsekv.artifacts.format import read_config
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
@@ -51,6 +52,11 @@ def inspect_path(config: InspectConfig) -> None:
     origin = artifact.config.provenance
     print(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
           f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
+    if "disjoint_by" in origin:
+        print(f"training and validation are disjoint by {origin['disjoint_by']} ({origin['hash']})")
+    dense = heads_best_dense(kind, artifact.config.layers, artifact.config.quality)
+    print("heads best left dense: " + ("; ".join(
+        f"layer {layer}: {', '.join(map(str, heads))}" for layer, heads in dense.items()) or "none"))
     if config.heads:
         _print_heads(artifact.config)
 

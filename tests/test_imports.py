@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = ("capture", "trainers", "runtime", "evaluation")
 LEAVES = ("models", "kernels", "artifacts", "capture.rope", "capture.store", "capture.place", "capture.shard",
-          "capture.corpus", "config", "errors", "progress", "hub")
+          "capture.ranks", "capture.corpus", "config", "errors", "progress", "hub")
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "demo", "inspection")
 

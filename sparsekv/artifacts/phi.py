@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.models.feature_map import FeatureMapWeights, log_phi
@@ -97,8 +98,7 @@ class PhiArtifact:
         return PhiArtifact(self.config, query_map, key_map, self.shift.to(device), self.gate.to(device), self.path)
 
     def summary(self) -> str:
-        c, q = self.config, self.config.quality
+        c = self.config
         lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}, width {c.width}; "
-                 f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads"]
-        lines += [f"  {name}: {value:.3f}" for name, value in q.items() if isinstance(value, float)]
+                 f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads", *describe(c.quality)]
         return "\n".join(lines)

@@ -6,13 +6,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.kernels.reference import RouterWeights
 
 KIND = "router"
+WEIGHT_DTYPES = ("float32", "bfloat16", "float8")
+FLOAT8_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class RouterArtifactConfig:
     """What the router is and where it came from; stored as `config.json`.
 
     key_space: `pre` (RoPE removed) or `rot`. scores: `mlp` (trained), `mean_key` (untrained, from the request's own
-    bucket means) or `hybrid` (their sum). router_scope: one query model a `kv_head` or a `query_head`.
+    bucket means) or `hybrid` (their sum). router_scope: one query model a `kv_head` or a `query_head`. weights_dtype:
+    how the query model's matrices lie on disk.
     """
 
     model: dict[str, Any]
@@ -33,6 +38,7 @@ class RouterArtifactConfig:
     window_size: int
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
+    weights_dtype: str = "float32"
     kind: str = KIND
 
 
@@ -64,7 +70,8 @@ class RouterArtifact:
     def save(self, path: str | Path) -> None:
         tensors = {"centroids": self.centroids}
         if self.weights is not None:
-            tensors |= {f"query_model.{k}": w for k, w in self.weights._asdict().items()}
+            for name, weight in self.weights._asdict().items():
+                tensors |= _packed(f"query_model.{name}", weight, self.config.weights_dtype)
         save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
@@ -80,10 +87,9 @@ class RouterArtifact:
         weights = None
         if config.scores != "mean_key":
             hidden = take(tensors, "query_model.b1", (layers, heads, None), where).shape[-1]
-            weights = RouterWeights(
-                take(tensors, "query_model.w1", (layers, heads, dim, hidden), where), tensors["query_model.b1"],
-                take(tensors, "query_model.w2", (layers, heads, hidden, buckets), where),
-                take(tensors, "query_model.b2", (layers, heads, buckets), where))
+            shapes = {"w1": (dim, hidden), "b1": (hidden,), "w2": (hidden, buckets), "b2": (buckets,)}
+            weights = RouterWeights(*(_unpacked(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
+                                      for name in RouterWeights._fields))
         return cls(config, centroids, weights, Path(path))
 
     def check(self, model: nn.Module) -> None:
@@ -96,8 +102,24 @@ class RouterArtifact:
         return RouterArtifact(self.config, self.centroids.to(device), weights, self.path)
 
     def summary(self) -> str:
-        c, q = self.config, self.config.quality
+        c = self.config
         lines = [f"router {self.path or ''}: {len(c.layers)} layers, {c.num_buckets} buckets over "
-                 f"{'RoPE-free' if c.key_space == 'pre' else 'rotated'} keys, scores {c.scores}"]
-        lines += [f"  {name}: {value:.3f}" for name, value in q.items() if isinstance(value, float)]
+                 f"{'RoPE-free' if c.key_space == 'pre' else 'rotated'} keys, scores {c.scores}", *describe(c.quality)]
         return "\n".join(lines)
+
+
+def _packed(name: str, weight: Tensor, dtype: str) -> dict[str, Tensor]:
+    """A matrix in fewer bits; biases stay as they are. float8 has one scale a column."""
+    if dtype == "float32" or name.split(".")[1].startswith("b"):
+        return {name: weight}
+    if dtype == "bfloat16":
+        return {name: weight.to(torch.bfloat16)}
+    scale = weight.float().abs().amax(-2, keepdim=True).clamp(min=1e-12) / FLOAT8_MAX
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}.scale": scale}
+
+
+def _unpacked(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
+    """float32, whatever the bits on disk: the runtime chooses its own."""
+    weight = take(tensors, name, shape, where).float()
+    scale = (*shape[:-2], 1, shape[-1])
+    return weight * take(tensors, f"{name}.scale", scale, where) if f"{name}.scale" in tensors else weight

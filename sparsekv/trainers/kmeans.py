@@ -11,16 +11,21 @@ from torch import Tensor
 from sparsekv.errors import SparseKVError
 
 ENGINES = ("auto", "faiss", "torch")
+INITS = ("random", "kmeans++")
+SCORES_AT_ONCE = 400_000_000
+REPAIRS = 3
+PLUS_PLUS_POINTS = 32
 
 
 def spherical_kmeans(
     keys: Tensor, num_buckets: int, *, iterations: int = 10, seed: int = 0, engine: str = "auto",
-    max_points_per_centroid: int = 512, advance: Callable[[int], None] | None = None,
+    init: str = "random", max_points_per_centroid: int = 512, advance: Callable[[int], None] | None = None,
 ) -> Tensor:
     """keys `[H, n, d]`, every head on its own -> unit centroids `[H, C, d]` float32 (Saap §4.1).
 
     Assignment is by largest inner product. `engine` auto: faiss, or torch for keys on a CUDA device where faiss has no
-    GPU. At most `max_points_per_centroid · C` keys a head are used. Raises SparseKVError for fewer keys than buckets.
+    GPU. `init` random or kmeans++. At most `max_points_per_centroid · C` keys a head are used; a bucket that is left
+    empty restarts at the key worst served. Raises SparseKVError for fewer keys than buckets.
     """
     heads, count, dim = keys.shape
     if count < num_buckets:
@@ -32,23 +37,28 @@ def spherical_kmeans(
     if count > limit:
         generator = torch.Generator().manual_seed(seed)
         keys = keys[:, torch.randperm(count, generator=generator)[:limit].to(keys.device)]
+    if init not in INITS:
+        raise SparseKVError(f"unknown initialisation {init!r}: expected one of {', '.join(INITS)}")
+    keys = keys.float()
+    start = _plus_plus(keys, num_buckets, seed) if init == "kmeans++" else _random(keys, num_buckets, seed)
     if engine == "torch" or (engine == "auto" and keys.is_cuda and not _faiss_has_gpu()):
-        result = _torch_engine(keys.float(), num_buckets, iterations, seed)
+        for _ in range(iterations):
+            start = _lloyd(keys, start)
         if advance is not None:
             advance(heads)
-        return result
+        return repair(keys, start)
     faiss = import_faiss()
     on_gpu = keys.is_cuda and _faiss_has_gpu()
     centroids = []
     for head in range(heads):
-        points = keys[head].float().contiguous().cpu().numpy()
+        points = keys[head].contiguous().cpu().numpy()
         model = faiss.Kmeans(dim, num_buckets, niter=iterations, spherical=True, seed=seed + 1, gpu=on_gpu,
                              max_points_per_centroid=max_points_per_centroid + 1, min_points_per_centroid=1)
-        model.train(points)
+        model.train(points, init_centroids=start[head].contiguous().cpu().numpy())
         centroids.append(torch.from_numpy(model.centroids))
         if advance is not None:
             advance(1)
-    return torch.nn.functional.normalize(torch.stack(centroids), dim=-1).to(keys.device)
+    return repair(keys, torch.nn.functional.normalize(torch.stack(centroids), dim=-1).to(keys.device))
 
 
 def import_faiss() -> Any:
@@ -70,31 +80,67 @@ def _faiss_has_gpu() -> bool:
     return getattr(faiss, "get_num_gpus", lambda: 0)() > 0
 
 
-def _torch_engine(keys: Tensor, num_buckets: int, iterations: int, seed: int) -> Tensor:
-    """Lloyd's iterations over all heads at once; an empty bucket restarts at the key worst served."""
-    heads, count, dim = keys.shape
+def _random(keys: Tensor, num_buckets: int, seed: int) -> Tensor:
+    """Keys drawn at random, the same places in every head: `[H, C, d]`, unit length."""
     generator = torch.Generator().manual_seed(seed)
-    start = torch.stack([torch.randperm(count, generator=generator)[:num_buckets] for _ in range(heads)])
-    centroids = keys.gather(1, start.to(keys.device)[..., None].expand(-1, -1, dim))
-    centroids = torch.nn.functional.normalize(centroids, dim=-1)
-    step = max(1, 400_000_000 // (heads * num_buckets))
-    for _ in range(iterations):
-        sums = torch.zeros_like(centroids)
-        sizes = keys.new_zeros(heads, num_buckets)
-        served = []
-        for a in range(0, count, step):
-            part = keys[:, a:a + step]
-            score, bucket = (part @ centroids.mT).max(-1)
-            sums.scatter_add_(1, bucket[..., None].expand(-1, -1, dim), part)
-            sizes.scatter_add_(1, bucket, torch.ones_like(score))
-            served.append(score / part.norm(dim=-1).clamp(min=1e-6))
-        whom = torch.cat(served, 1).topk(num_buckets, dim=1, largest=False).indices
-        replacement = keys.gather(1, whom[..., None].expand(-1, -1, dim))
-        # the i-th empty bucket takes the i-th worst served key
-        rank = ((sizes == 0).cumsum(1) - 1).clamp(min=0)
-        replacement = replacement.gather(1, rank[..., None].expand(-1, -1, dim))
-        centroids = torch.nn.functional.normalize(torch.where((sizes == 0)[..., None], replacement, sums), dim=-1)
+    start = torch.randperm(keys.shape[1], generator=generator)[:num_buckets].to(keys.device)
+    return torch.nn.functional.normalize(keys[:, start], dim=-1)
+
+
+def _plus_plus(keys: Tensor, num_buckets: int, seed: int) -> Tensor:
+    """Each next centroid is a key drawn with probability `1 − cos` to the nearest one so far, all heads at once, among
+    at most `PLUS_PLUS_POINTS · C` keys (k-means++, Arthur and Vassilvitskii 2007)."""
+    generator = torch.Generator().manual_seed(seed)
+    some = torch.randperm(keys.shape[1], generator=generator)[:PLUS_PLUS_POINTS * num_buckets].to(keys.device)
+    points = torch.nn.functional.normalize(keys[:, some], dim=-1)
+    draws = torch.rand(num_buckets, generator=generator).to(keys.device)
+    heads, count, dim = points.shape
+    found = points.new_empty(heads, num_buckets, dim)
+    distance = points.new_ones(heads, count)
+    for c in range(num_buckets):
+        running = distance.cumsum(1)
+        place = torch.searchsorted(running, (draws[c] * running[:, -1:]).contiguous()).clamp(max=count - 1)
+        found[:, c] = points.gather(1, place[..., None].expand(-1, -1, dim))[:, 0]
+        distance = torch.minimum(distance, (1 - (points @ found[:, c, :, None])[..., 0]).clamp(min=0))
+    return found
+
+
+def _lloyd(keys: Tensor, centroids: Tensor) -> Tensor:
+    """One iteration over all heads at once; an empty bucket restarts at the key worst served."""
+    sums, sizes, worst = _assign(keys, centroids)
+    moved = torch.where((sizes == 0)[..., None], _replacements(keys, sizes, worst), sums)
+    return torch.nn.functional.normalize(moved, dim=-1)
+
+
+def repair(keys: Tensor, centroids: Tensor) -> Tensor:
+    """Restart the buckets that got no key at the keys worst served; the others stay."""
+    for _ in range(REPAIRS):
+        _, sizes, worst = _assign(keys, centroids)
+        if bool((sizes > 0).all()):
+            break
+        new = torch.nn.functional.normalize(_replacements(keys, sizes, worst), dim=-1)
+        centroids = torch.where((sizes == 0)[..., None], new, centroids)
     return centroids
+
+
+def _assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the keys of every bucket `[H, C, d]`, their number `[H, C]`, and the C keys worst served `[H, C]`."""
+    heads, count, dim = keys.shape
+    buckets = centroids.shape[1]
+    sums, sizes, served = torch.zeros_like(centroids), keys.new_zeros(heads, buckets), []
+    for a in range(0, count, max(1, SCORES_AT_ONCE // (heads * buckets))):
+        part = keys[:, a:a + max(1, SCORES_AT_ONCE // (heads * buckets))]
+        score, bucket = (part @ centroids.mT).max(-1)
+        sums.scatter_add_(1, bucket[..., None].expand(-1, -1, dim), part)
+        sizes.scatter_add_(1, bucket, torch.ones_like(score))
+        served.append(score / part.norm(dim=-1).clamp(min=1e-6))
+    return sums, sizes, torch.cat(served, 1).topk(buckets, dim=1, largest=False).indices
+
+
+def _replacements(keys: Tensor, sizes: Tensor, worst: Tensor) -> Tensor:
+    """For the i-th empty bucket of a head the i-th worst served key: `[H, C, d]`."""
+    rank = ((sizes == 0).cumsum(1) - 1).clamp(min=0)
+    return keys.gather(1, worst.gather(1, rank)[..., None].expand(-1, -1, keys.shape[2]))
 
 
 def imbalance(sizes: Tensor) -> Tensor:

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.format import prepare_output
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
-from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights, log_kernel, log_phi
+from sparsekv.errors import SparseKVError
+from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights, log_kernel
 from sparsekv.models.losses import KLHuber
-from sparsekv.models.offline import Scene, make_scene, output, relative_error, top_k
-from sparsekv.trainers.fit import cosine, fit, write_metrics
-from sparsekv.trainers.pool import Pool, layer_groups, load_pool, split_documents
+from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene, surrogate
+from sparsekv.trainers.fit import Task, by_head, fit
+from sparsekv.trainers.options import TrainingOptions
+from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
+from sparsekv.trainers.work import Run
 
-SHIFTS = (-1.5, -1.0, -0.6, -0.3, -0.15, 0.0, 0.15, 0.3)
-CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.05": 0.05}
+WATCHED_DOCUMENTS, WATCHED_QUERIES = 2, 16
+SHORTEST_WINDOW = 1 / 16
 
 
 @dataclass(frozen=True)
-class PhiConfig:
-    capture: str = option(help="Capture store to train on (folder).")
-    output: str = option(help="Folder of the new artifact.")
+class PhiConfig(TrainingOptions):
     num_features: int = option(0, help="Features r of a map; 0 takes the head dimension [features].", min=0)
     width: int = option(128, help="Hidden width of a map [units].", min=8)
-    max_steps: int = option(2000, help="Training steps [steps].", min=1)
-    batch_size: int = option(64, help="Queries per head and step [queries].", min=1)
-    keys_per_step: int = option(512, help="Keys per head and step, drawn from the mid region; 0 takes all [keys].",
+    keys_per_step: int = option(512, help="Keys per head and step, spread over the mid region; 0 takes all [keys].",
                                 min=0)
+    documents_per_step: int = option(1, help="Windows that a step's queries and keys come from [windows].", min=1)
+    random_windows: float = option(0.0, help="Share of the steps whose keys come from a part of the mid region of "
+                                             "random place and length.", min=0.0, max=1.0)
     lr: float = option(3e-3, help="Peak learning rate (Adam, warm-up, cosine to zero).")
     weight_decay: float = option(0.0, help="Decoupled weight decay.")
+    ema: float = option(0.0, help="Average the weights with this decay a step and keep the average; 0 keeps the last "
+                                  "weights.", min=0.0, max=0.99999)
     temperature: float = option(1.0, help="Temperature T of the KL term.")
     band: float = option(3.0, help="τ: keys within this of the best are matched in absolute scale [nats].")
     far: float = option(6.0, help="τ_far: keys further below than this must stay out of the band [nats].")
@@ -41,181 +45,159 @@ class PhiConfig:
     far_weight: float = option(0.1, help="λ of the far region's Huber term.")
     partition_weight: float = option(0.2, help="λ of the Huber term on overestimated mass.")
     under_weight: float = option(0.2, help="λ of the Huber term on underestimated mass (not in the paper; 0 = off).")
-    validation_documents: int = option(1, help="Last windows of the capture, kept for calibration [windows].", min=1)
     calibrate: bool = option(True, help="Fit a shift per head on the validation windows, and switch completion off "
                                         "for heads it does not help.")
-    layer_group: int = option(0, help="Layers trained at once; 0 takes all [layers].", min=0)
-    checkpoint_every: int = option(0, help="Keep a checkpoint every so many steps; 0 keeps none [steps].", min=0)
-    device: str = option("auto", help="auto, cpu or cuda.")
-    seed: int = option(0, help="Seed of initial weights and batches.")
-    overwrite: bool = option(False, help="Replace an existing artifact.")
 
 
 def train_phi(config: PhiConfig) -> PhiArtifact:
     """Train, calibrate on held-out windows, save. Raises SparseKVError for a bad store, options or output."""
-    from sparsekv.hub import resolve_device
-
+    config.check()
     store = CaptureStore.open(config.capture)
+    store.require_whole("training")
     train, validation = split_documents(store, config.validation_documents)
-    out = prepare_output(config.output, config.overwrite)
-    device = resolve_device(config.device)
-    query_maps, key_maps, shifts, gates = [], [], [], []
-    errors: dict[str, list[Tensor]] = {}
-    history: dict[str, list[float]] = {}
-    groups = layer_groups(store.layers, config.layer_group)
-    for index, layers in enumerate(groups):
-        pool = load_pool(store, layers, train, space="rot", device=device, values=False)
-        module = _module(config, store, pool, len(layers))
-        name = "train phi" if len(groups) == 1 else f"phi {index + 1}/{len(groups)}"
-        history = fit(module, steps=config.max_steps, output=out, description=name, device=device,
-                      checkpoint_every=config.checkpoint_every, seed=config.seed)
+    if store.context_length <= store.config["sink_size"] + store.config["window_size"]:
+        raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of "
+                            f"{store.config['sink_size']} and a tail of {store.config['window_size']}; capture longer "
+                            "contexts")
+    if config.documents_per_step > config.batch_size:
+        raise SparseKVError(f"--documents-per-step {config.documents_per_step} is more than the {config.batch_size} "
+                            "queries of a step")
+    run = Run(config, store)
+    for index, parts in enumerate(run.groups):
+        if run.finished(parts):
+            continue
+        pool = load_pool(store, parts, train, device=run.device, values=False)
+        held = load_pool(store, parts, validation, device=run.device)
+        query_map, key_map, history = train_maps(
+            config, pool, held, parts, run.out, run.device,
+            label="train phi" if len(run.groups) == 1 else f"phi {index + 1}/{len(run.groups)}",
+            quiet=run.ranks.rank > 0, max_seconds=run.seconds_left(index))
+        run.log(index, history)
         del pool
-        query_map, key_map = (FeatureMapWeights(*(w.detach().to(device) for w in m.weights()))
-                              for m in (module.query_maps, module.key_maps))
-        held = load_pool(store, layers, validation, space="rot", device=device)
-        shift, gate, found = calibrate(config, store, held, query_map, key_map)
-        for case, value in found.items():
-            errors.setdefault(case, []).append(value.reshape(len(layers), -1).cpu())
-        query_maps.append(_by_layer(query_map, len(layers)))
-        key_maps.append(_by_layer(key_map, len(layers)))
-        shifts.append(shift.reshape(len(layers), -1).cpu())
-        gates.append(gate.reshape(len(layers), -1).cpu())
-    write_metrics(out / "metrics.csv", history)
-    per_head = {case: torch.cat(parts) for case, parts in errors.items()}
-    quality: dict[str, Any] = {case: float(v.mean()) for case, v in per_head.items()}
-    quality["per_head"] = {case: [[round(x, 4) for x in row] for row in v.tolist()] for case, v in per_head.items()}
-    artifact = PhiArtifact(
-        PhiArtifactConfig(
-            model=store.model, layers=store.layers, num_features=query_maps[0].b_out.shape[-1], width=config.width,
-            sink_size=store.config["sink_size"], window_size=store.config["window_size"],
-            provenance=provenance(store, asdict(config), train, validation), quality=quality),
-        _stack(query_maps), _stack(key_maps), torch.cat(shifts), torch.cat(gates), out)
-    artifact.save(out)
-    return artifact
+        result = {f"{name}.{k}": w for name, m in (("query_map", query_map), ("key_map", key_map))
+                  for k, w in m._asdict().items()}
+        run.keep(parts, result | {f"card.{k}": v for k, v in calibrate(
+            held, query_map, key_map, shift=config.calibrate).items()})
+        del held
+    made: list[PhiArtifact] = []
 
-
-def provenance(store: CaptureStore, options: dict[str, Any], train: list[int], validation: list[int]) -> dict[str, Any]:
-    """Where an artifact comes from: corpus, options, code version and the hashes of the windows it was made with."""
-    from sparsekv import __version__
-
-    return {"sparsekv": __version__, "corpus": store.config["corpus"], "split": store.config["split"],
-            "context_length": store.context_length, "options": options,
-            "train_documents": [store.documents[i]["sha256"] for i in train],
-            "validation_documents": [store.documents[i]["sha256"] for i in validation]}
-
-
-def _by_layer(weights: FeatureMapWeights, layers: int) -> FeatureMapWeights:
-    return FeatureMapWeights(*(w.reshape(layers, -1, *w.shape[1:]).cpu() for w in weights))
-
-
-def _stack(parts: list[FeatureMapWeights]) -> FeatureMapWeights:
-    return FeatureMapWeights(*(torch.cat(ws) for ws in zip(*parts, strict=True)))
-
-
-def _module(config: PhiConfig, store: CaptureStore, pool: Pool, layers: int) -> Any:
-    import lightning
-
-    torch.manual_seed(config.seed)
-    features = config.num_features or store.head_dim
-    sink, window = store.config["sink_size"], store.config["window_size"]
-    heads_q, heads_kv = layers * store.num_query_heads, layers * store.num_kv_heads
-    length = pool.keys.shape[2]
-
-    class PhiModule(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query_maps = FeatureMap(heads_q, store.head_dim, features, config.width)
-            self.key_maps = FeatureMap(heads_kv, store.head_dim, features, config.width)
-            self.query_maps.whiten(pool.queries[0].float().cpu())
-            self.key_maps.whiten(pool.keys[0].float().cpu())
-            self.loss = KLHuber(config.temperature, config.band, config.far, 1.0, config.top_weight, config.far_weight,
-                                config.partition_weight, config.under_weight)
-
-        def training_step(self, step: Any) -> Tensor:
-            queries, keys, teacher, mask = self.batch(int(self.global_step))
-            log_q, log_k = self.query_maps(queries), self.key_maps(keys)
-            batch = queries.shape[1]
-            grouped = log_q.reshape(heads_kv, -1, features)
-            student = log_kernel(grouped, log_k).reshape(heads_q, batch, -1)
-            terms = self.loss(teacher, student, mask)
-            self.log_dict({k: v.mean() for k, v in terms.items()}, logger=False)
-            return terms["loss"].sum() / 100
-
-        def batch(self, step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            generator = torch.Generator().manual_seed(config.seed * 7_919 + step)
-            document = int(torch.randint(pool.documents, (1,), generator=generator))
-            chosen = torch.randint(pool.queries.shape[2], (config.batch_size,), generator=generator)
-            count = length - sink - window
-            size = min(config.keys_per_step or count, count)
-            columns = torch.randperm(count, generator=generator)[:size] + sink
-            chosen, columns = chosen.to(pool.keys.device), columns.to(pool.keys.device)
-            queries = pool.queries[document].index_select(1, chosen).float()
-            keys = pool.keys[document].index_select(1, columns).float()
-            positions = pool.positions[document].index_select(1, chosen)
-            teacher = (queries.reshape(heads_kv, -1, queries.shape[-1]) @ keys.mT) * pool.scale
-            mask = columns <= positions[..., None] - window
-            return queries, keys, teacher.reshape(heads_q, len(chosen), -1), mask
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=config.lr, weight_decay=config.weight_decay,
-                                          betas=(0.9, 0.99), fused=True)
-            return {"optimizer": optimizer, "lr_scheduler": cosine(optimizer, config.max_steps)}
-
-    return PhiModule()
-
-
-def calibrate(
-    config: PhiConfig, store: CaptureStore, pool: Pool, query_map: FeatureMapWeights, key_map: FeatureMapWeights,
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Shift and gate of every head from held-out windows: the shift with the least mean output error over sink + tail,
-    top-k at 1 % and at 5 %; gate 0 where even that is worse than no completion. Returns `[Lq]` each and the errors."""
-    heads_kv = store.num_kv_heads
-    layers = pool.keys.shape[1] // heads_kv
-    plain: dict[str, list[Tensor]] = {case: [] for case in CASES}
-    completed: dict[str, list[Tensor]] = {case: [] for case in CASES}
-    shifts = torch.tensor(SHIFTS if config.calibrate else (0.0,))
-    for layer in range(layers):
-        kv = slice(layer * heads_kv, (layer + 1) * heads_kv)
-        q = slice(kv.start * pool.group, kv.stop * pool.group)
-        maps = (FeatureMapWeights(*(w[q] for w in query_map)), FeatureMapWeights(*(w[kv] for w in key_map)))
-        none = {case: torch.zeros(heads_kv * pool.group) for case in CASES}
-        with_phi = {case: torch.zeros(len(shifts), heads_kv * pool.group) for case in CASES}
-        for document in range(pool.documents):
-            scene, logits = _held_out_scene(store, pool, document, q, kv, maps)
-            for case, fraction in CASES.items():
-                read = None if fraction is None else top_k(scene, fraction)
-                none[case] += relative_error(scene, output(scene, read)).cpu() / pool.documents
-                for i, shift in enumerate(shifts.tolist()):
-                    error = relative_error(scene, output(scene, read, logits + shift))
-                    with_phi[case][i] += error.cpu() / pool.documents
+    def assemble(tensors: dict[str, Tensor]) -> None:
+        card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
+        gate = choose_gates(card) if config.calibrate else torch.ones_like(card["shift"])
         for case in CASES:
-            plain[case].append(none[case])
-            completed[case].append(with_phi[case])
-    none_all = {case: torch.cat(v) for case, v in plain.items()}
-    phi_all = {case: torch.cat(v, dim=1) for case, v in completed.items()}
-    # relative to no completion, so that the large error of sink + tail does not decide alone
-    objective = torch.stack([phi_all[c] / none_all[c].clamp(min=1e-6) for c in CASES]).mean(0)
-    best = objective.argmin(0)
-    gate = torch.ones(best.shape)
-    if config.calibrate:
-        gate = (objective.gather(0, best[None])[0] < 1.0).float()
-    found: dict[str, Tensor] = {}
-    for case in CASES:
-        found[f"{case} error"] = none_all[case]
-        chosen = phi_all[case].gather(0, best[None])[0]
-        found[f"{case} + phi error"] = torch.where(gate > 0, chosen, none_all[case])
-    return shifts[best], gate, found
+            card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
+        query_map, key_map = (FeatureMapWeights(*(tensors[f"{n}.{k}"] for k in FeatureMapWeights._fields))
+                              for n in ("query_map", "key_map"))
+        quality: dict[str, Any] = {name: float(v.mean()) for name, v in card.items()}
+        quality["per_head"] = {name: [[round(x, 4) for x in row] for row in v.tolist()]
+                               for name, v in {**card, "gate": gate}.items()}
+        made.append(PhiArtifact(
+            PhiArtifactConfig(
+                model=store.model, layers=store.layers, num_features=query_map.b_out.shape[-1], width=config.width,
+                sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                provenance=provenance(store, asdict(config), train, validation), quality=quality),
+            query_map, key_map, card["shift"], gate, run.out))
+        made[0].save(run.out)
+
+    run.finish(assemble)
+    return made[0] if made else PhiArtifact.load(run.out)
 
 
-def _held_out_scene(
-    store: CaptureStore, pool: Pool, document: int, q: slice, kv: slice,
-    maps: tuple[FeatureMapWeights, FeatureMapWeights], limit: int = 64,
-) -> tuple[Scene, Tensor]:
-    count = pool.queries.shape[2]
-    some = torch.linspace(count // 3, count - 1, min(limit, count), device=pool.keys.device).long()
-    queries, keys = pool.queries[document, q][:, some].float(), pool.keys[document, kv].float()
-    scene = make_scene(queries, keys, pool.values[document, kv].float(), pool.positions[document, q][:, some],
-                       scale=pool.scale, sink_size=store.config["sink_size"], window_size=store.config["window_size"])
-    log_q, log_k = log_phi(queries, maps[0]), log_phi(keys, maps[1])
-    logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k)
-    return scene, logits.reshape(scene.scores.shape)
+def train_maps(
+    config: PhiConfig, pool: Pool, held: Pool, parts: list[Part], output: Path, device: str, *,
+    label: str = "train phi", quiet: bool = False, max_seconds: float | None = None,
+) -> tuple[FeatureMapWeights, FeatureMapWeights, dict[str, list[float]]]:
+    """The maps of all query heads `[Lq, ...]` and KV heads `[Lk, ...]`, and the metrics. `held` is the pool of the
+    validation windows, with values."""
+    task = PhiTask(config, pool, held, parts)
+    history = fit(task, config, output=output, description=label, device=device, name=f"phi-{parts[0].name}",
+                  max_seconds=max_seconds, quiet=quiet)
+    query_map, key_map = (FeatureMapWeights(*(w.detach() for w in m.weights()))
+                          for m in (task.query_maps, task.key_maps))
+    return query_map, key_map, history
+
+
+class PhiTask(Task):
+    """The KL and Huber loss of every head's pair of maps, all heads in one batch, queries and keys the same places in
+    every head."""
+
+    betas = (0.9, 0.99)
+
+    def __init__(self, config: PhiConfig, pool: Pool, held: Pool, parts: list[Part]):
+        super().__init__()
+        self.config, self.pool, self.held = config, pool, held
+        self.ema, self.weight_decay = config.ema, config.weight_decay
+        dim = pool.keys.shape[3]
+        features = config.num_features or dim
+        seeds = [(config.seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
+        self.query_maps = by_head(lambda heads: FeatureMap(heads, dim, features, config.width),
+                                  [s * 64 + 1 + g for s in seeds for g in range(pool.group)])
+        self.key_maps = by_head(lambda heads: FeatureMap(heads, dim, features, config.width), [s * 64 for s in seeds])
+        self.query_maps.whiten(pool.queries[0].float().cpu())
+        self.key_maps.whiten(pool.keys[0].float().cpu())
+        self.loss = KLHuber(config.temperature, config.band, config.far, 1.0, config.top_weight, config.far_weight,
+                            config.partition_weight, config.under_weight)
+        self.mid = pool.keys.shape[2] - pool.sink_size - pool.window_size
+        device = pool.keys.device
+        self.flat = {"queries": pool.queries.flatten(0, 2), "keys": pool.keys.flatten(0, 2),
+                     "positions": pool.positions.flatten()}
+        self.heads = {n: torch.arange(n, device=device)[None, :, None] for n in (pool.heads_q, pool.heads_kv)}
+
+    def draws(self, first: int, count: int) -> dict[str, Tensor]:
+        """Windows `[count, D]`, queries `[count, D, B/D]` and keys `[count, D, K/D]` by place."""
+        rows = [self._draw(first + i) for i in range(count)]
+        return {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
+
+    def _draw(self, step: int) -> dict[str, Tensor]:
+        o, pool = self.config, self.pool
+        generator = torch.Generator().manual_seed(o.seed * 7_919 + step)
+        documents = min(o.documents_per_step, pool.documents)
+        queries = torch.randint(pool.queries.shape[2], (documents, o.batch_size // documents), generator=generator)
+        start, span = 0.0, float(self.mid)
+        choice, length, place = torch.rand(3, generator=generator).tolist()
+        if choice < o.random_windows:
+            span *= SHORTEST_WINDOW ** length
+            start = place * (self.mid - span)
+        # one key in each of as many equal stretches: spread evenly, none twice
+        number = max(1, min(o.keys_per_step or self.mid, self.mid) // documents)
+        at = torch.arange(number) + torch.rand((documents, number), generator=generator, dtype=torch.float64)
+        columns = (start + at * (span / number)).long().clamp(max=self.mid - 1)
+        return {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
+                "key": columns + pool.sink_size}
+
+    def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
+        pool, documents = self.pool, draw["document"].shape[0]
+        queries, keys = self._rows("queries", draw["query"], draw), self._rows("keys", draw["key"], draw)
+        group, count = pool.group, draw["query"].shape[1]
+        shape = (pool.heads_kv, group, documents, count)
+        log_q, log_k = self.query_maps(queries.flatten(1, 2)), self.key_maps(keys.flatten(1, 2))
+        grouped = log_q.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)  # [Lk, D, group * count, r]
+        student = log_kernel(grouped, log_k.reshape(pool.heads_kv, documents, -1, log_k.shape[-1])).float()
+        with torch.autocast(queries.device.type, enabled=False):
+            asked = queries.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)
+            teacher = (asked @ keys.mT) * pool.scale
+        positions = self._rows("positions", draw["query"], draw).reshape(shape).transpose(1, 2).flatten(2, 3)
+        mask = draw["key"][None, :, None] <= positions[..., None] - pool.window_size
+        rows = (-1, count, keys.shape[2])
+        terms = self.loss(teacher.reshape(rows), student.reshape(rows), mask.reshape(rows))
+        return {name: value.reshape(pool.heads_kv, documents, group).mean(1) for name, value in terms.items()}
+
+    def _rows(self, name: str, places: Tensor, draw: dict[str, Tensor]) -> Tensor:
+        """Rows of a flattened pool tensor, `[D, n]` places -> `[L, D, n, ...]`, floats as float32."""
+        heads = self.pool.heads_kv if name == "keys" else self.pool.heads_q
+        length = self.pool.keys.shape[2] if name == "keys" else self.pool.queries.shape[2]
+        index = (draw["document"][:, None, None] * heads + self.heads[heads]) * length + places[:, None]
+        index = index.transpose(0, 1)
+        found = self.flat[name].index_select(0, index.flatten())
+        found = found.reshape(*index.shape, *found.shape[1:])
+        return found.float() if found.is_floating_point() else found
+
+    def validate(self) -> Tensor:
+        """Output error with sink and tail alone, completed, by KV head."""
+        found = []
+        zero = torch.zeros(1, device=self.held.keys.device)
+        for document in range(min(WATCHED_DOCUMENTS, self.held.documents)):
+            scene, queries, keys = pick_scene(self.held, document, slice(0, self.held.heads_kv), WATCHED_QUERIES)
+            logits = surrogate(queries, keys, self.query_maps.weights(), self.key_maps.weights())
+            found.append(errors(scene, logits, None, zero)[1][0])
+        return torch.stack(found).mean(0).reshape(self.held.heads_kv, -1).mean(1)

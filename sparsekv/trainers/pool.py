@@ -1,22 +1,37 @@
 """The captured tensors a trainer draws from, for all heads of a group of layers, and the split into training and
-validation documents."""
+validation windows."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsekv.capture.rope import rotate
 from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
 
 
+class Part(NamedTuple):
+    """Some KV heads of a layer, and their query heads: what a rank can train by itself."""
+
+    layer: int
+    first: int
+    heads: int
+
+    @property
+    def name(self) -> str:
+        return f"layer{self.layer:03d}-heads{self.first:03d}-{self.first + self.heads - 1:03d}"
+
+
 @dataclass(frozen=True)
 class Pool:
-    """`Lk = layers · Hkv`, `Lq = layers · Hq`, heads of a layer side by side. keys, values `[D, Lk, N, d]`, queries
-    `[D, Lq, T, d]`, positions `[D, Lq, T]`, best `[D, Lq, T]` (position of the best key outside the sink)."""
+    """`Lk = parts · KV heads`, `Lq = Lk · group`, heads of a part side by side. keys, values `[D, Lk, N, d]` and
+    queries `[D, Lq, T, d]` with RoPE, positions `[D, Lq, T]`, best `[D, Lq, T]` (position of the best key outside the
+    sink). keys_pre and queries_pre, the same with RoPE removed, where asked for."""
 
     keys: Tensor
     values: Tensor
@@ -25,57 +40,105 @@ class Pool:
     best: Tensor
     scale: float
     group: int
+    sink_size: int = 4
+    window_size: int = 16
+    keys_pre: Tensor | None = None
+    queries_pre: Tensor | None = None
 
     @property
     def documents(self) -> int:
         return self.keys.shape[0]
 
+    @property
+    def heads_kv(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def heads_q(self) -> int:
+        return self.queries.shape[1]
+
+    def clustered(self, space: str) -> Tensor:
+        """The keys that are clustered in a key space, `pre` or `rot`."""
+        return self.keys if self.keys_pre is None or space == "rot" else self.keys_pre
+
+    def asked(self, space: str) -> Tensor:
+        """The queries that a query model of this space sees."""
+        return self.queries if self.queries_pre is None or space == "rot" else self.queries_pre
+
 
 def load_pool(
-    store: CaptureStore, layers: list[int], documents: list[int], *, space: str, device: str,
+    store: CaptureStore, parts: Sequence[int | Part], documents: list[int], *, device: str, space: str = "rot",
     dtype: torch.dtype = torch.bfloat16, values: bool = True,
 ) -> Pool:
-    """Read the layers of the documents; `space` is `rot` (with RoPE) or `pre` (without). Without `values` that field is
-    empty: training needs none.
+    """Read parts (or whole layers, by number) of the documents. `space` pre: also without RoPE. Without `values` that
+    field is empty: training needs none.
 
-    Raises SparseKVError for NaN in a shard.
+    Raises SparseKVError for NaN in a shard, and for layers of different scales.
     """
     held: dict[str, Tensor] = {}
-    scale = 1.0
+    scales: dict[int, float] = {}
     for row, document in enumerate(documents):
-        for place, layer in enumerate(layers):
-            item = store.read(layer, document)
-            scale = item.scale
-            keys, queries = item.keys_pre, item.queries_pre
-            if space == "rot":
-                keys = rotate(keys.float(), item.cos, item.sin, item.layout)
-                queries = rotate(queries.float(), item.cos[item.query_positions], item.sin[item.query_positions],
-                                 item.layout)
-            if not (torch.isfinite(keys.sum()) and torch.isfinite(queries.sum()) and torch.isfinite(item.values.sum())):
-                raise SparseKVError(f"layer {layer} of document {document} of the capture store {str(store.path)!r} "
-                                    "holds NaN or infinite numbers; capture it again, in bfloat16 or float32")
-            found = {"keys": keys, "values": item.values, "queries": queries, "positions": item.query_positions,
+        for place, part in enumerate(parts):
+            part = Part(part, 0, store.num_kv_heads) if isinstance(part, int) else part
+            item = store.read(part.layer, document, kv_heads=slice(part.first, part.first + part.heads))
+            scales[part.layer] = item.scale
+            if not all(bool(torch.isfinite(x.sum(dtype=torch.float32))) for x in (item.keys_pre, item.queries_pre,
+                                                                                  item.values)):
+                raise SparseKVError(
+                    f"layer {part.layer} of document {document} of the capture store {str(store.path)!r} holds NaN or "
+                    "infinite numbers; capture it again, in bfloat16 or float32")
+            found = {"keys": item.keys_rot(), "values": item.values if values else item.values[:, :0],
+                     "queries": item.queries_rot(), "positions": item.query_positions,
                      "best": item.statistics["top1_position"]}
+            if space == "pre":
+                found |= {"keys_pre": item.keys_pre, "queries_pre": item.queries_pre}
             for name, tensor in found.items():
-                if name == "values" and not values:
-                    tensor = tensor[:, :0]
                 if name not in held:
-                    shape = (len(documents), len(layers) * tensor.shape[0], *tensor.shape[1:])
+                    shape = (len(documents), len(parts) * tensor.shape[0], *tensor.shape[1:])
                     kind = torch.int32 if name in ("positions", "best") else dtype
                     held[name] = torch.empty(shape, dtype=kind, device=device)
                 held[name][row, place * tensor.shape[0]:(place + 1) * tensor.shape[0]] = tensor
-    return Pool(**held, scale=scale, group=store.num_query_heads // store.num_kv_heads)
+    if len(set(scales.values())) > 1:
+        raise SparseKVError(f"layers {sorted(scales)} have different softmax scales {sorted(set(scales.values()))}; "
+                            "train them one by one with --layer-group 1")
+    return Pool(**held, scale=next(iter(scales.values())), group=store.group, sink_size=store.config["sink_size"],
+                window_size=store.config["window_size"])
 
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
-    """The last `validation` documents are kept for validation. Raises SparseKVError where none are left to train on."""
+    """Windows to train on and to validate on: the last `validation` are for validation, and those before that share a
+    source document with them are left out, unless that would cost more than half (a corpus of one long file).
+
+    Raises SparseKVError where none are left to train on.
+    """
     if not 0 < validation < store.num_documents:
         raise SparseKVError(f"{validation} validation documents asked for, and the capture store has "
                             f"{store.num_documents}; expected at least 1, and at least 1 left to train on")
     cut = store.num_documents - validation
-    return list(range(cut)), list(range(cut, store.num_documents))
+    held = _sources(store, range(cut, store.num_documents))
+    apart = [i for i in range(cut) if held and held.isdisjoint(_sources(store, [i]))]
+    return apart if 2 * len(apart) >= cut else list(range(cut)), list(range(cut, store.num_documents))
 
 
-def layer_groups(layers: list[int], size: int) -> list[list[int]]:
-    """Layers trained at once; `size` 0: all."""
-    return [layers[i:i + size] for i in range(0, len(layers), size)] if size else [layers]
+def _sources(store: CaptureStore, documents: Iterable[int]) -> set[str]:
+    return {s for i in documents for s in store.documents[i].get("sources", [])}
+
+
+def provenance(store: CaptureStore, options: dict[str, Any], train: list[int], validation: list[int]) -> dict[str, Any]:
+    """Where an artifact comes from: corpus, options, code version and the hashes of the windows and sources it was
+    made with."""
+    from sparsekv import __version__
+
+    sources = {"train": _sources(store, train), "validation": _sources(store, validation)}
+    apart = bool(sources["validation"]) and sources["train"].isdisjoint(sources["validation"])
+
+    def hashes(names: set[str]) -> list[str]:
+        return sorted(hashlib.sha256(n.encode()).hexdigest()[:16] for n in names)
+
+    return {"sparsekv": __version__, "corpus": store.config["corpus"], "split": store.config["split"],
+            "context_length": store.context_length, "options": options,
+            "disjoint_by": "source document" if apart else "window",
+            "hash": "sha256 of a window's token ids (JSON); sha256, first 16 digits, of a source's name",
+            "train_documents": [store.documents[i]["sha256"] for i in train],
+            "validation_documents": [store.documents[i]["sha256"] for i in validation],
+            "train_sources": hashes(sources["train"]), "validation_sources": hashes(sources["validation"])}

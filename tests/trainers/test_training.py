@@ -25,9 +25,18 @@ from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.router import RouterConfig, train_router
 
 
+def sharp(family: str = "llama"):
+    """A tiny random model whose attention is far from uniform."""
+    model = tiny(family)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(30)
+    return model
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return captured(tiny("llama"), tmp_path_factory.mktemp("capture") / "s", num_documents=5, context_length=200,
+    return captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=5, context_length=200,
                     queries_per_document=64)
 
 
@@ -39,12 +48,12 @@ def test_phi_learns_and_survives_the_disk(store, tmp_path) -> None:
     assert quality["sink_tail + phi error"] < 0.9 * quality["sink_tail error"]
     assert quality["sink_tail + phi error"] < 0.9 * short.config.quality["sink_tail + phi error"]
     losses = read_metrics(tmp_path / "b" / "metrics.csv")["loss"]
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
     again = PhiArtifact.load(tmp_path / "b")
     x = torch.randn(1, 4, 3, 16)
     torch.testing.assert_close(again.layer(1).log_phi_q(x), long.layer(1).log_phi_q(x))
     assert again.layer(7) is None
-    again.check(tiny("llama"))
+    again.check(sharp())
     with pytest.raises(SparseKVError, match="made for a model"):
         again.check(tiny("qwen2"))
 

@@ -1,0 +1,31 @@
+"""The quality card of an artifact: means over heads, a table a quantity `[layers][heads]`, and which heads are best
+left dense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DENSE_BELOW = 0.5
+DENSE_ABOVE = 0.5
+JUDGED = "mass_share@0.05"
+
+
+def describe(quality: dict[str, Any]) -> list[str]:
+    """The means, one a line."""
+    return [f"  {name}: {value:.3f}" for name, value in quality.items() if isinstance(value, float)]
+
+
+def heads_best_dense(kind: str, layers: list[int], quality: dict[str, Any]) -> dict[int, list[int]]:
+    """Query heads, by layer, that the artifact serves badly.
+
+    router: at 5 % of the context it reaches less than half of the mid region's attention. phi: with sink and tail alone
+    the completed output is still further off than half of its length, or completion is off and the error without it is.
+    """
+    tables = quality.get("per_head", {})
+    table = tables.get(JUDGED if kind == "router" else "sink_tail + phi error", [])
+    found = {}
+    for layer, row in zip(layers, table, strict=False):
+        bad = [h for h, v in enumerate(row) if (v < DENSE_BELOW if kind == "router" else v > DENSE_ABOVE)]
+        if bad:
+            found[layer] = bad
+    return found

@@ -1,0 +1,121 @@
+"""What feature maps do on held-out windows: errors at every case, the shift of `ŝ` that serves a head best, and the
+heads where completion is switched off."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsekv.models.feature_map import FeatureMapWeights, log_kernel, log_phi
+from sparsekv.models.offline import Scene, apply_weights, make_scene, top_k
+from sparsekv.trainers.pool import Pool
+
+CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
+                                  "topk@0.1": 0.1}
+SHIFTS = tuple(round(-3.0 + 0.05 * i, 2) for i in range(81))
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+SCORES_AT_ONCE = 200_000_000
+GAP_KEYS = 512
+NEG_INF = float("-inf")
+
+
+def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
+    """At most `limit` queries past the first third of a window, for some KV heads: their attention, and queries and
+    keys with RoPE in float32."""
+    keys = pool.keys[document, heads].float()
+    asked = slice((heads.start or 0) * pool.group, (heads.stop or pool.heads_kv) * pool.group)
+    total = pool.queries.shape[2]
+    limit = max(1, min(limit, total, SCORES_AT_ONCE // (keys.shape[0] * pool.group * keys.shape[1])))
+    some = torch.linspace(total // 3, total - 1, limit, device=keys.device).long()
+    queries = pool.queries[document, asked][:, some].float()
+    scene = make_scene(queries, keys, pool.values[document, heads].float(), pool.positions[document, asked][:, some],
+                       scale=pool.scale, sink_size=pool.sink_size, window_size=pool.window_size)
+    return scene, queries, keys
+
+
+def surrogate(queries: Tensor, keys: Tensor, query_map: FeatureMapWeights, key_map: FeatureMapWeights) -> Tensor:
+    """`ŝ` of every query and key: `[Hq, T, d]`, `[Hkv, N, d]` -> `[Hq, T, N]`."""
+    log_q, log_k = log_phi(queries, query_map), log_phi(keys, key_map)
+    logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k)
+    return logits.reshape(*queries.shape[:2], -1)
+
+
+def errors(scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
+    """Relative output error without completion `[Hq]`, and with it, its logits shifted by each of `shifts`: `[S, Hq]`.
+
+    A shift only changes the weight of the estimated part, so that all of them cost one pass over the keys.
+    """
+    exact = scene.anchors if read is None else scene.anchors | read
+    base, base_mass = _part(scene, scene.scores, exact)
+    rest, rest_mass = _part(scene, logits, scene.mid & ~exact)
+    off, move = base - scene.full, rest - base
+    weight = torch.sigmoid(rest_mass + shifts.reshape(-1, 1, 1) - base_mass)
+    square = (off * off).sum(-1) + 2 * weight * (off * move).sum(-1) + weight**2 * (move * move).sum(-1)
+    size = scene.full.norm(dim=-1).clamp(min=1e-12)
+    return (off.norm(dim=-1) / size).mean(-1), (square.clamp(min=0).sqrt() / size).mean(-1)
+
+
+def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Output over some keys alone and the logarithm of their mass; zero and -inf for none."""
+    logits = logits.masked_fill(~where, NEG_INF)
+    return apply_weights(logits.softmax(-1).nan_to_num(0.0), scene.values), logits.logsumexp(-1)
+
+
+def calibrate(
+    pool: Pool, query_map: FeatureMapWeights, key_map: FeatureMapWeights, *, shift: bool, limit: int = 64,
+) -> dict[str, Tensor]:
+    """Tables `[Lq]` from a pool of validation windows: `shift`, the one with the least error over all cases relative to
+    no completion (zero unless asked for); `<case> error` and `<case> + phi error`; `mass_ratio` `Σŵ / Σw` (geometric
+    mean over queries); `gap_pXX`, quantiles of `ŝ − s` over mid keys. The last two are after the shift."""
+    shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
+    tables: dict[str, list[Tensor]] = {}
+    for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
+        heads = slice(first, min(first + pieces_at_once(pool, limit), pool.heads_kv))
+        asked = slice(heads.start * pool.group, heads.stop * pool.group)
+        maps = FeatureMapWeights(*(w[asked] for w in query_map)), FeatureMapWeights(*(w[heads] for w in key_map))
+        none: dict[str, Tensor] = {}
+        completed: dict[str, Tensor] = {}
+        ratio, gaps = torch.zeros((), device=shifts.device), []
+        for document in range(pool.documents):
+            scene, queries, keys = pick_scene(pool, document, heads, limit)
+            logits = surrogate(queries, keys, *maps)
+            for case, fraction in CASES.items():
+                alone, many = errors(scene, logits, None if fraction is None else top_k(scene, fraction), shifts)
+                none[case] = none.get(case, 0.0) + alone / pool.documents
+                completed[case] = completed.get(case, 0.0) + many / pool.documents
+            log_ratio = (logits.masked_fill(~scene.mid, NEG_INF).logsumexp(-1)
+                         - scene.scores.masked_fill(~scene.mid, NEG_INF).logsumexp(-1))
+            ratio = ratio + log_ratio.nanmean(-1) / pool.documents
+            columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
+            gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
+            gaps.append(gap.flatten(1))
+        relative = torch.stack([completed[c] / none[c].clamp(min=1e-6) for c in CASES]).mean(0)
+        best = relative.argmin(0, keepdim=True)
+        chosen = shifts[best[0]]
+        found = {"shift": chosen, "mass_ratio": (ratio + chosen).exp()}
+        quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
+        found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
+        for case in CASES:
+            found |= {f"{case} error": none[case], f"{case} + phi error": completed[case].gather(0, best)[0]}
+        for name, value in found.items():
+            tables.setdefault(name, []).append(value)
+    return {name: torch.cat(parts) for name, parts in tables.items()}
+
+
+def pieces_at_once(pool: Pool, limit: int) -> int:
+    """KV heads whose attention for `limit` queries is held at once."""
+    return max(1, SCORES_AT_ONCE // (pool.group * limit * pool.keys.shape[2]))
+
+
+def choose_gates(tables: dict[str, Tensor]) -> Tensor:
+    """Gate of every head, 1 or 0, from tables of any one shape: completion is off where it does not help on average
+    over the cases, and, while it raises the mean error of some case, for the heads that raise it most."""
+    none = torch.stack([tables[f"{case} error"] for case in CASES]).flatten(1)
+    completed = torch.stack([tables[f"{case} + phi error"] for case in CASES]).flatten(1)
+    gate = (completed / none.clamp(min=1e-6)).mean(0) < 1.0
+    while True:
+        harm = torch.where(gate, completed - none, 0.0)
+        case = int(harm.mean(1).argmax())
+        if float(harm[case].mean()) <= 0:
+            return gate.float().reshape(next(iter(tables.values())).shape)
+        gate = gate & (torch.arange(gate.shape[0], device=gate.device) != harm[case].argmax())

@@ -1,0 +1,120 @@
+"""What a router is trained and judged on: the bucket of every key, the attention mass per bucket of every query, and
+the share of it that a choice of buckets reaches. All on a pool, all heads at once, never the attention matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.trainers.pool import Pool
+
+ASSIGN_AT_ONCE = 200_000_000
+
+
+class Targets(NamedTuple):
+    """mass `[D, Lq, T, C]` float16, rows summing to one (zero where a query has no mid key); base of the same shape,
+    the mean-key logits, or None."""
+
+    mass: Tensor
+    base: Tensor | None
+
+
+def assign(keys: Tensor, centroids: Tensor) -> Tensor:
+    """Bucket of every key, `[H, N, d]`, `[H, C, d]` -> `[H, N]` int64: the largest inner product."""
+    step = max(1, ASSIGN_AT_ONCE // (centroids.shape[0] * centroids.shape[1]))
+    starts = range(0, keys.shape[1], step)
+    return torch.cat([(keys[:, a:a + step].float() @ centroids.mT).argmax(-1) for a in starts], 1)
+
+
+def make_targets(
+    pool: Pool, centroids: Tensor, space: str, *, mean_key: bool, advance: Callable[[int], None] | None = None,
+) -> Targets:
+    """Targets of every captured query, once per k-means; with `mean_key` also the untrained logits."""
+    shape = (*pool.queries.shape[:3], centroids.shape[1])
+    mass = torch.empty(shape, dtype=torch.float16, device=pool.keys.device)
+    base = torch.empty_like(mass) if mean_key else None
+    for document in range(pool.documents):
+        bucket = assign(pool.clustered(space)[document], centroids)
+        mass[document] = _mass(pool, pool.queries[document], document, bucket, centroids.shape[1], torch.float16)
+        if base is not None:
+            base[document] = mean_key_logits(pool, document, bucket, centroids.shape[1]).to(torch.float16)
+        if advance is not None:
+            advance(1)
+    return Targets(mass, base)
+
+
+def _mass(pool: Pool, queries: Tensor, document: int, bucket: Tensor, buckets: int, dtype: torch.dtype,
+          positions: Tensor | None = None) -> Tensor:
+    positions = pool.positions[document] if positions is None else positions
+    return bucket_mass(queries, pool.keys[document], bucket, positions, buckets, scale=pool.scale,
+                       sink_size=pool.sink_size, window_size=pool.window_size, dtype=dtype)
+
+
+def mean_key_logits(pool: Pool, document: int, bucket: Tensor, buckets: int, some: Tensor | None = None) -> Tensor:
+    """`log n_c + q·mean_c·scale` from the document's own rotated keys, `[Lq, T, C]` float32; `some` picks queries."""
+    keys = pool.keys[document].float()
+    sums = keys.new_zeros(keys.shape[0], buckets, keys.shape[2])
+    sums.scatter_add_(1, bucket[..., None].expand_as(keys), keys)
+    sizes = bucket_sizes(bucket, buckets)
+    means = sums / sizes.clamp(min=1)[..., None]
+    queries = pool.queries[document] if some is None else pool.queries[document][:, some]
+    logits = (queries.float().reshape(keys.shape[0], -1, keys.shape[2]) @ means.mT) * pool.scale
+    logits = logits.reshape(queries.shape[0], queries.shape[1], buckets)
+    return logits + sizes.clamp(min=1e-3).log().repeat_interleave(pool.group, 0)[:, None]
+
+
+def bucket_sizes(bucket: Tensor, buckets: int) -> Tensor:
+    """Keys per bucket, `[H, N]` -> `[H, C]` float32."""
+    sizes = torch.zeros(bucket.shape[0], buckets, device=bucket.device)
+    return sizes.scatter_add_(1, bucket, torch.ones_like(bucket, dtype=torch.float32))
+
+
+class HeldOut(NamedTuple):
+    """Some queries of one validation window: their places `[T]`, mass `[Lq, T, C]`, keys in sight per bucket of the
+    same shape, mean-key logits (or None), tokens in sight `[Lq, T]`, and the sizes of the buckets `[Lk, C]`."""
+
+    document: int
+    some: Tensor
+    mass: Tensor
+    sizes: Tensor
+    base: Tensor | None
+    context: Tensor
+    counts: Tensor
+
+
+def held_out(pool: Pool, centroids: Tensor, space: str, *, mean_key: bool, limit: int = 64) -> list[HeldOut]:
+    """For every document of a validation pool, at most `limit` of its queries past the first third."""
+    buckets, total = centroids.shape[1], pool.queries.shape[2]
+    some = torch.linspace(total // 3, total - 1, min(limit, total), device=pool.keys.device).long()
+    found = []
+    for document in range(pool.documents):
+        bucket = assign(pool.clustered(space)[document], centroids)
+        queries, positions = pool.queries[document][:, some], pool.positions[document][:, some]
+        mass = _mass(pool, queries, document, bucket, buckets, torch.float32, positions)
+        # a query of zeros attends to all keys alike: its mass counts the mid keys in sight
+        mid = (positions - pool.window_size - pool.sink_size + 1).clamp(min=0)
+        alike = _mass(pool, torch.zeros_like(queries), document, bucket, buckets, torch.float32, positions)
+        base = mean_key_logits(pool, document, bucket, buckets, some) if mean_key else None
+        found.append(HeldOut(document, some, mass, alike * mid[..., None], base, positions + 1,
+                             bucket_sizes(bucket, buckets)))
+    return found
+
+
+def recall(held: HeldOut, probability: Tensor, group: int, fractions: tuple[float, ...]) -> Tensor:
+    """Share of the mid mass in the buckets with the most `probability` `[Lq, T, C]` per key, summed over the group,
+    when `fraction` of the context is read; the last bucket counts in part: `[len(fractions), Lq]`."""
+    count, buckets = probability.shape[1:]
+    shared = probability.reshape(-1, group, count, buckets).sum(1).repeat_interleave(group, 0)
+    order = (shared / held.sizes.clamp(min=1e-6)).masked_fill(held.sizes < 0.5, -1.0).argsort(-1, descending=True)
+    sizes, mass = held.sizes.gather(-1, order), held.mass.gather(-1, order)
+    before = sizes.cumsum(-1) - sizes
+    rows = []
+    for fraction in fractions:
+        budget = torch.ceil(held.context * fraction - 1e-9)[..., None]
+        part = ((budget - before) / sizes.clamp(min=0.5)).clamp(0.0, 1.0)
+        rows.append((mass * part).sum(-1).mean(-1))
+    return torch.stack(rows)
