@@ -139,7 +139,7 @@ class OutputError:
 
     def __call__(
         self, teacher: Tensor, student: Tensor, mask: Tensor, values: Tensor, anchor_out: Tensor, anchor_lse: Tensor,
-        log_count: float = 0.0,
+        log_count: Tensor | float = 0.0,
     ) -> Tensor:
         """teacher, student `[H, T, N]`, mask broadcastable; values `[Hkv, N, d]`; anchor_out `[H, T, d]` and anchor_lse
         `[H, T]`: partial attention over the anchors -> mean over queries, cases added, `[H]`. The gradient goes to the
@@ -152,7 +152,7 @@ class _OutputErrorFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, values: Tensor, anchor_out: Tensor,
-                anchor_lse: Tensor, log_count: float, read: float) -> Tensor:
+                anchor_lse: Tensor, log_count: Tensor | float, read: float) -> Tensor:
         heads_kv, count, dim = values.shape
         outside = ~mask
 

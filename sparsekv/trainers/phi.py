@@ -14,7 +14,8 @@ from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights, log_kernel
-from sparsekv.models.losses import KLHuber
+from sparsekv.models.losses import KLHuber, OutputError
+from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene, surrogate
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
@@ -45,6 +46,8 @@ class PhiConfig(TrainingOptions):
     far_weight: float = option(0.1, help="λ of the far region's Huber term.")
     partition_weight: float = option(0.2, help="λ of the Huber term on overestimated mass.")
     under_weight: float = option(0.2, help="λ of the Huber term on underestimated mass (not in the paper; 0 = off).")
+    output_weight: float = option(0.0, help="λ of the output's own relative error, with sink and tail exact and with "
+                                            "the best 2 % of the keys exact too (not in the paper; 0 = off).", min=0.0)
     calibrate: bool = option(True, help="Fit a shift per head on the validation windows, and switch completion off "
                                         "for heads it does not help.")
 
@@ -66,7 +69,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue
-        pool = load_pool(store, parts, train, device=run.device, values=False)
+        pool = load_pool(store, parts, train, device=run.device, values=config.output_weight > 0)
         held = load_pool(store, parts, validation, device=run.device)
         query_map, key_map, history = train_maps(
             config, pool, held, parts, run.out, run.device,
@@ -137,10 +140,15 @@ class PhiTask(Task):
         self.key_maps.whiten(pool.keys[0].float().cpu())
         self.loss = KLHuber(config.temperature, config.band, config.far, 1.0, config.top_weight, config.far_weight,
                             config.partition_weight, config.under_weight)
+        self.output = OutputError()
         self.mid = pool.keys.shape[2] - pool.sink_size - pool.window_size
         device = pool.keys.device
         self.flat = {"queries": pool.queries.flatten(0, 2), "keys": pool.keys.flatten(0, 2),
                      "positions": pool.positions.flatten()}
+        if config.output_weight:
+            out, lse = anchor_attention(pool)
+            self.flat |= {"values": pool.values.flatten(0, 2), "anchor_out": out.flatten(0, 2),
+                          "anchor_lse": lse.flatten()}
         self.heads = {n: torch.arange(n, device=device)[None, :, None] for n in (pool.heads_q, pool.heads_kv)}
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
@@ -163,7 +171,7 @@ class PhiTask(Task):
         at = torch.arange(number) + torch.rand((documents, number), generator=generator, dtype=torch.float64)
         columns = (start + at * (span / number)).long().clamp(max=self.mid - 1)
         return {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
-                "key": columns + pool.sink_size}
+                "key": columns + pool.sink_size, "log_count": torch.tensor([span / number]).log()}
 
     def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
         pool, documents = self.pool, draw["document"].shape[0]
@@ -179,13 +187,22 @@ class PhiTask(Task):
         positions = self._rows("positions", draw["query"], draw).reshape(shape).transpose(1, 2).flatten(2, 3)
         mask = draw["key"][None, :, None] <= positions[..., None] - pool.window_size
         rows = (-1, count, keys.shape[2])
-        terms = self.loss(teacher.reshape(rows), student.reshape(rows), mask.reshape(rows))
+        teacher, student, mask = teacher.reshape(rows), student.reshape(rows), mask.reshape(rows)
+        terms = self.loss(teacher, student, mask)
+        if self.config.output_weight:
+            out, lse = (self._rows(name, draw["query"], draw) for name in ("anchor_out", "anchor_lse"))
+            out, lse = (x.reshape(*shape, *x.shape[3:]).transpose(1, 2).flatten(0, 2) for x in (out, lse))
+            values = self._rows("values", draw["key"], draw).flatten(0, 1)
+            with torch.autocast(queries.device.type, enabled=False):
+                terms["output"] = self.output(teacher, student, mask, values, out, lse, draw["log_count"])
+            terms["loss"] = terms["loss"] + self.config.output_weight * terms["output"]
         return {name: value.reshape(pool.heads_kv, documents, group).mean(1) for name, value in terms.items()}
 
     def _rows(self, name: str, places: Tensor, draw: dict[str, Tensor]) -> Tensor:
         """Rows of a flattened pool tensor, `[D, n]` places -> `[L, D, n, ...]`, floats as float32."""
-        heads = self.pool.heads_kv if name == "keys" else self.pool.heads_q
-        length = self.pool.keys.shape[2] if name == "keys" else self.pool.queries.shape[2]
+        of_keys = name in ("keys", "values")
+        heads = self.pool.heads_kv if of_keys else self.pool.heads_q
+        length = self.pool.keys.shape[2] if of_keys else self.pool.queries.shape[2]
         index = (draw["document"][:, None, None] * heads + self.heads[heads]) * length + places[:, None]
         index = index.transpose(0, 1)
         found = self.flat[name].index_select(0, index.flatten())
