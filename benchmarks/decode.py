@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +20,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
-from sparsekv.kernels import RouterWeights, attend_buckets, mean_key_logits, reference, route, top_buckets
+from sparsekv.kernels import (
+    BucketMeans,
+    PhiStore,
+    RouterWeights,
+    attend_buckets,
+    phi_query,
+    reference,
+    route,
+    routed_attention,
+)
+from sparsekv.kernels.reference import FeatureMapWeights, PhiRest
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
+FEATURES, MAP_WIDTH = 128, 128
 BANDWIDTH = 4.3e12
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
@@ -44,7 +56,7 @@ class Buffers:
         self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
         self.weights = RouterWeights(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
                                      normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
-        self.means = normal(batch, heads, BUCKETS, DIM)
+        self.bucket_means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5)
         mid = max(length - SINK - TAIL, 0)
         share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         if whale:
@@ -60,26 +72,65 @@ class Buffers:
         self.lengths = torch.full((batch,), length, dtype=torch.long, device="cuda")
         self.tails = (self.lengths - TAIL).clamp(min=0)
 
-    def attend(self, chosen: torch.Tensor, ops: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-        run = attend_buckets if ops is None else reference.attend_buckets
-        q, k, v = (x if ops is None else x.double() for x in (self.q, self.k, self.v))
-        return run(q, k, v, self.order, self.offsets, chosen, scale=DIM**-0.5, starts=self.starts, sink_size=SINK,
-                   tail_starts=self.tails, lengths=self.lengths)
+    def options(self) -> dict[str, Any]:
+        return {"scale": DIM**-0.5, "starts": self.starts, "sink_size": SINK, "tail_starts": self.tails,
+                "lengths": self.lengths}
+
+    def attend(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return attend_buckets(self.q, self.k, self.v, self.order, self.offsets, chosen, **self.options())
+
+    def step(self, **how: Any) -> torch.Tensor:
+        return routed_attention(self.q, self.k, self.v, self.order, self.offsets, self.counts, PROBES, **how,
+                                **self.options())[0]
 
     def sparse(self) -> torch.Tensor:
-        return self.attend(route(self.q, self.weights, self.k.shape[1], PROBES, self.counts))[0]
+        return self.step(weights=self.weights)
+
+    def sparse_mean_key(self) -> torch.Tensor:
+        return self.step(means=self.bucket_means)
+
+    def sparse_hybrid(self) -> torch.Tensor:
+        return self.step(weights=self.weights, means=self.bucket_means)
+
+    def sparse_phi(self) -> torch.Tensor:
+        return self.step(weights=self.weights, phi=self.completion())
+
+    def sparse_copies(self) -> torch.Tensor:
+        if not hasattr(self, "copies"):
+            rows = self.order.long()[..., None].expand(-1, -1, -1, DIM)
+            self.copies = (self.k.gather(2, rows), self.v.gather(2, rows))
+        return self.step(weights=self.weights, copies=self.copies)
 
     def attention_only(self) -> torch.Tensor:
         if not hasattr(self, "fixed"):
-            self.fixed = route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
+            self.fixed = self.route_only()
         return self.attend(self.fixed)[0]
 
     def route_only(self) -> torch.Tensor:
         return route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
 
-    def sparse_mean_key(self) -> torch.Tensor:
-        logits = mean_key_logits(self.q, self.means, self.counts, DIM**-0.5)
-        return self.attend(top_buckets(logits, self.k.shape[1], PROBES, self.counts))[0]
+    def completion(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiStore]:
+        """Random maps and random positive features of every key, with their sums over the mid region."""
+        if not hasattr(self, "phi"):
+            batch, heads, length, _ = self.k.shape
+            features = torch.rand(batch, heads, length, FEATURES, device="cuda", dtype=self.k.dtype)
+            mid = features[:, :, SINK:max(length - TAIL, SINK)]
+            sums = (mid.mT @ self.v[:, :, SINK:max(length - TAIL, SINK)]).float()
+            m = torch.randn(batch, heads, FEATURES, device="cuda")
+            widths = (DIM, MAP_WIDTH, MAP_WIDTH, FEATURES)
+
+            def matrix(i: int, o: int) -> torch.Tensor:
+                return torch.randn(self.q.shape[1], i, o, device="cuda", dtype=self.k.dtype) * i**-0.5
+
+            def bias(o: int) -> torch.Tensor:
+                return torch.randn(self.q.shape[1], o, device="cuda", dtype=self.k.dtype) * 0.1
+
+            maps = FeatureMapWeights(matrix(*widths[:2]), bias(widths[1]), matrix(MAP_WIDTH, MAP_WIDTH),
+                                     bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(1),
+                                     matrix(*widths[2:]), bias(widths[3]))
+            self.phi = (maps, torch.zeros(self.q.shape[1], device="cuda"),
+                        PhiStore(m, mid.float().sum(2), sums, features))
+        return self.phi
 
     def dense(self) -> torch.Tensor:
         """For flash: the heads of a group as rows of one KV head, its fastest form."""
@@ -129,18 +180,42 @@ def check() -> None:
     """Kernels against the float64 twins on the GPU; raises where they differ."""
     for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
         b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
-        chosen = route(b.q, b.weights, heads, PROBES, b.counts)
-        logits = reference.router_logits(b.q.double(), RouterWeights(*(w.double() for w in b.weights)))
-        truth = reference.top_buckets(logits, heads, PROBES, b.counts)
-        mass = logits.softmax(-1).reshape(batch, heads, -1, BUCKETS).sum(2)
-        reached = [torch.where(c >= 0, mass.gather(-1, c.clamp(min=0).long()), 0.0).sum(-1) for c in (chosen, truth)]
-        out, lse = b.attend(chosen)
-        true_out, true_lse = b.attend(chosen, reference)
-        error = float((out.double() - true_out).norm() / true_out.norm())
-        gap = float((lse.double() - true_lse).abs().max())
-        lost = float((1 - reached[0] / reached[1]).max())
-        print(f"check {heads_q}/{heads} n{length} b{batch}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
-        if not (error < 5e-3 and gap < 1e-2 and lost < 1e-2):
+        wide = RouterWeights(*(w.double() for w in b.weights))
+        means = BucketMeans(b.bucket_means.means.double(), b.bucket_means.scale)
+        maps, offset, store = b.completion()
+        rest = phi_query(b.q, maps, offset, store)
+        exact = reference.phi_query(
+            reference.log_phi(b.q.double()[:, :, None], FeatureMapWeights(*(w.double() for w in maps)))[:, :, 0]
+            + offset[:, None], PhiStore(*(x.double() for x in store)))
+        scales = [torch.exp(x.c.double())[..., None] * x.base.double() for x in (rest, exact)]
+        gap = float((scales[0] - scales[1]).norm() / scales[1].norm())
+        print(f"check {heads_q}/{heads} n{length} b{batch}: completion of the whole {gap:.1e}")
+        failed = not gap < 3e-2
+        rest = PhiRest(*(x.double() for x in rest))
+        for name, how, twin, left in (
+                ("mlp", {"weights": b.weights}, {"weights": wide}, None),
+                ("mean_key", {"means": b.bucket_means}, {"weights": None, "means": means}, None),
+                ("hybrid", {"weights": b.weights, "means": b.bucket_means}, {"weights": wide, "means": means}, None),
+                ("phi", {"weights": b.weights, "phi": b.completion()}, {"weights": wide}, rest)):
+            out, lse, chosen = routed_attention(b.q, b.k, b.v, b.order, b.offsets, b.counts, PROBES, **how,
+                                                **b.options())
+            truth = reference.route(b.q.double(), heads_kv=heads, probes=PROBES, counts=b.counts, **twin)
+            logits = torch.zeros((), device="cuda", dtype=torch.float64)
+            if twin["weights"] is not None:
+                logits = logits + reference.router_logits(b.q.double(), wide)
+            if "means" in twin:
+                logits = logits + reference.mean_key_logits(b.q.double(), means.means, b.counts, means.scale)
+            mass = logits.softmax(-1).reshape(batch, heads, -1, BUCKETS).sum(2)
+            reached = [torch.where(x >= 0, mass.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
+                       for x in (chosen, truth)]
+            true_out, true_lse = reference.attend_buckets(
+                b.q.double(), b.k.double(), b.v.double(), b.order, b.offsets, chosen, **b.options(), rest=left)
+            error = float((out.double() - true_out).norm() / true_out.norm())
+            gap = float((lse.double() - true_lse).abs().max())
+            lost = float((1 - reached[0] / reached[1]).max())
+            print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
+            failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
+        if failed:
             raise SystemExit("a kernel differs from its twin; no speed is reported")
 
 

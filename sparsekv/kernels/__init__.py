@@ -1,17 +1,21 @@
 """The operations of a decode step. On CUDA tensors the Triton kernels run, elsewhere the plain-torch twins of the same
 signature in `reference.py`; both are tested against each other."""
 
-from sparsekv.kernels.attend import attend_buckets, attend_tokens
+from sparsekv.kernels.attend import attend_buckets, attend_tokens, routed_attention
+from sparsekv.kernels.completion import phi_cache, phi_query
 from sparsekv.kernels.reference import (
+    BucketMeans,
     PhiCache,
+    PhiRest,
+    PhiStore,
     RouterWeights,
     assign_buckets,
     bucket_tokens,
     build_index,
     mean_key_logits,
     merge,
-    phi_cache,
     phi_extend,
+    phi_features,
     phi_partial,
     phi_remainder,
     router_logits,
@@ -20,7 +24,8 @@ from sparsekv.kernels.reference import (
 from sparsekv.kernels.routing import route
 
 __all__ = [
-    "PhiCache", "RouterWeights", "assign_buckets", "attend_buckets", "attend_tokens", "bucket_tokens", "build_index",
-    "mean_key_logits", "merge", "phi_cache", "phi_extend", "phi_partial", "phi_remainder", "route",
-    "router_logits", "top_buckets",
+    "BucketMeans", "PhiCache", "PhiRest", "PhiStore", "RouterWeights", "assign_buckets", "attend_buckets",
+    "attend_tokens", "bucket_tokens", "build_index", "mean_key_logits", "merge", "phi_cache", "phi_extend",
+    "phi_features", "phi_partial", "phi_query", "phi_remainder", "route", "routed_attention", "router_logits",
+    "top_buckets",
 ]

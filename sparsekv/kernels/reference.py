@@ -20,9 +20,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NEG_INF = float("-inf")
+REST_EPS = 1e-5
 
 
 def _acc(x: Tensor) -> torch.dtype:
@@ -46,15 +48,66 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
     return torch.cat([sink, tail], dim=1)
 
 
+class PhiStore(NamedTuple):
+    """The stable cache of a request with the features it was summed from: m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`,
+    features `[B, Hkv, N, r]`, linear, relative to m (`phi_features`)."""
+
+    m: Tensor
+    z: Tensor
+    s: Tensor
+    features: Tensor
+
+
+class PhiRest(NamedTuple):
+    """What a completed step needs beside keys and values: the estimate of key `i` is `e^c · Σ_j a_j features_ij`.
+
+    a `[B, Hq, r]`, c `[B, Hq]`: features of the query, largest 1. whole `[B, Hq]`, base `[B, Hq, d]`: the estimate of
+    the whole mid region, its mass and its sum of values, both over `e^c`. features `[B, Hkv, N, r]`: of the keys.
+    """
+
+    a: Tensor
+    c: Tensor
+    whole: Tensor
+    base: Tensor
+    features: Tensor
+
+    def per_query_head(self, group: int) -> PhiRest:
+        return self._replace(features=self.features.repeat_interleave(group, dim=1))
+
+
+def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = None) -> PhiRest:
+    """The query's side of the completion: log_phi_q `[B, Hq, r]`; `a` is rounded to `dtype` before it is used, so that
+    whole and parts agree."""
+    group = log_phi_q.shape[1] // store.m.shape[1]
+    m, z, s = (x.repeat_interleave(group, dim=1) for x in (store.m, store.z, store.s))
+    t = log_phi_q + torch.where(torch.isinf(m), torch.zeros_like(m), m)
+    c = t.amax(-1)
+    a = torch.exp(t - torch.where(torch.isinf(c), torch.zeros_like(c), c)[..., None]).to(dtype or t.dtype)
+    exact = a.to(z.dtype)
+    return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), store.features)
+
+
+def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
+    """Features in the cache's scale, `exp(log φ_k − m)`: `[B, Hkv, N, r]`, m `[B, Hkv, r]`. Keys that come after the
+    cache was built keep its shift and may exceed 1."""
+    return torch.exp(log_phi_k - torch.where(torch.isinf(m), torch.zeros_like(m), m)[:, :, None])
+
+
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scale: float,
-    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
+    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, rest: PhiRest | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention over the anchors and a list of tokens.
+    """Exact attention over the anchors and a list of tokens; with `rest`, completed by what the features estimate of
+    the unread mid region, under one normalisation (completion paper §4.4).
 
     indices: `[B, H, K]` with `H` = `Hkv` (shared by the group) or `Hq`; -1 = none. No token may appear twice or be
     an anchor. Returns `(out, lse)`.
     """
+    if rest is not None:
+        exact = attend_tokens(q, k, v, indices, scale=scale, starts=starts, sink_size=sink_size,
+                              tail_starts=tail_starts, lengths=lengths)
+        left = _remainder(rest, v, indices, q.shape[1])
+        return merge(torch.stack([exact[0], left[0].to(q.dtype)]), torch.stack([exact[1], left[1].to(exact[1].dtype)]))
     batch, heads_q, dim = q.shape
     heads_kv = k.shape[1]
     group = heads_q // heads_kv
@@ -81,6 +134,23 @@ def attend_tokens(
     return out.reshape(batch, heads_q, dim).to(q.dtype), lse.reshape(batch, heads_q)
 
 
+def _remainder(rest: PhiRest, v: Tensor, indices: Tensor, heads_q: int) -> tuple[Tensor, Tensor]:
+    """The whole estimate less that of the tokens read, as one more partial attention. What is left is dropped where it
+    is rounding error of the whole."""
+    acc = _acc(v)
+    indices = indices.repeat_interleave(heads_q // indices.shape[1], dim=1)
+    at = indices.clamp(min=0).long()[..., None]
+    features, values = (x.repeat_interleave(heads_q // x.shape[1], dim=1) for x in (rest.features, v))
+    features, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[-1])).to(acc) for x in (features, values))
+    taken = torch.einsum("bhr,bhkr->bhk", rest.a.to(acc), features) * (indices >= 0)
+    left = rest.whole.to(acc) - taken.sum(-1)
+    out = rest.base.to(acc) - torch.einsum("bhk,bhkd->bhd", taken, values)
+    live = left > REST_EPS * rest.whole.to(acc)
+    safe = torch.where(live, left, 1.0)
+    return (torch.where(live[..., None], out / safe[..., None], 0.0),
+            torch.where(live, safe.log() + rest.c.to(acc), NEG_INF))
+
+
 def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
     """The tokens of the chosen buckets, `[B, Hkv, K]` padded with -1 to the longest list.
 
@@ -101,11 +171,12 @@ def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
 
 def attend_buckets(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float,
-    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
+    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, rest: PhiRest | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention over the anchors and every token of the chosen buckets (Saap §4.3). Returns `(out, lse)`."""
+    """Exact attention over the anchors and every token of the chosen buckets (Saap §4.3), completed with `rest`.
+    Returns `(out, lse)`."""
     return attend_tokens(q, k, v, bucket_tokens(order, offsets, buckets), scale=scale, starts=starts,
-                         sink_size=sink_size, tail_starts=tail_starts, lengths=lengths)
+                         sink_size=sink_size, tail_starts=tail_starts, lengths=lengths, rest=rest)
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,6 +222,28 @@ class RouterWeights(NamedTuple):
     b2: Tensor
 
 
+class BucketMeans(NamedTuple):
+    """What `mean_key` scores need of a request: means `[B, Hkv, C, d]` of the rotated keys, and the logits' scale."""
+
+    means: Tensor
+    scale: float
+
+
+def route(
+    q: Tensor, weights: RouterWeights | None, heads_kv: int, probes: int, counts: Tensor | None = None, *,
+    means: BucketMeans | None = None, q_means: Tensor | None = None, density: bool = False,
+) -> Tensor:
+    """The best buckets by the query model, the bucket means, or their sum; see `kernels.route`."""
+    logits = torch.zeros((), dtype=_acc(q), device=q.device)
+    if weights is not None:
+        logits = router_logits(q, weights)
+    if means is not None:
+        if counts is None:
+            raise ValueError("scores by bucket means need the buckets' sizes: give counts")
+        logits = logits + mean_key_logits(q if q_means is None else q_means, means.means, counts, means.scale)
+    return top_buckets(logits, heads_kv, probes, counts, density)
+
+
 def router_logits(q_pre: Tensor, weights: RouterWeights) -> Tensor:
     """`W2 relu(W1 q + b1) + b2` (Saap §4.2): q_pre `[B, Hq, d]` without RoPE -> logits `[B, Hq, C]`."""
     batch, heads_q, dim = q_pre.shape
@@ -175,18 +268,56 @@ def mean_key_logits(q_rot: Tensor, means: Tensor, counts: Tensor, scale: float) 
     return logits.reshape(batch, heads_q, -1)
 
 
-def top_buckets(logits: Tensor, heads_kv: int, probes: int, counts: Tensor | None = None) -> Tensor:
+def top_buckets(
+    logits: Tensor, heads_kv: int, probes: int, counts: Tensor | None = None, density: bool = False,
+) -> Tensor:
     """The `probes` buckets with the largest summed probability: logits `[B, Hq, C]` -> `[B, Hkv, probes]` int32.
 
-    `p_c = Σ_{g in group} softmax_c(logits_g)`. With `counts [B, Hkv, C]` empty buckets are never chosen: where
-    fewer than `probes` are non-empty the list is padded with -1.
+    `p_c = Σ_{g in group} softmax_c(logits_g)`, with `density` divided by the bucket's keys. With `counts [B, Hkv, C]`
+    empty buckets have no probability and are never chosen: where fewer than `probes` are non-empty the list is padded
+    with -1.
     """
     batch, heads_q, buckets = logits.shape
-    scores = logits.softmax(-1).nan_to_num(0.0).reshape(batch, heads_kv, heads_q // heads_kv, buckets).sum(2)
+    logits = logits.reshape(batch, heads_kv, heads_q // heads_kv, buckets)
+    if counts is not None:
+        logits = logits.masked_fill((counts <= 0)[:, :, None], NEG_INF)
+    scores = logits.softmax(-1).nan_to_num(0.0).sum(2)
+    if counts is not None and density:
+        scores = scores / counts.clamp(min=1)
     if counts is not None:
         scores = scores.masked_fill(counts <= 0, NEG_INF)
     values, chosen = scores.topk(min(probes, buckets), dim=-1)
     return torch.where(torch.isinf(values), -1, chosen).to(torch.int32)
+
+
+class FeatureMapWeights(NamedTuple):
+    """Weights of `H` independent maps; leading dimensions may be more than one (layers, heads).
+
+    w_in `[..., d, w]`, b_in and b_a `[..., w]`, w_a and w_b `[..., w, w]`, alpha `[..., 1]`, w_out `[..., w, r]`,
+    b_out `[..., r]`.
+    """
+
+    w_in: Tensor
+    b_in: Tensor
+    w_a: Tensor
+    b_a: Tensor
+    w_b: Tensor
+    alpha: Tensor
+    w_out: Tensor
+    b_out: Tensor
+
+
+def log_phi(x: Tensor, weights: FeatureMapWeights) -> Tensor:
+    """`log φ(x)`: x `[..., H, T, d]` with RoPE -> `[..., H, T, r]`.
+
+    Stem `h = gelu(W_in x + b)`, one ReZero block `h + α·W_b gelu(W_a h + b_a)`, output `φ = exp(W_out h + b_out)`, of
+    which the logarithm is kept: nothing leaves the log domain.
+    """
+    x = x.to(weights.w_in.dtype)
+    h = F.gelu(x @ weights.w_in + weights.b_in[..., None, :], approximate="tanh")
+    inner = F.gelu(h @ weights.w_a + weights.b_a[..., None, :], approximate="tanh")
+    h = h + weights.alpha[..., None] * (inner @ weights.w_b)
+    return h @ weights.w_out + weights.b_out[..., None, :]
 
 
 class PhiCache(NamedTuple):

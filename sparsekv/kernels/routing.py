@@ -1,122 +1,99 @@
-"""Routing of one decode step: the query model of every head, softmax, sum over the group, the best buckets.
+"""Routing of one decode step: scores of the buckets for every query head, softmax, sum over the group, best buckets.
 
-Three launches and no host synchronisation: the hidden layer cut over its units, the logits cut over the buckets (both
-read every weight once, which is the floor), and one program a KV head that ranks the buckets by a single sort.
+The scores are the query model's (`mlp`, Saap §4.2), the bucket means' (`mean_key`) or their sum (`hybrid`). Three
+launches (two for `mean_key`) and no host synchronisation: the hidden layer cut over its units, the scores cut over the
+buckets, one program a KV head that ranks by a partial sort. From sm_90 on each launch is prepared while the one before
+it ends.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsekv.kernels import reference
-from sparsekv.kernels.reference import RouterWeights
+from sparsekv.kernels.reference import BucketMeans, RouterWeights
 
-HIDDEN_BLOCK = 32
-BUCKET_BLOCK = 64
-DEPTH_BLOCK = 128
-STAGES = 5
+HIDDEN_BLOCK, HIDDEN_WARPS = 32, 4
+BUCKET_PROGRAMS, SCORE_WARPS = 128, 4
+DEPTH_BLOCK, STAGES = 128, 5
+RANK_WARPS = 8
+MAX_ROWS = 64
 
 
-def route(q: Tensor, weights: RouterWeights, heads_kv: int, probes: int, counts: Tensor | None = None) -> Tensor:
-    """The `probes` best buckets of every KV head: q `[B, Hq, d]` in the router's space -> `[B, Hkv, probes]` int32.
+def route(
+    q: Tensor, weights: RouterWeights | None, heads_kv: int, probes: int, counts: Tensor | None = None, *,
+    means: BucketMeans | None = None, q_means: Tensor | None = None, density: bool = False,
+) -> Tensor:
+    """The `probes` best buckets of every KV head, `[B, Hkv, probes]` int32, padded with -1 where fewer are non-empty.
 
-    `top_buckets(router_logits(q, weights), heads_kv, probes, counts)` in one call (Saap §4.2); counts `[B, Hkv, C]`:
-    empty buckets are never chosen, the list is padded with -1. CUDA tensors with a query model per KV head go through
-    Triton.
+    q `[B, Hq, d]` in the router's space; `weights` scores by the query model, `means` by `log n + q·mean·scale`, both
+    by the sum; q_means: the query for the means, where its space differs from the router's. counts `[B, Hkv, C]`:
+    empty buckets are never chosen (needed with `means`). density: rank by probability per key of the bucket.
+    `reference.route` in three launches on CUDA.
     """
-    if q.is_cuda and weights.w1.shape[0] == heads_kv:
-        return _launch(q, weights, probes, counts)
-    return reference.top_buckets(reference.router_logits(q, weights), heads_kv, probes, counts)
+    if q.is_cuda and _fits(q, weights, counts):
+        return launch(q, weights, heads_kv, probes, counts, means, q_means, density)
+    return reference.route(q, weights, heads_kv, probes, counts, means=means, q_means=q_means, density=density)
 
 
-@functools.cache
-def kernels() -> tuple[Any, Any]:
-    """The jitted kernels; importing Triton waits until they are wanted."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def layer_kernel(
-        x, w, b, y, heads, x_row, x_head, w_head, w_in, y_row, y_head, num_in, num_out,
-        GROUP: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    ):
-        row = (tl.program_id(0) // heads).to(tl.int64)
-        head = (tl.program_id(0) % heads).to(tl.int64)
-        unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        group = tl.arange(0, ROWS)
-        total = tl.zeros([ROWS, BLOCK], tl.float32)
-        for at in range(0, num_in, DEPTH):
-            depth = at + tl.arange(0, DEPTH)
-            left = tl.load(x + row * x_row + (head * GROUP + group)[:, None] * x_head + depth[None, :],
-                           mask=(group < GROUP)[:, None] & (depth < num_in)[None, :], other=0.0)
-            right = tl.load(w + head * w_head + depth[:, None].to(tl.int64) * w_in + unit[None, :],
-                            mask=(depth < num_in)[:, None] & (unit < num_out)[None, :], other=0.0)
-            total += tl.dot(left.to(right.dtype), right, input_precision="ieee")
-        total += tl.load(b + head * num_out + unit, mask=unit < num_out, other=0.0).to(tl.float32)[None, :]
-        if RELU:
-            total = tl.maximum(total, 0.0)
-        tl.store(y + row * y_row + (head * GROUP + group)[:, None] * y_head + unit[None, :],
-                 total.to(y.dtype.element_ty), mask=(group < GROUP)[:, None] & (unit < num_out)[None, :])
-
-    @triton.jit
-    def rank_kernel(
-        logits, counts, chosen, heads, l_row, l_head, num_buckets, probes,
-        GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, KEPT: tl.constexpr, COUNTED: tl.constexpr,
-    ):
-        row = (tl.program_id(0) // heads).to(tl.int64)
-        head = (tl.program_id(0) % heads).to(tl.int64)
-        group, bucket = tl.arange(0, ROWS), tl.arange(0, PADDED)
-        inside = (group < GROUP)[:, None] & (bucket < num_buckets)[None, :]
-        value = tl.load(logits + row * l_row + (head * GROUP + group)[:, None] * l_head + bucket[None, :], mask=inside,
-                        other=float("-inf"))
-        top = tl.max(value, 1)
-        weight = tl.where(inside, tl.exp(value - tl.where(group < GROUP, top, 0.0)[:, None]), 0.0)
-        mass = tl.sum(weight, 1)
-        score = tl.sum(weight / tl.where(mass > 0, mass, 1.0)[:, None], 0)
-        usable = bucket < num_buckets
-        if COUNTED:
-            size = tl.load(counts + (row * heads + head) * num_buckets + bucket, mask=usable, other=0)
-            usable = usable & (size > 0)
-        # a positive float orders as its bits do: the last bits of the score give way to the bucket's number, so that
-        # one 32-bit key carries both (scores closer than 2^-13 of each other may swap at C = 1024)
-        bits = (score + 1e-30).to(tl.int32, bitcast=True)
-        key = tl.where(usable, (bits & -PADDED) | (PADDED - 1 - bucket), 0)
-        if KEPT < PADDED:
-            key = tl.topk(key, KEPT)
-        else:
-            key = tl.sort(key, descending=True)
-        place = tl.arange(0, KEPT)
-        best = tl.where(key >= PADDED, PADDED - 1 - (key & (PADDED - 1)), -1)
-        tl.store(chosen + (row * heads + head) * probes + place, best, mask=place < probes)
-
-    return layer_kernel, rank_kernel
+def _fits(q: Tensor, weights: RouterWeights | None, counts: Tensor | None) -> bool:
+    dense = weights is None or (weights.w1.dtype == q.dtype and all(w.is_contiguous() for w in weights))
+    return dense and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _launch(q: Tensor, weights: RouterWeights, probes: int, counts: Tensor | None) -> Tensor:
-    layer_kernel, rank_kernel = kernels()
-    batch, heads_q, _ = q.shape
-    heads, _, hidden = weights.w1.shape
-    buckets = weights.w2.shape[2]
-    group = heads_q // heads
-    rows = max(16, 1 << (group - 1).bit_length())
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels can start before the one ahead of them ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch(
+    q: Tensor, weights: RouterWeights | None, heads_kv: int, probes: int, counts: Tensor | None,
+    means: BucketMeans | None = None, q_means: Tensor | None = None, density: bool = False,
+) -> Tensor:
+    """`route` through Triton. The first launch waits for everything before it, the others only for their inputs."""
+    from sparsekv.kernels.routing_triton import hidden_kernel, rank_kernel, score_kernel
+
     q = q if q.stride(-1) == 1 else q.contiguous()
-    middle = torch.empty(batch, heads_q, hidden, dtype=weights.w2.dtype, device=q.device)
+    q_means = q if q_means is None else q_means
+    batch, heads_q, dim = q.shape
+    overlap = overlaps(q.device)
+    pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    buckets = weights.w2.shape[2] if weights is not None else means.means.shape[2]  # type: ignore[union-attr]
+    models = weights.w1.shape[0] if weights is not None else heads_kv
+    group = heads_q // models
+    fold = 1 if means is not None else max(1, min(batch, MAX_ROWS // group))
+    rows = max(16, _power_of_two(fold * group))
+    programs = models * -(-batch // fold)
     logits = torch.empty(batch, heads_q, buckets, dtype=torch.float32, device=q.device)
     probes = min(probes, buckets)
-    chosen = torch.empty(batch, heads, probes, dtype=torch.int32, device=q.device)
-    for x, w, b, y, relu, block in ((q, weights.w1, weights.b1, middle, True, HIDDEN_BLOCK),
-                                    (middle, weights.w2, weights.b2, logits, False, BUCKET_BLOCK)):
-        layer_kernel[(batch * heads, -(-w.shape[2] // block))](
-            x, w, b, y, heads, x.stride(0), x.stride(1), w.stride(0), w.stride(1), y.stride(0), y.stride(1), w.shape[1],
-            w.shape[2], GROUP=group, ROWS=rows, RELU=relu, BLOCK=block, DEPTH=DEPTH_BLOCK, num_warps=4,
-            num_stages=STAGES)
-    padded = 1 << (buckets - 1).bit_length()
-    rank_kernel[(batch * heads,)](
-        logits, logits if counts is None else counts, chosen, heads, logits.stride(0), logits.stride(1), buckets,
-        probes, GROUP=group, ROWS=1 << (group - 1).bit_length(), PADDED=padded,
-        KEPT=min(padded, 1 << (probes - 1).bit_length()), COUNTED=counts is not None, num_warps=8)
+    chosen = torch.empty(batch, heads_kv, probes, dtype=torch.int32, device=q.device)
+    shape: dict[str, Any] = {"FOLD": fold, "GROUP": group, "ROWS": rows, "OVERLAP": overlap}
+    block = max(16, min(64, _power_of_two(buckets * programs // BUCKET_PROGRAMS)))
+    middle, hidden = logits, 16
+    if weights is not None:
+        hidden = weights.w1.shape[2]
+        middle = torch.empty(batch, heads_q, hidden, dtype=weights.w2.dtype, device=q.device)
+        hidden_kernel[(programs, -(-hidden // HIDDEN_BLOCK))](
+            q, weights.w1, weights.b1, middle, models, batch, q.stride(0), q.stride(1), dim, hidden,
+            **shape, BLOCK=HIDDEN_BLOCK, DEPTH=max(16, _power_of_two(dim)), num_warps=HIDDEN_WARPS)
+    w2, b2 = (weights.w2, weights.b2) if weights is not None else (q, q)
+    mean, scale = (means.means, means.scale) if means is not None else (q[:, :, None], 1.0)
+    score_kernel[(programs, -(-buckets // block))](
+        middle, w2, b2, q_means, mean, logits if counts is None else counts, logits, scale, models, heads_kv, batch,
+        q_means.stride(0), q_means.stride(1), mean.stride(0), mean.stride(1), mean.stride(2), dim, hidden, buckets,
+        MLP=weights is not None, MEANS=means is not None, **shape, BLOCK=block,
+        DEPTH=DEPTH_BLOCK, WIDTH=max(16, _power_of_two(dim)), WAITS=overlap and weights is not None,
+        num_warps=SCORE_WARPS, num_stages=STAGES, **(pdl if weights is not None else {}))
+    padded = _power_of_two(buckets)
+    rank_kernel[(batch * heads_kv,)](
+        logits, logits if counts is None else counts, chosen, buckets, probes, GROUP=heads_q // heads_kv,
+        ROWS=_power_of_two(heads_q // heads_kv), PADDED=padded, KEPT=min(padded, _power_of_two(probes)),
+        COUNTED=counts is not None, DENSITY=density, OVERLAP=overlap, num_warps=RANK_WARPS, **pdl)
     return chosen
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -3,41 +3,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsekv.kernels.reference import FeatureMapWeights, log_phi
 
-class FeatureMapWeights(NamedTuple):
-    """Weights of `H` independent maps; leading dimensions may be more than one (layers, heads).
-
-    w_in `[..., d, w]`, b_in and b_a `[..., w]`, w_a and w_b `[..., w, w]`, alpha `[..., 1]`, w_out `[..., w, r]`,
-    b_out `[..., r]`.
-    """
-
-    w_in: Tensor
-    b_in: Tensor
-    w_a: Tensor
-    b_a: Tensor
-    w_b: Tensor
-    alpha: Tensor
-    w_out: Tensor
-    b_out: Tensor
-
-
-def log_phi(x: Tensor, weights: FeatureMapWeights) -> Tensor:
-    """`log φ(x)`: x `[..., H, T, d]` with RoPE -> `[..., H, T, r]`.
-
-    Stem `h = gelu(W_in x + b)`, one ReZero block `h + α·W_b gelu(W_a h + b_a)`, output `φ = exp(W_out h + b_out)`, of
-    which the logarithm is kept: nothing leaves the log domain.
-    """
-    x = x.to(weights.w_in.dtype)
-    h = F.gelu(x @ weights.w_in + weights.b_in[..., None, :], approximate="tanh")
-    inner = F.gelu(h @ weights.w_a + weights.b_a[..., None, :], approximate="tanh")
-    h = h + weights.alpha[..., None] * (inner @ weights.w_b)
-    return h @ weights.w_out + weights.b_out[..., None, :]
+__all__ = ["FeatureMap", "FeatureMapWeights", "log_kernel", "log_phi"]
 
 
 def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:

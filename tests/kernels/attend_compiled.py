@@ -6,38 +6,56 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, routing
+from sparsekv.kernels import attend, attend_triton, completion, completion_triton, routing, routing_triton
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}
+POINTERS = {
+    **dict.fromkeys(("starts", "tail_starts", "lengths"), "*i64"),
+    **dict.fromkeys(("tokens", "offsets", "buckets", "counts", "chosen"), "*i32"), "mask": "*i8",
+    **dict.fromkeys(("partial", "partial_lse", "partial_rest", "partial_rest_mass", "out_lse", "logits", "shift_q", "z",
+                     "s", "c", "m", "offset", "whole", "base"), "*fp32"),
+    **dict.fromkeys(("scale", "eps"), "fp32"),
+}
+HALF = ("q", "k", "v", "out", "x", "w", "b", "y", "means", "listed_k", "listed_v", "features", "feature_q", "a", "logs",
+        "w_in", "b_in", "w_a", "b_a", "w_b", "alpha", "w_out", "b_out")
 
 
 def main() -> None:
     assert "TRITON_INTERPRET" not in __import__("os").environ
-    split_kernel, merge_kernel = attend.kernels()
-    pointers = {"starts": "*i64", "tail_starts": "*i64", "lengths": "*i64", "tokens": "*i32", "offsets": "*i32",
-                "buckets": "*i32", "partial": "*fp32", "partial_lse": "*fp32", "out_lse": "*fp32", "scale": "fp32",
-                "logits": "*fp32", "counts": "*i32", "chosen": "*i32"}
     for capability, limit in SHARED_LIMIT.items():
-        for dim, group, probes, dtype in ((64, 3, 0, "fp16"), (80, 1, 32, "bf16"), (128, 4, 32, "bf16"),
-                                          (256, 16, 128, "bf16")):
-            constants = {"PROBES": probes, "PADDED_PROBES": max(1, probes), "SPLITS": 64, "PADDED": 64, "GROUP": group,
-                         "ROWS": 16, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "BLOCK": attend.BLOCK}
-            constants |= {"RELU": True, "DEPTH": routing.DEPTH_BLOCK, "COUNTED": True, "KEPT": 32}
-            for kernel in (split_kernel, merge_kernel, *routing.kernels()):
-                if kernel is routing.kernels()[0]:
-                    constants = {**constants, "BLOCK": routing.HIDDEN_BLOCK}
-                if kernel is routing.kernels()[1]:
-                    constants = {**constants, "PADDED": 1024, "ROWS": group if group != 3 else 4}
-                names = kernel.arg_names
-                signature = {n: "constexpr" if n in constants else pointers.get(
-                    n, f"*{dtype}" if n in ("q", "k", "v", "out", "x", "w", "b", "y") else "i32") for n in names}
-                used = {n: constants[n] for n in names if n in constants}
-                binary = triton.compile(ASTSource(kernel, signature, used), target=GPUTarget("cuda", capability, 32),
-                                        options={"num_warps": 4})
-                shared = binary.metadata.shared
-                print(f"sm_{capability} d{dim} g{group} p{probes} {kernel.__name__}: {shared} bytes shared")
-                if shared > limit:
-                    sys.exit(f"{shared} bytes of shared memory, {limit} allowed")
+        hopper = capability >= 90
+        for dim, group, probes, phi, dtype in ((64, 3, 0, False, "fp16"), (80, 1, 32, False, "bf16"),
+                                               (128, 4, 32, True, "bf16"), (256, 16, 128, False, "bf16")):
+            width, rows = 1 << (dim - 1).bit_length(), max(16, group)
+            shared = {"GROUP": group, "OVERLAP": hopper, "FEATURES": 128, "PHI": phi, "DIM": dim, "WIDTH": width,
+                      "SPLITS": 64, "PADDED": 128, "ROWS": rows, "FOLD": 1}
+            for kernel, own, warps in (
+                    (attend_triton.split_kernel, {
+                        "PROBES": probes, "PADDED_PROBES": max(1, probes), "COPIES": dim == 80, "HALF": max(8, group),
+                        "BLOCK": attend.PHI_BLOCK if phi else attend.BLOCK,
+                        "ROWS": 2 * max(8, group) if phi else rows}, attend.PHI_WARPS if phi else attend.WARPS),
+                    (attend_triton.merge_kernel, {"WIDTH": attend.MERGE_WIDTH}, attend.MERGE_WARPS),
+                    (routing_triton.hidden_kernel, {"BLOCK": routing.HIDDEN_BLOCK, "DEPTH": width},
+                     routing.HIDDEN_WARPS),
+                    (routing_triton.score_kernel, {"MLP": True, "MEANS": dim < 256, "BLOCK": 64, "WAITS": hopper,
+                                                   "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS),
+                    (routing_triton.rank_kernel, {"ROWS": group if group != 3 else 4, "PADDED": 1024, "KEPT": 32,
+                                                  "COUNTED": True, "DENSITY": False}, routing.RANK_WARPS),
+                    (completion_triton.query_kernel, {"DIM": width, "WIDTH": 128}, completion.QUERY_WARPS),
+                    (completion_triton.cache_kernel, {"DIM": width, "MASKED": True, "BLOCK": completion.BLOCK},
+                     completion.CACHE_WARPS)):
+                constants = {n: v for n, v in {**shared, **own}.items() if n in kernel.arg_names}
+                types = {**POINTERS, **({"features": "i32"} if "w_out" in kernel.arg_names or "logs" in kernel.arg_names
+                                        else {})}
+                signature = {n: "constexpr" if n in constants else types.get(n, f"*{dtype}" if n in HALF else "i32")
+                             for n in kernel.arg_names}
+                binary = triton.compile(ASTSource(kernel, signature, constants),
+                                        target=GPUTarget("cuda", capability, 32),
+                                        options={"num_warps": warps, "num_stages": routing.STAGES})
+                used = binary.metadata.shared
+                print(f"sm_{capability} d{dim} g{group} p{probes} {kernel.__name__}: {used} bytes shared")
+                if used > limit:
+                    sys.exit(f"{used} bytes of shared memory, {limit} allowed")
 
 
 if __name__ == "__main__":

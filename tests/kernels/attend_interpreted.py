@@ -19,8 +19,22 @@ def poisoned(*shape: int, dtype: torch.dtype, device: torch.device | None = None
     return torch.full(shape, POISON if dtype.is_floating_point else -7, dtype=dtype)
 
 
+def completion(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mid: torch.Tensor) -> list[reference.PhiRest]:
+    """Features of the keys in mid `[B, N]` and their sums, twice: in the tensors' dtype and exact."""
+    features = torch.rand(*k.shape[:3], 32).to(q.dtype)
+    counted = features.double() * mid[:, None, :, None]
+    m = torch.randn(k.shape[0], k.shape[1], 32)
+    store = reference.PhiStore(m, counted.sum(2), counted.mT @ v.double(), features)
+    logs = torch.randn(*q.shape[:2], 32)
+    logs[0, 0] = float("-inf")
+    rest = reference.phi_query(logs, store, q.dtype)
+    return [rest._replace(whole=rest.whole.float(), base=rest.base.float()),
+            reference.PhiRest(*(x.double() for x in rest))]
+
+
 def main() -> None:
     torch.empty = lambda *shape, dtype=torch.float32, device=None: poisoned(*shape, dtype=dtype, device=device)
+    attend.PROGRAMS, attend.PHI_PROGRAMS = 16, 16
     worst = 0.0
     for (heads_q, heads_kv, dim, length, sink, window, pad), dtype in itertools.product(
             SHAPES, (torch.float32, torch.float16)):
@@ -41,15 +55,29 @@ def main() -> None:
         chosen = chosen.reshape(batch, heads_kv, 5).to(torch.int32)
         chosen[..., 3] = -1
         cases = {
-            "buckets": (attend._launch(q, k, v, order, offsets, chosen, **options),
+            "buckets": (attend.launch(q, k, v, order, offsets, chosen, **options),
                         reference.attend_buckets(*(x.double() for x in (q, k, v)), order, offsets, chosen, **options)),
         }
         tokens = reference.bucket_tokens(order, offsets, chosen)
         per_head = tokens.repeat_interleave(heads_q // heads_kv, 1).clone()
         per_head[:, ::2, :2] = -1
         for name, listed in (("tokens", tokens), ("per head", per_head), ("none", tokens[..., :0])):
-            cases[name] = (attend._launch(q, k, v, listed, **options),
+            cases[name] = (attend.launch(q, k, v, listed, **options),
                            reference.attend_tokens(*(x.double() for x in (q, k, v)), listed, **options))
+        place = torch.arange(length)
+        mid = (place >= (starts + sink)[:, None]) & (place < tails[:, None])
+        everything = torch.where(mid[:, None], place, -1).to(torch.int32).expand(-1, heads_kv, -1)
+        rest, exact_rest = completion(q, k, v, mid)
+        for name, listed in (("completed", tokens), ("completed per head", per_head), ("all read", everything)):
+            truth = reference.attend_tokens(*(x.double() for x in (q, k, v)), listed, **options, rest=exact_rest)
+            cases[name] = (attend.launch(q, k, v, listed, **options, rest=rest), truth)
+        copied = [x.gather(2, order.clamp(min=0).long()[..., None].expand(-1, -1, -1, dim)) for x in (k, v)]
+        found = attend.launch(q, k, v, order, offsets, chosen, **options, copies=copied)
+        cases["copies"] = (found, cases["buckets"][1])
+        found = attend.launch(q, k, v, order, offsets, chosen, **options, rest=rest)
+        truth = reference.attend_buckets(*(x.double() for x in (q, k, v)), order, offsets, chosen, **options,
+                                         rest=exact_rest)
+        cases["completed buckets"] = (found, truth)
         limit = 1e-5 if dtype == torch.float32 else 5e-3
         for name, ((out, lse), (true_out, true_lse)) in cases.items():
             error = float((out.double() - true_out).norm() / true_out.norm())

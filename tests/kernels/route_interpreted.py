@@ -1,5 +1,6 @@
 """Run by test_attend.py in a process of its own: TRITON_INTERPRET must be set before the kernels are defined."""
 
+import itertools
 import os
 import sys
 
@@ -25,11 +26,25 @@ def main() -> None:
             q = (q * dim**-0.5).to(dtype)
             counts = torch.randint(0, 3, (2, heads, buckets), dtype=torch.int32)
             counts[0, 0] = 0
-            for sizes in (None, counts):
-                found = routing._launch(q, weights, probes, sizes)
-                logits = reference.router_logits(q.double(), reference.RouterWeights(*(w.double() for w in weights)))
-                truth = reference.top_buckets(logits, heads, probes, sizes)
-                mass = logits.softmax(-1).reshape(2, heads, -1, buckets).sum(2)
+            means = reference.BucketMeans(torch.randn(2, heads, buckets, dim).to(dtype), 0.3)
+            exact = reference.RouterWeights(*(w.double() for w in weights))
+            wide = reference.BucketMeans(means.means.double(), means.scale)
+            cases = ((None, weights, None), (counts, weights, None), (counts, None, means), (counts, weights, means))
+            for (sizes, model, by_mean), density in itertools.product(cases, (False, True)):
+                if density and sizes is None:
+                    continue
+                found = routing.launch(q, model, heads, probes, sizes, by_mean, density=density)
+                logits = torch.zeros(2, heads_q, buckets, dtype=torch.float64)
+                if model is not None:
+                    logits = logits + reference.router_logits(q.double(), exact)
+                if by_mean is not None:
+                    logits = logits + reference.mean_key_logits(q.double(), wide.means, sizes, wide.scale)
+                truth = reference.top_buckets(logits, heads, probes, sizes, density)
+                if sizes is not None:
+                    logits = logits.masked_fill((sizes == 0).repeat_interleave(heads_q // heads, 1), float("-inf"))
+                mass = logits.softmax(-1).nan_to_num(0.0).reshape(2, heads, -1, buckets).sum(2)
+                if density:
+                    mass = mass / sizes.clamp(min=1)
                 # ties within rounding may swap: the mass reached must agree, and the padding exactly
                 reached = [torch.where(c >= 0, mass.gather(-1, c.clamp(min=0).long()), 0.0) for c in (found, truth)]
                 gap = float((reached[0] - reached[1]).abs().max())

@@ -1,0 +1,100 @@
+"""The Triton kernels of `completion.py`; importing this module imports Triton."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gelu(x):
+    """The tanh approximation."""
+    return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr, BIAS: tl.constexpr):
+    """`x W + b` of one map: x `[ROWS, INSIDE]`, padded with zeros past `num_in`."""
+    rows, columns = tl.arange(0, INSIDE), tl.arange(0, OUTSIDE)
+    weight = tl.load(w + rows[:, None] * num_out + columns[None, :],
+                     mask=(rows < num_in)[:, None] & (columns < num_out)[None, :], other=0.0)
+    y = tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
+    if BIAS:
+        y += tl.load(b + columns, mask=columns < num_out, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def query_kernel(
+    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, a, c, whole, base, heads_q, heads_kv, q_row,
+    q_head, dim, width, features,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+):
+    """`log φ_q + offset + m` of one query head, as largest value and linear rest, and what it makes of the cache. The
+    query is the first of ROWS rows: products want so many."""
+    row = (tl.program_id(0) // heads_q).to(tl.int64)
+    head = (tl.program_id(0) % heads_q).to(tl.int64)
+    first = tl.arange(0, ROWS)[:, None] == 0
+    place, feature = tl.arange(0, DIM), tl.arange(0, FEATURES)
+    kept, inside = feature < features, place < dim
+    x = tl.load(q + row * q_row + head * q_head + place[None, :] + tl.zeros([ROWS, 1], tl.int32),
+                mask=first & inside[None, :], other=0.0)
+    kv = row * heads_kv + head // (heads_q // heads_kv)
+    shift = tl.load(m + kv * features + feature, mask=kept, other=0.0)
+    mass = tl.load(z + kv * features + feature, mask=kept, other=0.0)
+    sums = tl.load(s + (kv * features + feature)[:, None] * dim + place[None, :], mask=kept[:, None] & inside[None, :],
+                   other=0.0)
+    h = gelu(layer(x, w_in + head * dim * width, b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH, BIAS=True))
+    inner = gelu(layer(h, w_a + head * width * width, b_a + head * width, width, width, INSIDE=WIDTH, OUTSIDE=WIDTH,
+                       BIAS=True))
+    h += tl.load(alpha + head).to(tl.float32) * layer(inner, w_b + head * width * width, b_a, width, width,
+                                                      INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
+    logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
+                 OUTSIDE=FEATURES, BIAS=True)
+    log = tl.sum(tl.where(first, logs, 0.0), 0) + tl.load(offset + head) + tl.where(shift == float("-inf"), 0.0, shift)
+    log = tl.where(kept, log, float("-inf"))
+    top = tl.max(log, 0)
+    rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(a.dtype.element_ty)
+    exact = rounded.to(tl.float32)
+    at = row * heads_q + head
+    tl.store(a + at * features + feature, rounded, mask=kept)
+    tl.store(c + at, top)
+    tl.store(whole + at, tl.sum(exact * mass, 0))
+    tl.store(base + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
+
+
+@triton.jit
+def cache_kernel(
+    logs, v, mask, m, z, s, heads, length, per_split, l_row, l_head, l_token, v_row, v_head, v_token, dim, features,
+    SPLITS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
+):
+    """`(m, z, S)` of one slice of the keys, the shift raised as the blocks go by."""
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
+    top = tl.full([FEATURES], float("-inf"), tl.float32)
+    mass = tl.zeros([FEATURES], tl.float32)
+    sums = tl.zeros([FEATURES, DIM], tl.float32)
+    first = tl.program_id(1) * per_split
+    last = tl.minimum(first + per_split, length)
+    for at in range(first, last, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        valid = token < last
+        if MASKED:
+            valid = valid & (tl.load(mask + (row * heads + head) * length + token, mask=valid, other=0) != 0)
+        place = token.to(tl.int64)[:, None]
+        log = tl.load(logs + row * l_row + head * l_head + place * l_token + feature[None, :],
+                      mask=valid[:, None] & (feature < features)[None, :], other=float("-inf")).to(tl.float32)
+        value = tl.load(v + row * v_row + head * v_head + place * v_token + width[None, :],
+                        mask=valid[:, None] & (width < dim)[None, :], other=0.0)
+        higher = tl.maximum(top, tl.max(log, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = tl.exp(top - safe)
+        weight = tl.exp(log - safe[None, :])
+        mass = mass * keep + tl.sum(weight, 0)
+        sums = sums * keep[:, None] + tl.dot(tl.trans(weight).to(value.dtype), value, input_precision="ieee")
+        top = higher
+    at = (row * heads + head) * SPLITS + tl.program_id(1)
+    kept = feature < features
+    tl.store(m + at * features + feature, top, mask=kept)
+    tl.store(z + at * features + feature, mass, mask=kept)
+    tl.store(s + (at * features + feature)[:, None] * dim + width[None, :], sums,
+             mask=kept[:, None] & (width < dim)[None, :])
