@@ -70,8 +70,8 @@ def decode(
 
     def attached(method: Method) -> Attachment:
         return attach(model, selector=method.selector, token_budget=method.token_budget, sparse_chunks=True,
-                      dense_below=0, router=router if method.selector == "router" else None, phi=phi if method.phi else None,
-                      diagnostics=method.selector != "dense")
+                      dense_below=0, router=router if method.selector == "router" else None,
+                      phi=phi if method.phi else None, diagnostics=method.selector != "dense")
 
     for window in windows:
         cache = None

@@ -61,6 +61,7 @@ class LayerState:
     def take_rows(self, index: Tensor) -> None:
         self.regions = self.regions.rows(index)
         self.selector.take_rows(index)
+        self.selector.keep_budget(self.regions, index)
         if self.completion is not None:
             self.completion.take_rows(index)
         if self.resident is not None:

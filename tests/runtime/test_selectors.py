@@ -363,7 +363,8 @@ class LiteralLFPS:
 
     def step(self, view, queries, b: int, h: int, k: int, alpha: float) -> set[int]:
         t = view.length - 1
-        (mean_v, thr_v), (mean_s, thr_s) = (self.stats(x, t + 1, alpha) for x in (self.v, self.s))
+        count = t + 1 - int(view.regions.starts[b])
+        (mean_v, thr_v), (mean_s, thr_s) = (self.stats(x, count, alpha) for x in (self.v, self.s))
         inside = set(mid(view, b))
         first = {i for i in inside if self.v.get(i, 0) > thr_v or self.s.get(t - i, 0) > thr_s}
         near = {i + o for i in first for o in (-1, 0, 1, 2)} & inside

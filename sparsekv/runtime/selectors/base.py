@@ -226,6 +226,13 @@ class Selector:
             completion_tokens=view.completion_tokens / (self.amortise_over if self.accounting == "amortised" else 1))
         return torch.minimum(budget, view.regions.mid_sizes)
 
+    def keep_budget(self, regions: Regions, index: Tensor) -> None:
+        """The budget of the chosen rows stays what it was when the mid region last grew."""
+        held = self.__dict__.get("_held_budget")
+        if held is not None and index.numel():
+            budget = held[1][index.to(held[1].device)]
+            self.__dict__["_held_budget"] = (regions.tail_starts, budget, int(budget.max()))
+
     @classmethod
     def option_names(cls) -> list[str]:
         return [f.name for f in fields(cls) if f.metadata]

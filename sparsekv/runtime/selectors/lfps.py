@@ -52,8 +52,9 @@ class LFPS(Selector):
     def build(self, view: LayerView) -> None:
         batch, length = view.keys.shape[0], view.length
         rows = batch * view.num_query_heads
-        self.vertical = ScoreTable(rows, length, view.keys.device)
-        self.slash = ScoreTable(rows, length, view.keys.device, backwards=True)
+        missing = view.regions.starts.repeat_interleave(view.num_query_heads)
+        self.vertical = ScoreTable(rows, length, view.keys.device, missing=missing)
+        self.slash = ScoreTable(rows, length, view.keys.device, backwards=True, missing=missing)
         self.scored, self.steps = 0.0, 0
         self.variance_ratio: Tensor = self._fill(view)
         self.mean_key: Tensor
@@ -198,11 +199,9 @@ class LFPS(Selector):
             scores = (recent[:, head] @ keys.mT) * view.scale
             weights = scores.masked_fill(~seen, NEG_INF).softmax(-1).nan_to_num_(0.0) * decay[:, None]
             rows = torch.arange(batch, device=recent.device) * heads + head
-            for u in range(width):
-                t = end - width + u
-                self.vertical.add_rows(rows, weights[:, u], low, t)
-                self.slash.add_rows(rows, weights[:, u], low, t)
             if width:
+                self.vertical.add_observed(rows, weights, low, end - 1)
+                self.slash.add_observed(rows, weights, low, end - 1)
                 count = seen[:, -1].sum(-1).clamp(min=1)
                 final = scores[:, -1] * seen[:, -1]
                 mean = final.sum(-1) / count

@@ -17,11 +17,13 @@ class ScoreTable:
     What is stored is `score / scale` with one `scale` a row, so that `decay` touches no entry; thresholds are in the
     stored unit too (mean, std and kurtosis all follow the scale). The four power sums behind them are kept up to date
     by `add`. A backwards table holds distance `j` at column `origin − j`, so that `S[t − i]` for consecutive positions
-    `i` is a slice.
+    `i` is a slice. `missing [rows]` entries are a row's left padding and count in no moment.
     """
 
-    def __init__(self, rows: int, length: int, device: torch.device, backwards: bool = False):
+    def __init__(self, rows: int, length: int, device: torch.device, backwards: bool = False,
+                 missing: Tensor | None = None):
         self.backwards, self.length = backwards, length
+        self.missing = torch.zeros(rows, 1, device=device, dtype=torch.long) if missing is None else missing[:, None]
         self.origin = length + ROOM - 1
         self.data = torch.zeros(rows, length + ROOM, device=device)
         self.scale = torch.ones(rows, 1, device=device)
@@ -65,13 +67,18 @@ class ScoreTable:
         for power in range(4):
             self.sums[power] += (b ** (power + 1) - a ** (power + 1)).sum(1, keepdim=True)
 
-    def add_rows(self, rows: Tensor, weights: Tensor, low: int, t: int) -> None:
-        """Add `weights [n, m]` over positions `low..low + m` to the chosen rows; nothing lies beyond `t`, and `recount`
-        must follow."""
-        start = self.origin - t + low if self.backwards else low
-        count = min(weights.shape[1], self.data.shape[1] - start)
-        for row, new in zip(rows.tolist(), weights, strict=True):
-            self.data[row, start:start + count] += new[:count]
+    def add_observed(self, rows: Tensor, weights: Tensor, low: int, t: int) -> None:
+        """Add `weights [n, w, m]` over positions `low..low + m` for the w queries up to the one at `t` to the chosen
+        rows; a query's weights beyond itself are 0, and `recount` must follow."""
+        if self.backwards:
+            # query u of w stands r = w − 1 − u before t: its distances lie r columns further on
+            count, width, length = weights.shape
+            skewed = torch.nn.functional.pad(weights.flip(1), (0, width)).flatten(1)[:, :width * (length + width - 1)]
+            new, start = skewed.view(count, width, -1).sum(1), self.origin - t + low
+        else:
+            new, start = weights.sum(1), low
+        end = min(start + new.shape[1], self.data.shape[1])
+        self.data[rows, start:end] += new[:, :end - start]
 
     def recount(self) -> None:
         """The power sums from the entries."""
@@ -81,11 +88,11 @@ class ScoreTable:
     @property
     def mean(self) -> Tensor:
         """`[rows, 1]`, in the stored unit."""
-        return (self.sums[0] / self.length).float()
+        return (self.sums[0] / (self.length - self.missing)).float()
 
     def threshold(self, alpha: float) -> Tensor:
         """`mean + α·std·√kurtosis`, `[rows, 1]`, in the stored unit."""
-        m1, m2, m3, m4 = self.sums / self.length
+        m1, m2, m3, m4 = self.sums / (self.length - self.missing)
         variance = (m2 - m1 ** 2).clamp(min=0)
         fourth = (m4 - 4 * m1 * m3 + 6 * m1 ** 2 * m2 - 3 * m1 ** 4).clamp(min=0)
         return (m1 + alpha * (fourth / variance.clamp(min=1e-300)).sqrt()).float()
@@ -97,3 +104,4 @@ class ScoreTable:
 
     def take_rows(self, index: Tensor) -> None:
         self.data, self.scale, self.sums = self.data[index], self.scale[index], self.sums[:, index]
+        self.missing = self.missing[index]

@@ -13,6 +13,8 @@ from sparsekv.config import option
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
+TABLES_AT_ONCE = 32
+
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
     """Chance that a key collides with the query in at least two of the tables (Chen et al. 2024, eq. 12).
@@ -61,7 +63,7 @@ class MagicPIG(Selector):
     def _hash(self, x: Tensor) -> Tensor:
         """`[..., d] -> [..., L]` codes of K bits."""
         bits = (x @ self.planes > 0).unflatten(-1, (self.tables, self.bits))
-        return (bits * 2 ** torch.arange(self.bits, device=x.device)).sum(-1).to(torch.int16)
+        return (bits * 2 ** torch.arange(self.bits, device=x.device, dtype=torch.int16)).sum(-1, dtype=torch.int16)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, _, count, _ = queries.rot.shape
@@ -71,8 +73,10 @@ class MagicPIG(Selector):
         for h in range(view.num_kv_heads):
             own = codes[:, h * view.group:(h + 1) * view.group].flatten(1, 2)
             hits = torch.zeros(batch, own.shape[1], end, dtype=torch.int16, device=own.device)
-            for t in range(self.tables):
-                hits += self.codes[:, h, None, :, t] == own[:, :, None, t]
+            for t in range(0, self.tables, TABLES_AT_ONCE):
+                some = slice(t, t + TABLES_AT_ONCE)
+                same = self.codes[:, h, None, :, some] == own[:, :, None, some]
+                hits += same.sum(-1, dtype=torch.int16)
             rows.append(hits.unflatten(1, (view.group, count)))
         sampled = (torch.cat(rows, dim=1) >= 2) & view.regions.mid_mask()[:, None, None, :end]
         tokens, share = self._list(view, sampled)
@@ -82,12 +86,15 @@ class MagicPIG(Selector):
     def _list(self, view: LayerView, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled tokens `[B·T, Hq, K]` padded with -1, and the share of them kept under the cap `[B·T, Hq]`."""
         sampled = sampled.transpose(1, 2).flatten(0, 1)
-        found = sampled.sum(-1)
-        cap = found.max() if self.token_budget is None else self.budget_tokens(view).max()
-        width = int(torch.minimum(found.max(), cap))
+        found = limit = sampled.sum(-1)
+        if self.token_budget is not None:
+            budget = self.budget_tokens(view)
+            limit = torch.minimum(found, budget.repeat_interleave(found.shape[0] // budget.shape[0])[:, None])
+        width = int(limit.max())
         order = torch.rand(sampled.shape, device=sampled.device).masked_fill(~sampled, -1.0)
         values, tokens = order.topk(width, dim=-1)
-        return torch.where(values >= 0, tokens, -1), found.clamp(min=1, max=max(width, 1)) / found.clamp(min=1)
+        keep = (values >= 0) & (torch.arange(width, device=tokens.device) < limit[..., None])
+        return torch.where(keep, tokens, -1), limit.clamp(min=1) / found.clamp(min=1)
 
     def _log_weights(self, view: LayerView, queries: Queries, tokens: Tensor) -> Tensor:
         """`−log u_i` of every listed token: `[B·T, Hq, K]`."""

@@ -1,0 +1,162 @@
+"""Many prompts at once: each prefilled once, all kept as one left-padded cache, answered by method after method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.attach import Attachment
+from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+
+CHECK_EVERY = 8
+
+
+@dataclass
+class Batch:
+    """Prompts but for their last token in a cache of B left-padded rows; `last [B, 1]` is that token.
+
+    An answer is decoded from the last prompt token on, so that every token of it comes from sparse attention. The cache
+    is cropped back after every answer, so nothing of the prefill is ever copied.
+    """
+
+    cache: SparseCache
+    last: Tensor
+    lengths: Tensor
+    """Tokens of every prompt in the cache, `[B]`."""
+
+    @property
+    def width(self) -> int:
+        return self.cache.get_seq_length()
+
+    def rows(self, index: Tensor) -> Batch:
+        """A copy of the chosen rows."""
+        cache = self.cache.fork()
+        cache.batch_select_indices(index)
+        self.own()
+        return Batch(cache, self.last[index], self.lengths[index])
+
+    def own(self) -> None:
+        """Nobody else holds these tensors: append to them in place."""
+        for layer in self.cache.layers:
+            layer._keys.shared = layer._values.shared = False  # type: ignore[union-attr]
+        for table in self.cache.rope.values():
+            table.cos.shared = table.sin.shared = False
+
+    def restore(self, width: int) -> None:
+        """As after the prefill: forget what was decoded and what a method built."""
+        self.cache.crop(width)
+        self.drop_states()
+
+    def drop_states(self) -> None:
+        """Free what a method built."""
+        for layer in self.cache.layers:
+            layer.state = None  # type: ignore[union-attr]
+
+
+@torch.inference_mode()
+def prefill_batch(
+    attachment: Attachment, prompts: Sequence[Sequence[int]], *, room: int, advance: Callable[..., None] = lambda: None,
+) -> Batch:
+    """Prefill prompts (token ids, at least two each) one by one, without padding, into one batch with space for `room`
+    more tokens a row. Raises SparseKVError for models with sliding-window layers."""
+    device = next(attachment.model.parameters()).device
+    lengths = [len(p) - 1 for p in prompts]
+    if min(lengths, default=0) < 1:
+        raise SparseKVError("a prompt needs at least two tokens")
+    width = max(lengths)
+    batch = attachment.cache()
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor(prompt[:-1], device=device)[None]
+        one = attachment.prefill(ids)
+        if not all(isinstance(layer, SparseLayer) for layer in one.layers):
+            raise SparseKVError("answering in batches needs full attention in every layer, and this model has "
+                                "sliding-window layers; use `lm_eval --model sparsekv` for it")
+        if row == 0:
+            _allocate(batch, one, len(prompts), width, room, min(lengths))
+        _put(batch, one, row, width)
+        advance()
+    last = torch.tensor([[p[-1]] for p in prompts], device=device)
+    return Batch(batch, last, torch.tensor(lengths, device=device))
+
+
+def _allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room: int, shortest: int) -> None:
+    for new, old in zip(batch.layers, like.layers, strict=True):
+        assert isinstance(new, SparseLayer) and isinstance(old, SparseLayer)
+        new.lazy_initialization(old.keys, old.values)
+        for store, part in ((new._keys, old.keys), (new._values, old.values)):
+            store.replace(part.new_zeros(rows, part.shape[1], width + room, part.shape[3]))
+            store.crop(width)
+        new._sync()
+        if old.recent is not None:
+            new.recent = old.recent.new_zeros(rows, old.recent.shape[1], min(old.recent.shape[2], shortest),
+                                              old.recent.shape[3])
+            new.recent_end = width
+    for key, table in like.rope.items():
+        made = batch.rope[key] = RopeTable(table.layout)
+        for store, part in ((made.cos, table.cos.view), (made.sin, table.sin.view)):
+            store.replace(part.new_zeros(rows, width + room, part.shape[-1]))
+            store.crop(width)
+
+
+def _put(batch: SparseCache, one: SparseCache, row: int, width: int) -> None:
+    """Copy a prefilled prompt to the end of its row."""
+    for new, old in zip(batch.layers, one.layers, strict=True):
+        assert isinstance(new, SparseLayer) and isinstance(old, SparseLayer)
+        first = width - old.keys.shape[2]
+        new.keys[row, :, first:] = old.keys[0]
+        new.values[row, :, first:] = old.values[0]
+        if new.recent is not None and old.recent is not None:
+            new.recent[row] = old.recent[0, :, -new.recent.shape[2]:]
+    for key, table in one.rope.items():
+        for store, part in ((batch.rope[key].cos, table.cos.view), (batch.rope[key].sin, table.sin.view)):
+            store.view[row, width - part.shape[1]:] = part[0]
+
+
+@torch.inference_mode()
+def answer_batch(
+    attachment: Attachment, batch: Batch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
+) -> list[list[int]]:
+    """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
+    open). `finished(row, tokens)` is asked every few steps; rows that are finished leave the batch when half of it is.
+
+    The batch is as before afterwards, whatever happens.
+    """
+    width, device = batch.width, batch.last.device
+    answers: list[list[int]] = [[] for _ in limits]
+    active, part = list(range(len(limits))), batch
+    token, done = batch.last, [False] * len(limits)
+    try:
+        for step in range(max(limits)):
+            token = _step(attachment.model, part, token, width, step)
+            for row, value in zip(active, token[:, 0].tolist(), strict=True):
+                if len(answers[row]) < limits[row]:
+                    answers[row].append(value)
+            if (step + 1) % CHECK_EVERY and step + 1 not in limits:
+                continue
+            for row in active:
+                done[row] = done[row] or len(answers[row]) >= limits[row] or finished(row, answers[row])
+            going = [i for i, row in enumerate(active) if not done[row]]
+            if not going:
+                break
+            if len(going) <= len(active) // 2:
+                index, old = torch.tensor(going, device=device), part
+                part = old.rows(index)
+                old.drop_states()
+                token, active = token[index], [active[i] for i in going]
+    finally:
+        batch.restore(width)
+    return answers
+
+
+def _step(model: Any, batch: Batch, token: Tensor, width: int, step: int) -> Tensor:
+    """One token of every row: `[B, 1]` -> `[B, 1]`."""
+    columns = torch.arange(width + step + 1, device=token.device)
+    mask = (columns >= width - batch.lengths[:, None]).long()
+    logits = model(input_ids=token, attention_mask=mask, position_ids=(batch.lengths + step)[:, None],
+                   past_key_values=batch.cache, use_cache=True).logits
+    return logits[:, -1].argmax(-1, keepdim=True)

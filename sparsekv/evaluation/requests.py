@@ -1,0 +1,211 @@
+"""Requests: prompts with their targets in a plain file, so that one machine makes them and another answers them.
+
+The file is JSON lines (gzip where the name ends in .gz): a header, then one request a line. Making requests needs
+lm-eval and the task's data; answering and scoring RULER needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import IO, Any
+
+from sparsekv.errors import SparseKVError
+
+FORMAT, FORMAT_VERSION = "sparsekv-requests", 1
+RULER_OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
+"""RULER tasks that lm-eval generates without downloading anything: the default set."""
+RULER_ONLINE = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery",
+                "ruler_qa_squad", "ruler_qa_hotpot")
+DATA = {"ruler_qa_squad": "SQuAD v2", "ruler_qa_hotpot": "HotpotQA",
+        **dict.fromkeys(RULER_ONLINE[:5], "Paul Graham's essays")}
+"""What a task that is not offline downloads."""
+SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. length: the task's nominal length (0 where it has none) [tokens]; targets: strings the metric looks
+    for; metric: `string_match_all` or `string_match_part` (RULER's own), or `lm-eval`, which scores by `doc`."""
+
+    task: str
+    length: int
+    index: int
+    prompt: str
+    targets: list[str]
+    metric: str
+    max_new_tokens: int
+    until: list[str]
+    doc: dict[str, Any] | None = None
+
+    @property
+    def case(self) -> str:
+        return f"{self.task}@{self.length}" if self.length else self.task
+
+
+def score(request: Request, answer: str) -> float:
+    """RULER's metrics, from 0 to 1: the share of the targets that the answer contains, case ignored; `part`: any one.
+
+    Raises SparseKVError for a metric that only lm-eval has.
+    """
+    if request.metric not in ("string_match_all", "string_match_part"):
+        raise SparseKVError(f"answers to {request.task} are scored by lm-eval: write them with --save-answers and run "
+                            "`sparsekv eval --score FILE` where lm-eval is installed")
+    text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).lower()
+    hits = [target.lower() in text for target in request.targets]
+    return float(any(hits)) if request.metric == "string_match_part" else sum(hits) / max(len(hits), 1)
+
+
+def save_requests(path: str | Path, requests: Sequence[Request], origin: dict[str, Any]) -> Path:
+    """Write the file; `origin` says how the requests were made (tasks, lengths, tokenizer, seed, versions)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _open(path, "w") as file:
+        file.write(json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **origin}) + "\n")
+        for request in requests:
+            file.write(json.dumps(asdict(request)) + "\n")
+    return path
+
+
+def load_requests(path: str | Path) -> list[Request]:
+    """Raises SparseKVError for a missing file, one of another format, or of a newer version."""
+    path = Path(path)
+    if not path.is_file():
+        raise SparseKVError(f"no requests at {str(path)!r}; make them with `sparsekv eval --save-requests {path}`")
+    names = {f.name for f in fields(Request)}
+    try:
+        with _open(path, "r") as file:
+            header = json.loads(file.readline())
+            if not isinstance(header, dict) or header.get("format") != FORMAT:
+                raise SparseKVError(f"{str(path)!r} is no file of requests; expected one of --save-requests")
+            if header["format_version"] > FORMAT_VERSION:
+                raise SparseKVError(f"{str(path)!r} has format {header['format_version']}; this version reads up to "
+                                    f"{FORMAT_VERSION}. Upgrade sparsekv.")
+            found = [Request(**{k: v for k, v in json.loads(line).items() if k in names}) for line in file]
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise SparseKVError(f"{str(path)!r} is damaged ({error}); make the requests again") from error
+    if not found:
+        raise SparseKVError(f"{str(path)!r} holds no requests")
+    return found
+
+
+def task_names(text: str) -> list[str]:
+    """`ruler`, `ruler-offline` and single names, separated by commas."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return list(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
+
+
+def make_requests(
+    tasks: Sequence[str], tokenizer: str | Path, lengths: Sequence[int], samples: int, *, seed: int = 0,
+    skip_missing: bool = False, advance: Callable[..., None] = lambda: None,
+) -> list[Request]:
+    """The first `samples` documents of every task (and length, for RULER) as lm-eval makes them.
+
+    tokenizer: a folder with a tokenizer, which sizes RULER's prompts. skip_missing: leave out tasks whose data cannot
+    be fetched. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be fetched.
+    """
+    manager = _task_manager(tokenizer, lengths)
+    if any(length < 1024 for length in lengths):
+        raise SparseKVError(f"RULER's prompts do not fit into {min(lengths)} tokens (lm-eval would search for ever); "
+                            "use lengths from 1024 on")
+    unknown = [t for t in tasks if t not in manager.all_tasks]
+    if unknown:
+        raise SparseKVError(f"unknown task {unknown[0]!r}: expected lm-eval tasks such as {', '.join(RULER_OFFLINE)}, "
+                            "needle or perplexity (`lm_eval ls tasks` lists all)")
+    requests: list[Request] = []
+    for name in tasks:
+        try:
+            requests += _requests_of(name, manager, samples, seed)
+        except _fetch_errors() as error:
+            if not skip_missing:
+                raise SparseKVError(
+                    f"the data of task {name} ({DATA.get(name, 'a data set')}) cannot be fetched here: "
+                    f"{_first_line(error)}; make the requests on a machine with a network (--save-requests), or add "
+                    "--skip-missing to leave such tasks out") from error
+        advance()
+    if not requests:
+        raise SparseKVError(f"none of the tasks {', '.join(tasks)} has data that can be fetched here")
+    return requests
+
+
+def _task_manager(tokenizer: str | Path, lengths: Sequence[int]) -> Any:
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise SparseKVError("making requests needs lm-eval: run `pip install 'sparsekv[eval]'`, or answer a file made "
+                            "elsewhere with --requests FILE") from error
+    return TaskManager(metadata={"tokenizer": str(tokenizer), "max_seq_lengths": list(lengths)})
+
+
+def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Request]:
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (the tasks draw from the global generator)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        tasks = manager.load([name])["tasks"].values()
+    found: list[Request] = []
+    for task in tasks:
+        if task.OUTPUT_TYPE != "generate_until":
+            raise SparseKVError(f"task {task.config.task} is {task.OUTPUT_TYPE}, not generation; run it with `lm_eval "
+                                "--model sparsekv`")
+        taken, counts = [], dict[int, int]()
+        for index, doc in enumerate(task.eval_docs):
+            length = int(doc.get("max_length") or 0)
+            counts[length] = counts.get(length, 0) + 1
+            if counts[length] <= samples:
+                taken.append(index)
+        with contextlib.redirect_stderr(io.StringIO()):
+            task.build_all_requests(samples=taken, rank=0, world_size=1)
+        found += [_request(instance, name in SUITES["ruler"]) for instance in task.instances]
+    return found
+
+
+def _request(instance: Any, ruler: bool) -> Request:
+    """lm-eval's own prompt and options as a plain record."""
+    doc, (prompt, options) = instance.doc, instance.args
+    until = options.get("until") or []
+    metric, targets = "lm-eval", []
+    if ruler:
+        metric = "string_match_part" if instance.task_name.startswith("ruler_qa") else "string_match_all"
+        targets = [str(x) for x in doc["outputs"]]
+    return Request(task=instance.task_name, length=int(doc.get("max_length") or 0), index=int(instance.doc_id),
+                   prompt=prompt, targets=targets, metric=metric, max_new_tokens=int(options.get("max_gen_toks", 256)),
+                   until=[until] if isinstance(until, str) else list(until), doc=None if ruler else dict(doc))
+
+
+def score_answers(requests: Sequence[Request], answers: Sequence[str], tokenizer: str | Path) -> list[float]:
+    """Scores by lm-eval's own `process_results`: the task's first metric. Raises SparseKVError without lm-eval."""
+    tasks = _task_manager(tokenizer, [4096]).load(sorted({r.task for r in requests}))["tasks"]
+    scores = []
+    for request, answer in zip(requests, answers, strict=True):
+        result = tasks[request.task].process_results(request.doc, [answer])
+        value = next(iter(result.values()))
+        scores.append(float(value if isinstance(value, int | float) else value[0]))
+    return scores
+
+
+def _fetch_errors() -> tuple[type[BaseException], ...]:
+    """What lm-eval and datasets raise when data cannot be had."""
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+    from requests.exceptions import RequestException
+
+    return OSError, LookupError, DatasetsError, HfHubHTTPError, RequestException
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _open(path: Path, mode: str) -> IO[Any]:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.GzipFile(path, mode + "b", mtime=0), encoding="utf-8")
+    return path.open(mode, encoding="utf-8")

@@ -1,0 +1,135 @@
+"""From the cells of a sweep to result rows with confidence intervals, and to tables. No figure is ever typed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sparsekv.evaluation.rows import row
+
+LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+phi")
+LANE_B = ("streaming", "snapkv", "token_select", "lfps", "quest", "magicpig", "router", "router+phi", "topk",
+          "topk+phi")
+RESAMPLES = 2000
+
+
+def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+    """Percentile interval of the mean of the groups' means, each group resampled on its own."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    means = np.zeros(RESAMPLES)
+    for scores in groups:
+        x = np.asarray(scores, dtype=float)
+        means += x[rng.integers(0, len(x), (RESAMPLES, len(x)))].mean(1) / len(groups)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float | None], dict[str, Any]]:
+    """One entry a (case, method, budget): parts of one task joined, repeated samples counted once."""
+    merged: dict[tuple[str, str, float | None], dict[str, Any]] = {}
+    for cell in cells:
+        entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
+                                  {"scores": {}, "infeasible": False, "read": [], "seconds": 0.0, "tokens": []})
+        if cell.get("infeasible"):
+            entry["infeasible"] = True
+            continue
+        entry["scores"] |= {i: s for i, s in zip(cell["indices"], cell["scores"], strict=True) if s is not None}
+        entry["read"].append(cell["read"])
+        entry["tokens"].append(cell["tokens"])
+        entry["seconds"] += cell["seconds"]
+        entry["cache_tokens"] = cell.get("cache_tokens", 0.0)
+    return merged
+
+
+def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
+    """Rows of metric `score` (0 to 100): every case, and `ruler@L`, the mean of a length's tasks where all are there.
+
+    A row has its budget, interval (`low`, `high`: bootstrap, 95 %), number of samples, `read`: share of the context
+    read exactly, and `read_worst`: the same with the completion's cache fetched for one token. Infeasible cells have
+    no value.
+    """
+    merged = merge_cells(cells)
+    tasks: dict[str, dict[str, None]] = {}
+    for case, _, _ in merged:
+        name, _, length = case.partition("@")
+        tasks.setdefault(length, {})[name] = None
+    rows = []
+    for (case, method, budget), entry in merged.items():
+        rows.append(_row(case, method, budget, [entry], seed))
+    for length, names in tasks.items():
+        if not length or len(names) < 2:
+            continue
+        for method, budget in dict.fromkeys((m, b) for _, m, b in merged):
+            entries = [merged.get((f"{name}@{length}", method, budget)) for name in names]
+            if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
+                rows.append(_row(f"ruler@{length}", method, budget, entries, seed))
+    return rows
+
+
+def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], seed: int) -> dict[str, Any]:
+    extra: dict[str, Any] = {"budget": budget}
+    if any(e["infeasible"] or not e["scores"] for e in entries):
+        infeasible = any(e["infeasible"] for e in entries)
+        return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)
+    groups = [[100 * s for s in e["scores"].values()] for e in entries]
+    low, high = bootstrap(groups, seed=seed)
+    read = _mean([x for e in entries for x in e["read"]])
+    worst = _mean([r + e["cache_tokens"] / t for e in entries for r, t in zip(e["read"], e["tokens"], strict=True)])
+    tokens = _mean([t for e in entries for t in e["tokens"]])
+    return row(case, method, "score", round(_mean([_mean(g) for g in groups]), 2), "points of 100", **extra,
+               low=round(low, 2), high=round(high, 2), samples=sum(map(len, groups)), read=round(read, 4),
+               read_worst=round(min(worst, 1.0), 4), context_tokens=round(tokens),
+               seconds=round(sum(e["seconds"] for e in entries), 2), seed=seed)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def table(rows: Sequence[dict[str, Any]], case: str, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of one case: a line a method, a column a budget; `62.1 ± 3.9` is half the interval's width.
+
+    "–": the budget cannot pay for what is always read, or nothing was measured.
+    """
+    known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == "score"}
+    budgets = sorted({b for _, b in known if b is not None})
+    lines = []
+    for method in ("full", *methods):
+        if not any(m == method for m, _ in known):
+            continue
+        free = known.get((method, None))
+        lines.append([method, *(_cell(free or known.get((method, b))) for b in budgets)])
+    return ["method", *(f"{b:.3g}".rstrip() if b >= 1 else f"{100 * b:g} %" for b in budgets)], lines
+
+
+def _cell(found: dict[str, Any] | None) -> str:
+    if found is None or found["value"] is None:
+        return "–"
+    return f"{found['value']:.1f} ± {(found['high'] - found['low']) / 2:.1f}"
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """The same as Markdown."""
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+
+
+def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Lane A (how attention is completed, selector fixed) and Lane B (systems) of every length, then each task."""
+    parts = []
+    cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
+    means = [c for c in cases if c.startswith("ruler@")] or cases
+    for case in means:
+        parts.append(f"## {case}")
+        for title, methods in (("Lane A: aggregation at a fixed selector", LANE_A), ("Lane B: systems", LANE_B)):
+            header, lines = table(rows, case, methods)
+            parts += [f"### {title}", markdown(header, lines)]
+    every = list(dict.fromkeys((*LANE_A, *LANE_B)))
+    single = [c for c in cases if c not in means]
+    if single:
+        parts.append("## Each task")
+        for case in single:
+            parts += [f"### {case}", markdown(*table(rows, case, every))]
+    return "\n\n".join(parts) + "\n"

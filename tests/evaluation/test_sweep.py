@@ -1,0 +1,175 @@
+import json
+
+import pytest
+import torch
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+from sparsekv import attach
+from sparsekv.errors import SparseKVError
+from sparsekv.evaluation import sweep as sweep_module
+from sparsekv.evaluation.batch import answer_batch, prefill_batch
+from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
+from sparsekv.evaluation.sweep import Sweep, SweepMethod, SweepOptions, collect, parse_methods
+from sparsekv.evaluation.tables import bootstrap, lanes_markdown, score_rows, table
+
+TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
+
+
+def request(task: str, index: int, size: int, *, length: int = 128, limit: int = 6) -> Request:
+    text = (TEXT * 4)[index * 7:index * 7 + size]
+    return Request(task, length, index, text, ["owl", "gnu"], "string_match_all", limit, [])
+
+
+def requests() -> list[Request]:
+    return [request("one", i, 90 + 5 * i) for i in range(3)] + [request("two", i, 120 - i, limit=9) for i in range(3)]
+
+
+METHODS = ("full", "streaming", "topk+phi", "router", "router+phi", "token_select", "lfps", "quest", "snapkv",
+           "topk+centroid")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
+    model = make_model()
+    router, phi = artifacts(model, space="rot")
+    prompts = [tokenizer(r.prompt)["input_ids"] for r in requests()]
+    selector, _, completion = name.replace("full", "dense").partition("+")
+    options = {"selector": selector, "completion": completion or "none", "dense_below": 0, "sink_size": 4,
+               "window_size": 16, "router": router if selector == "router" else None,
+               "phi": phi if completion == "phi" else None}
+    if selector not in ("dense", "streaming"):
+        options["token_budget"] = 0.2
+    # no cosine near a threshold, no pages whose edges depend on padding, no plateaus of pooled votes with ties
+    steady = {"token_select": {"theta": 2.0}, "quest": {"page_size": 1}, "snapkv": {"kernel_size": 1}}
+    options |= steady.get(selector, {})
+    limits = [6, 20, 5, 9, 20, 20]
+    with attach(model, selector="dense") as dense:
+        batch = prefill_batch(dense, prompts, room=24)
+    with attach(model, **options) as attachment:
+        for _ in range(2):
+            got = answer_batch(attachment, batch, limits, lambda row, tokens: row in (0, 2) and len(tokens) >= 5)
+    assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor(prompt)[None]
+        with attach(model, **options) as attachment:
+            cache = attachment.prefill(ids[:, :-1])
+            alone = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+                                   max_new_tokens=limits[row])
+        assert got[row] == alone[0, len(prompt):].tolist()[:len(got[row])], row
+        assert len(got[row]) >= min(limits[row], 5)
+
+
+def run(tmp_path, tokenizer, methods, *, resume=False, **options):
+    model = make_model()
+    router, phi = artifacts(model, space="rot")
+    made = Sweep(model, tokenizer, requests(), router=router, phi=phi, output=tmp_path, resume=resume,
+                 options=SweepOptions(**options))
+    return made, made.run(methods)
+
+
+def test_an_interrupted_sweep_goes_on_and_is_the_same(tmp_path, tokenizer) -> None:
+    methods = parse_methods(["full", "topk", "topk+phi"], [0.2, 0.5])
+    run(tmp_path / "whole", tokenizer, methods, batch_tokens=300)
+    assert not run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, time_limit=0.0)[1]
+    cells = tmp_path / "cut" / "cells.jsonl"
+    run(tmp_path / "cut", tokenizer, methods[:2], batch_tokens=300, resume=True)
+    cells.write_text(cells.read_text() + '{"case": "one@128", "met')
+    _, finished = run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, resume=True)
+    assert finished
+
+    def strip(folder):
+        return {(c["case"], c["method"], c["budget"], tuple(c["indices"])): c["answers"] for c in collect(folder)}
+
+    assert strip(tmp_path / "cut") == strip(tmp_path / "whole") and len(strip(tmp_path / "whole")) == 5 * 3
+    before = cells.read_text()
+    run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, resume=True)
+    assert cells.read_text() == before
+    with pytest.raises(SparseKVError, match="--resume"):
+        run(tmp_path / "cut", tokenizer, methods)
+    with pytest.raises(SparseKVError, match="other accounting"):
+        run(tmp_path / "cut", tokenizer, methods, resume=True, accounting="worst_case")
+
+
+def test_rows_answered_in_parts_are_the_same(tmp_path, tokenizer) -> None:
+    methods = [SweepMethod("topk", "none", 0.2)]
+    run(tmp_path / "a", tokenizer, methods)
+    model = make_model()
+    parts = Sweep(model, tokenizer, requests(), output=tmp_path / "b", options=SweepOptions())
+    parts.splits["topk"] = 4
+    parts.run(methods)
+    assert [c["answers"] for c in collect(tmp_path / "a")] == [c["answers"] for c in collect(tmp_path / "b")]
+
+
+def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
+    # anchors 4 + 16 + 1, φ cache 12·(16 + 2)/32 = 6.75 tokens: 0.22 of 89 pays for neither, of 119 for the anchors
+    methods = parse_methods(["full", "topk", "topk+phi"], [0.2, 0.25, 0.5])
+    run(tmp_path, tokenizer, methods, accounting="worst_case")
+    rows = score_rows(collect(tmp_path))
+    header, lines = table(rows, "one@128", ["topk", "topk+phi"])
+    cells = {line[0]: line[1:] for line in lines}
+    assert header == ["method", "20 %", "25 %", "50 %"]
+    assert [c == "–" for c in cells["topk"]] == [True, False, False]
+    assert [c == "–" for c in cells["topk+phi"]] == [True, True, False]
+    assert "–" not in cells["full"]
+    mean = {(r["method"], r["budget"]): r for r in rows if r["case"] == "ruler@128"}
+    assert mean["topk", 0.2]["value"] is None and mean["topk", 0.2]["infeasible"]
+    spent = mean["topk+phi", 0.5]["read_worst"]
+    assert spent > mean["topk+phi", 0.5]["read"] and spent == pytest.approx(0.5, abs=0.06)
+    text = lanes_markdown(rows)
+    assert text.index("Lane A") < text.index("Lane B") < text.index("one@128")
+
+
+def test_older_and_foreign_results_are_refused(tmp_path) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text(json.dumps({"format": sweep_module.FORMAT, "format_version": 0}) + "\n")
+    with pytest.raises(SparseKVError, match="format 0"):
+        collect(tmp_path)
+    path.write_text("[1]\n")
+    with pytest.raises(SparseKVError, match="no sweep"):
+        collect(tmp_path)
+    with pytest.raises(SparseKVError, match=r"no cells\.jsonl"):
+        collect(tmp_path / "none")
+    with pytest.raises(SparseKVError, match="unknown selector 'best'"):
+        parse_methods(["best"], [0.1])
+    with pytest.raises(SparseKVError, match="unknown completion 'magic'"):
+        parse_methods(["topk+magic"], [0.1])
+
+
+def test_bootstrap_covers_the_mean_and_narrows_with_samples() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for seed in range(60):
+        sample = (torch.rand(100, generator=generator) < 0.3).double().tolist()
+        low, high = bootstrap([sample], seed=seed)
+        hits += low <= 0.3 <= high
+    assert 52 <= hits <= 60
+    small, large = (bootstrap([[0.0, 1.0] * n]) for n in (10, 1000))
+    assert large[1] - large[0] < 0.2 * (small[1] - small[0])
+    two = bootstrap([[0.0] * 5, [1.0] * 5])
+    assert two == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
+def test_requests_come_back_from_their_file(tmp_path, name: str) -> None:
+    made = [*requests(), Request("lb", 0, 3, "a\nb", [], "lm-eval", 5, ["\n"], {"q": 1})]
+    path = save_requests(tmp_path / name, made, {"tasks": ["one"]})
+    assert load_requests(path) == made
+    with pytest.raises(SparseKVError, match="no requests at"):
+        load_requests(tmp_path / "none")
+    for text, message in (("x\n", "damaged"), ("{}\n", "no file of requests"),
+                          ('{"format": "sparsekv-requests", "format_version": 99}\n', "format 99"),
+                          ('{"format": "sparsekv-requests", "format_version": 1}\n', "holds no requests")):
+        (tmp_path / "bad.jsonl").write_text(text)
+        with pytest.raises(SparseKVError, match=message):
+            load_requests(tmp_path / "bad.jsonl")
+
+
+def test_scores_are_rulers() -> None:
+    base = request("t", 0, 10)
+    assert score(base, "an OWL\x07and") == 0.5 and score(base, "gnus, owls") == 1.0 and score(base, "") == 0.0
+    part = Request("t", 0, 0, "", ["a b", "c"], "string_match_part", 1, [])
+    assert score(part, "C!") == 1.0 and score(part, "d") == 0.0
+    with pytest.raises(SparseKVError, match="scored by lm-eval"):
+        score(Request("t", 0, 0, "", [], "lm-eval", 1, []), "x")
+    assert task_names("ruler-offline, needle")[-1] == "needle" and len(task_names("ruler")) == 13
