@@ -3,17 +3,19 @@ signature in `reference.py`; both are tested against each other."""
 
 from sparsekv.kernels.attend import attend_buckets, attend_tokens, routed_attention
 from sparsekv.kernels.completion import phi_cache, phi_query
+from sparsekv.kernels.indexing import assign_buckets, extend_index
+from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.reference import (
     BucketMeans,
     PhiCache,
     PhiRest,
     PhiStore,
     RouterWeights,
-    assign_buckets,
     bucket_tokens,
     build_index,
     mean_key_logits,
     merge,
+    phi_bucket_sums,
     phi_extend,
     phi_features,
     phi_partial,
@@ -25,7 +27,7 @@ from sparsekv.kernels.routing import route
 
 __all__ = [
     "BucketMeans", "PhiCache", "PhiRest", "PhiStore", "RouterWeights", "assign_buckets", "attend_buckets",
-    "attend_tokens", "bucket_tokens", "build_index", "mean_key_logits", "merge", "phi_cache", "phi_extend",
-    "phi_features", "phi_partial", "phi_query", "phi_remainder", "route", "routed_attention", "router_logits",
-    "top_buckets",
+    "attend_tokens", "bucket_tokens", "build_index", "extend_index", "mean_key_logits", "merge", "paged_scores",
+    "phi_bucket_sums", "phi_cache", "phi_extend", "phi_features", "phi_partial", "phi_query", "phi_remainder", "route",
+    "routed_attention", "router_logits", "top_buckets",
 ]

@@ -24,6 +24,7 @@ BLOCK, WARPS, PROGRAMS = 32, 1, 1024
 PHI_BLOCK, PHI_WARPS, PHI_PROGRAMS = 64, 2, 512
 MAX_SPLITS = 256
 MERGE_WIDTH, MERGE_WARPS = 32, 2
+SUM_WARPS = 4
 
 
 def attend_tokens(
@@ -97,7 +98,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the CSR's order.
     overlap: the kernel ahead in the stream is `route`'s last."""
-    from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
+    from sparsekv.kernels.attend_triton import bucket_kernel, merge_kernel, split_kernel
 
     batch, heads_q, dim = q.shape
     heads_kv, device = k.shape[1], q.device
@@ -105,40 +106,56 @@ def launch(
         # every query head has a list of its own: treat it as a KV head with a group of one
         group = heads_q // heads_kv
         k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
-        rest = None if rest is None else rest.per_query_head(group)
+        if rest is not None and rest.features is not None:
+            rest = rest._replace(features=rest.features.repeat_interleave(group, dim=1))
         heads_kv = heads_q
     q, k, v, tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, tokens))
     lists = [tokens] * 3 if offsets is None or buckets is None else [tokens, offsets, buckets]
     probes = 0 if buckets is None else buckets.shape[2]
     listed_k, listed_v = copies if copies is not None else (k, v)
-    completed = rest is not None
-    block, warps, programs = (PHI_BLOCK, PHI_WARPS, PHI_PROGRAMS) if completed else (BLOCK, WARPS, PROGRAMS)
+    by_key = rest is not None and rest.features is not None
+    block, warps, programs = (PHI_BLOCK, PHI_WARPS, PHI_PROGRAMS) if by_key else (BLOCK, WARPS, PROGRAMS)
     splits = max(1, min(MAX_SPLITS, programs // (batch * heads_kv)))
     out = torch.empty(batch, heads_q, dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads_q, dtype=torch.float32, device=device)
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=device)
     partial_rest, partial_mass, features, a, c, whole, base = partial, partial_lse, k, q, lse, lse, lse
+    rest_parts = splits
     if rest is not None:
-        a, c, whole, base, features = rest
-        partial_rest = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
-        partial_mass = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=device)
+        a, c, whole, base = rest[:4]
+        if rest.features is not None:
+            features = rest.features
+        elif rest.bucket_s is not None and buckets is not None:
+            rest_parts = probes
+        else:
+            raise ValueError("a completion needs the features of the keys, or the sums of the buckets that are read")
+        partial_rest = torch.empty(batch, heads_q, rest_parts, dim, dtype=torch.float32, device=device)
+        partial_mass = torch.empty(batch, heads_q, rest_parts, dtype=torch.float32, device=device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
     group, width = heads_q // heads_kv, max(16, _power_of_two(dim))
-    half = max(8 if completed else 16, _power_of_two(group))
+    half = max(8 if by_key else 16, _power_of_two(group))
     split_kernel[(batch * heads_kv, splits)](
         q, k, v, *lists, listed_k, listed_v, features, a, starts, tail_starts, lengths, partial, partial_lse,
         partial_rest, partial_mass, scale, tokens.shape[2], sink_size, heads_kv, q.stride(0), q.stride(1),
         *(x for t in (k, v, listed_k, listed_v) for x in t.stride()[:3]),
         *(x for t in lists for x in t.stride()[:2]), *features.stride()[:3],
         PROBES=probes, PADDED_PROBES=_power_of_two(max(probes, 1)), GROUP=group, HALF=half,
-        ROWS=2 * half if completed else half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1], PHI=completed,
+        ROWS=2 * half if by_key else half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1], PHI=by_key,
         COPIES=copies is not None, OVERLAP=bool(pdl), BLOCK=block, num_warps=warps, num_stages=1,
         **(pdl if overlap else {}))
+    if rest is not None and not by_key:
+        assert rest.bucket_s is not None and rest.bucket_z is not None and buckets is not None
+        count = a.shape[-1]
+        bucket_kernel[(batch * heads_kv, probes)](
+            buckets, a, rest.bucket_z, rest.bucket_s, partial_rest, partial_mass, heads_kv, rest.bucket_z.shape[2], dim,
+            count, buckets.stride(0), buckets.stride(1), PROBES=probes, GROUP=group, ROWS=max(16, _power_of_two(group)),
+            DIM=width, FEATURES=max(16, _power_of_two(count)), OVERLAP=bool(pdl), num_warps=SUM_WARPS, **pdl)
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(batch * heads_q, width // columns)](
         partial, partial_lse, partial_rest, partial_mass, c, whole, base, out, lse, reference.REST_EPS, out.stride(0),
-        out.stride(1), heads_q, splits, PADDED=_power_of_two(splits), DIM=dim, WIDTH=columns, PHI=completed,
+        out.stride(1), heads_q, splits, rest_parts, PADDED=_power_of_two(splits), PADDED_REST=_power_of_two(rest_parts),
+        DIM=dim, WIDTH=columns, PHI=rest is not None,
         OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse
 

@@ -139,8 +139,9 @@ def split_kernel(
 @triton.jit
 def merge_kernel(
     partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, out, out_lse, eps, o_row, o_head,
-    heads_q, parts,
-    PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr, OVERLAP: tl.constexpr,
+    heads_q, parts, rest_parts,
+    PADDED: tl.constexpr, PADDED_REST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program a query head and WIDTH of its columns."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
@@ -156,8 +157,10 @@ def merge_kernel(
     values = tl.load(partial + place, mask=(part < parts)[:, None] & wide[None, :], other=0.0)
     top = tl.max(lse, 0)
     if PHI:
-        taken = tl.load(partial_rest + place, mask=(part < parts)[:, None] & wide[None, :], other=0.0)
-        taken_mass = tl.load(partial_rest_mass + at * parts + part, mask=part < parts, other=0.0)
+        part = tl.arange(0, PADDED_REST)
+        place = (at * rest_parts + part)[:, None] * DIM + width[None, :]
+        taken = tl.load(partial_rest + place, mask=(part < rest_parts)[:, None] & wide[None, :], other=0.0)
+        taken_mass = tl.load(partial_rest_mass + at * rest_parts + part, mask=part < rest_parts, other=0.0)
         all_mass = tl.load(whole + at)
         left = all_mass - tl.sum(taken_mass, 0)
         estimate = tl.load(base + at * DIM + width, mask=wide, other=0.0) - tl.sum(taken, 0)
@@ -177,3 +180,36 @@ def merge_kernel(
     tl.store(out + row * o_row + head * o_head + width, result.to(out.dtype.element_ty), mask=wide)
     if tl.program_id(1) == 0:
         tl.store(out_lse + at, tl.where(total > 0, tl.log(tl.maximum(total, 1e-38)) + safe, float("-inf")))
+
+
+@triton.jit
+def bucket_kernel(
+    buckets, feature_q, bucket_z, bucket_s, partial_rest, partial_rest_mass, heads_kv, num_buckets, dim, features,
+    b_row, b_head,
+    PROBES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """What one chosen bucket's sums hold of the estimate of every head of the group."""
+    row = (tl.program_id(0) // heads_kv).to(tl.int64)
+    head = (tl.program_id(0) % heads_kv).to(tl.int64)
+    probe = tl.program_id(1)
+    group, feature, width = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, DIM)
+    wide = width < dim
+    if OVERLAP:
+        gdc_wait()
+    bucket = tl.load(buckets + row * b_row + head * b_head + probe)
+    kept = feature < tl.where(bucket >= 0, features, 0)
+    at = (row * heads_kv + head) * num_buckets + tl.maximum(bucket, 0)
+    sums = tl.load(bucket_s + (at * features + feature)[:, None] * dim + width[None, :],
+                   mask=kept[:, None] & wide[None, :], other=0.0)
+    mass = tl.load(bucket_z + at * features + feature, mask=kept, other=0.0).to(tl.float32)
+    place = (row * heads_kv + head) * GROUP + group
+    a = tl.load(feature_q + place[:, None] * features + feature[None, :],
+                mask=(group < GROUP)[:, None] & kept[None, :], other=0.0)
+    if OVERLAP:
+        gdc_launch_dependents()
+    out = tl.dot(a.to(sums.dtype), sums, input_precision="ieee")
+    whole = tl.sum(a.to(tl.float32) * mass[None, :], 1)
+    tl.store(partial_rest_mass + place * PROBES + probe, whole, mask=group < GROUP)
+    tl.store(partial_rest + (place * PROBES + probe)[:, None] * dim + width[None, :], out,
+             mask=(group < GROUP)[:, None] & wide[None, :])

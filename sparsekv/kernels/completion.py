@@ -66,7 +66,7 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
         heads_q, store.m.shape[1], q.stride(0), q.stride(1), dim, width, features, ROWS=16,
         DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)),
         FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
-    return PhiRest(a, c, whole, base, store.features)
+    return PhiRest(a, c, whole, base, *store[3:])
 
 
 def _power_of_two(n: int) -> int:

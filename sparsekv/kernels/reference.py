@@ -17,6 +17,7 @@ Conventions (all functions):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -49,30 +50,36 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 
 
 class PhiStore(NamedTuple):
-    """The stable cache of a request with the features it was summed from: m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`,
-    features `[B, Hkv, N, r]`, linear, relative to m (`phi_features`)."""
+    """The stable cache of a request, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`, with what the keys that are read are
+    taken out by: features `[B, Hkv, N, r]` of every key, linear, relative to m (`phi_features`); or, for whole
+    buckets, the sums of each, bucket_z `[B, Hkv, C, r]` and bucket_s `[B, Hkv, C, r, d]` (`phi_bucket_sums`)."""
 
     m: Tensor
     z: Tensor
     s: Tensor
-    features: Tensor
+    features: Tensor | None = None
+    bucket_z: Tensor | None = None
+    bucket_s: Tensor | None = None
 
 
 class PhiRest(NamedTuple):
     """What a completed step needs beside keys and values: the estimate of key `i` is `e^c · Σ_j a_j features_ij`.
 
     a `[B, Hq, r]`, c `[B, Hq]`: features of the query, largest 1. whole `[B, Hq]`, base `[B, Hq, d]`: the estimate of
-    the whole mid region, its mass and its sum of values, both over `e^c`. features `[B, Hkv, N, r]`: of the keys.
+    the whole mid region, its mass and its sum of values, both over `e^c`. features, bucket_z, bucket_s: `PhiStore`'s.
     """
 
     a: Tensor
     c: Tensor
     whole: Tensor
     base: Tensor
-    features: Tensor
+    features: Tensor | None = None
+    bucket_z: Tensor | None = None
+    bucket_s: Tensor | None = None
 
-    def per_query_head(self, group: int) -> PhiRest:
-        return self._replace(features=self.features.repeat_interleave(group, dim=1))
+    def map(self, change: Callable[[Tensor], Tensor]) -> PhiRest:
+        """With every tensor changed."""
+        return PhiRest(*(None if x is None else change(x) for x in self))  # type: ignore[arg-type]
 
 
 def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = None) -> PhiRest:
@@ -84,13 +91,30 @@ def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = No
     c = t.amax(-1)
     a = torch.exp(t - torch.where(torch.isinf(c), torch.zeros_like(c), c)[..., None]).to(dtype or t.dtype)
     exact = a.to(z.dtype)
-    return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), store.features)
+    return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), *store[3:])
 
 
 def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
     """Features in the cache's scale, `exp(log φ_k − m)`: `[B, Hkv, N, r]`, m `[B, Hkv, r]`. Keys that come after the
     cache was built keep its shift and may exceed 1."""
     return torch.exp(log_phi_k - torch.where(torch.isinf(m), torch.zeros_like(m), m)[:, :, None])
+
+
+def phi_bucket_sums(features: Tensor, v: Tensor, order: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of features, alone and times values, over the tokens of every bucket: features `[B, H, N, r]`,
+    v `[B, H, N, d]` -> `[B, H, C, r]`, `[B, H, C, r, d]`."""
+    batch, heads, _, width = features.shape
+    buckets, acc = offsets.shape[-1] - 1, _acc(v)
+    z = torch.zeros(batch, heads, buckets, width, dtype=acc, device=v.device)
+    s = torch.zeros(batch, heads, buckets, width, v.shape[-1], dtype=acc, device=v.device)
+    edges = offsets.tolist()
+    for b in range(batch):
+        for h in range(heads):
+            for c in range(buckets):
+                tokens = order[b, h, edges[b][h][c]:edges[b][h][c + 1]].long()
+                f = features[b, h, tokens].to(acc)
+                z[b, h, c], s[b, h, c] = f.sum(0), f.mT @ v[b, h, tokens].to(acc)
+    return z, s
 
 
 def attend_tokens(
@@ -135,16 +159,35 @@ def attend_tokens(
 
 
 def _remainder(rest: PhiRest, v: Tensor, indices: Tensor, heads_q: int) -> tuple[Tensor, Tensor]:
-    """The whole estimate less that of the tokens read, as one more partial attention. What is left is dropped where it
-    is rounding error of the whole."""
+    """The whole estimate less that of the tokens read, as one more partial attention."""
     acc = _acc(v)
+    assert rest.features is not None
     indices = indices.repeat_interleave(heads_q // indices.shape[1], dim=1)
     at = indices.clamp(min=0).long()[..., None]
     features, values = (x.repeat_interleave(heads_q // x.shape[1], dim=1) for x in (rest.features, v))
     features, values = (x.gather(2, at.expand(-1, -1, -1, x.shape[-1])).to(acc) for x in (features, values))
     taken = torch.einsum("bhr,bhkr->bhk", rest.a.to(acc), features) * (indices >= 0)
-    left = rest.whole.to(acc) - taken.sum(-1)
-    out = rest.base.to(acc) - torch.einsum("bhk,bhkd->bhd", taken, values)
+    return _left(rest, taken.sum(-1), torch.einsum("bhk,bhkd->bhd", taken, values))
+
+
+def _bucket_remainder(rest: PhiRest, buckets: Tensor, heads_q: int) -> tuple[Tensor, Tensor]:
+    """The same for whole buckets `[B, Hkv, L]`, by their sums."""
+    assert rest.bucket_z is not None and rest.bucket_s is not None
+    group, acc = heads_q // buckets.shape[1], _acc(rest.base)
+    buckets = buckets.repeat_interleave(group, dim=1)
+    at, a = buckets.clamp(min=0).long(), rest.a.to(acc)
+    z = rest.bucket_z.repeat_interleave(group, dim=1)
+    s = rest.bucket_s.repeat_interleave(group, dim=1)
+    z = z.gather(2, at[..., None].expand(-1, -1, -1, z.shape[-1])).to(acc)
+    s = s.gather(2, at[..., None, None].expand(-1, -1, -1, *s.shape[-2:])).to(acc)
+    there = (buckets >= 0).to(acc)
+    return _left(rest, torch.einsum("bhr,bhlr,bhl->bh", a, z, there), torch.einsum("bhr,bhlrd,bhl->bhd", a, s, there))
+
+
+def _left(rest: PhiRest, mass: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The whole less what was taken; dropped where it is rounding error of the whole."""
+    acc = mass.dtype
+    left, out = rest.whole.to(acc) - mass, rest.base.to(acc) - values
     live = left > REST_EPS * rest.whole.to(acc)
     safe = torch.where(live, left, 1.0)
     return (torch.where(live[..., None], out / safe[..., None], 0.0),
@@ -175,6 +218,11 @@ def attend_buckets(
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the anchors and every token of the chosen buckets (Saap §4.3), completed with `rest`.
     Returns `(out, lse)`."""
+    if rest is not None and rest.bucket_s is not None:
+        exact = attend_buckets(q, k, v, order, offsets, buckets, scale=scale, starts=starts, sink_size=sink_size,
+                               tail_starts=tail_starts, lengths=lengths)
+        left = _bucket_remainder(rest, buckets, q.shape[1])
+        return merge(torch.stack([exact[0], left[0].to(q.dtype)]), torch.stack([exact[1], left[1].to(exact[1].dtype)]))
     return attend_tokens(q, k, v, bucket_tokens(order, offsets, buckets), scale=scale, starts=starts,
                          sink_size=sink_size, tail_starts=tail_starts, lengths=lengths, rest=rest)
 
@@ -382,3 +430,19 @@ def phi_partial(
     t = log_phi_q.to(cache.z.dtype).reshape(batch, heads_kv, -1, features) + base[:, :, None]
     out, lse = _softmax_attend(t, (cache.s / safe_z[..., None]).masked_fill(~live[..., None], 0.0)[:, :, None])
     return out.reshape(batch, heads_q, -1).to(log_phi_q.dtype), lse.reshape(batch, heads_q)
+
+
+def paged_scores(
+    q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
+    per_group: bool = False,
+) -> Tensor:
+    """The heads' soft vote on every token; see `kernels.paged_scores`."""
+    batch, _, dim = q.shape
+    if table is not None:
+        k = k.gather(2, table.long()[:, None, :, None].expand(-1, k.shape[1], -1, dim))
+    acc = _acc(q)
+    scores = (q.to(acc).reshape(batch, k.shape[1], -1, dim) @ k.to(acc).mT) * scale
+    place = torch.arange(k.shape[2], device=q.device)
+    inside = (place >= first[:, None]) & (place < last[:, None])
+    p = scores.masked_fill(~inside[:, None, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum(2)
+    return p if per_group else p.sum(1, keepdim=True)

@@ -17,7 +17,7 @@ POINTERS = {
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }
 HALF = ("q", "k", "v", "out", "x", "w", "b", "y", "means", "listed_k", "listed_v", "features", "feature_q", "a", "logs",
-        "w_in", "b_in", "w_a", "b_a", "w_b", "alpha", "w_out", "b_out")
+        "bucket_z", "bucket_s", "w_in", "b_in", "w_a", "b_a", "w_b", "alpha", "w_out", "b_out")
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
                         "PROBES": probes, "PADDED_PROBES": max(1, probes), "COPIES": dim == 80, "HALF": max(8, group),
                         "BLOCK": attend.PHI_BLOCK if phi else attend.BLOCK,
                         "ROWS": 2 * max(8, group) if phi else rows}, attend.PHI_WARPS if phi else attend.WARPS),
-                    (attend_triton.merge_kernel, {"WIDTH": attend.MERGE_WIDTH}, attend.MERGE_WARPS),
+                    (attend_triton.merge_kernel, {"WIDTH": attend.MERGE_WIDTH, "PADDED_REST": 64}, attend.MERGE_WARPS),
+                    (attend_triton.bucket_kernel, {"DIM": width}, attend.SUM_WARPS),
                     (routing_triton.hidden_kernel, {"BLOCK": routing.HIDDEN_BLOCK, "DEPTH": width},
                      routing.HIDDEN_WARPS),
                     (routing_triton.score_kernel, {"MLP": True, "MEANS": dim < 256, "BLOCK": 64, "WAITS": hopper,
@@ -45,7 +46,7 @@ def main() -> None:
                     (completion_triton.cache_kernel, {"DIM": width, "MASKED": True, "BLOCK": completion.BLOCK},
                      completion.CACHE_WARPS)):
                 constants = {n: v for n, v in {**shared, **own}.items() if n in kernel.arg_names}
-                types = {**POINTERS, **({"features": "i32"} if "w_out" in kernel.arg_names or "logs" in kernel.arg_names
+                types = {**POINTERS, **({"features": "i32"} if {"w_out", "logs", "bucket_s"} & set(kernel.arg_names)
                                         else {})}
                 signature = {n: "constexpr" if n in constants else types.get(n, f"*{dtype}" if n in HALF else "i32")
                              for n in kernel.arg_names}

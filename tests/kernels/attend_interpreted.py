@@ -29,7 +29,7 @@ def completion(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mid: torch.Ten
     logs[0, 0] = float("-inf")
     rest = reference.phi_query(logs, store, q.dtype)
     return [rest._replace(whole=rest.whole.float(), base=rest.base.float()),
-            reference.PhiRest(*(x.double() for x in rest))]
+            rest.map(torch.Tensor.double)]
 
 
 def main() -> None:
@@ -78,6 +78,15 @@ def main() -> None:
         truth = reference.attend_buckets(*(x.double() for x in (q, k, v)), order, offsets, chosen, **options,
                                          rest=exact_rest)
         cases["completed buckets"] = (found, truth)
+        sums = reference.phi_bucket_sums(exact_rest.features, v.double(), order, offsets)
+        half = [x.to(dtype) for x in sums]
+        found = attend.launch(q, k, v, order, offsets, chosen, **options,
+                              rest=rest._replace(features=None, bucket_z=half[0], bucket_s=half[1]))
+        if dtype == torch.float32:
+            cases["completed by sums"] = (found, truth)
+        whole = exact_rest._replace(features=None, bucket_z=half[0].double(), bucket_s=half[1].double())
+        cases["completed by rounded sums"] = (found, reference.attend_buckets(
+            *(x.double() for x in (q, k, v)), order, offsets, chosen, **options, rest=whole))
         limit = 1e-5 if dtype == torch.float32 else 5e-3
         for name, ((out, lse), (true_out, true_lse)) in cases.items():
             error = float((out.double() - true_out).norm() / true_out.norm())

@@ -28,9 +28,14 @@ def test_route_equals_its_twin_under_the_interpreter() -> None:
 
 def test_kernels_compile_for_sm80_sm89_sm90() -> None:
     pytest.importorskip("triton")
-    assert run("attend_compiled.py").count("bytes shared") == 84
+    assert run("attend_compiled.py").count("bytes shared") == 96
 
 
 def test_completion_equals_its_twin_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     assert "fine" in run("completion_interpreted.py")
+
+
+def test_indexing_and_votes_equal_their_twins_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert "fine" in run("indexing_interpreted.py")

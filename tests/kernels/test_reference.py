@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sparsekv.kernels import extend_index
 from sparsekv.kernels import reference as ref
 
 F64 = torch.float64
@@ -125,3 +126,22 @@ def test_top_buckets_sums_over_the_group_and_passes_over_empty_ones() -> None:
     assert ref.top_buckets(logits, 1, 1).tolist() == [[[3]]]
     counts = torch.tensor([[[1, 0, 0, 0]]])
     assert ref.top_buckets(logits, 1, 3, counts).tolist() == [[[0, -1, -1]]]
+
+
+@pytest.mark.parametrize(("length", "buckets", "joins"),
+                         [(63, 5, 9), (111, 40, 1), (7, 3, 0), (1, 4, 6), (1000, 17, 250)])
+def test_an_extended_index_equals_one_built_anew(length, buckets, joins):
+    torch.manual_seed(length)
+    total, none = length + joins, torch.tensor([0, 0])
+    assignment = torch.randint(0, buckets, (2, 3, total))
+    have, until = torch.tensor([length, max(length - 2, 0)]), torch.tensor([total, max(total - 1, 0)])
+    order, offsets = ref.build_index(assignment[..., :length], buckets, none, have)
+    positions = torch.arange(max(length - 2, 0), total).expand(2, -1)
+    inside = (positions >= have[:, None]) & (positions < until[:, None])
+    joined = torch.where(inside[:, None], assignment.gather(2, positions[:, None].expand(-1, 3, -1)), -1)
+    mine, edges = extend_index(order, offsets, joined, positions)
+    truth, right = ref.build_index(assignment, buckets, none, until)
+    assert torch.equal(edges, right)
+    count = int(right[..., -1].max())
+    assert torch.equal(mine[..., :count], truth[..., :count])
+    assert mine.dtype == edges.dtype == torch.int32
