@@ -29,7 +29,7 @@ class BucketRouter(nn.Module):
         self.register_buffer("running_var", torch.ones(heads, hidden))
 
     def forward(self, queries: Tensor) -> Tensor:
-        hidden = queries @ self.w1
+        hidden = (queries @ self.w1).float()  # the statistics stay float32 under autocast
         if self.training:
             mean, var = hidden.mean(1), hidden.var(1, unbiased=False)
             with torch.no_grad():

@@ -145,8 +145,7 @@ class Stepper:
             if self.device.type == "cpu":
                 advance(1)
         means = {k: float(v) / count for k, v in self.sums.items()}
-        if self.device.type != "cpu":
-            advance(count, f"loss {means['loss']:.4g}")
+        advance(0 if self.device.type == "cpu" else count, f"loss {means['loss']:.4g}")
         self.history["step"].append(self.done)
         for name, value in {**means, "ms_per_step": 1000 * (time.perf_counter() - began) / count}.items():
             self.history.setdefault(name, []).append(value)

@@ -120,6 +120,46 @@ def test_kmeans_finds_planted_directions(engine: str) -> None:
     assert float(imbalance(torch.tensor([15, 0, 0]))) == pytest.approx(3.0)
 
 
+@pytest.mark.parametrize("engine", ["faiss", "torch"])
+def test_kmeans_leaves_no_bucket_empty(engine: str) -> None:
+    """Two tight clusters and a few strays: most buckets that start in a cluster would end with no key."""
+    torch.manual_seed(0)
+    centres = torch.nn.functional.normalize(torch.randn(1, 2, 8), dim=-1)
+    tight = centres[:, torch.arange(400) % 2].clone() + 1e-7 * torch.randn(1, 400, 8)
+    keys = torch.cat([tight, torch.randn(1, 30, 8)], 1)
+    found = spherical_kmeans(keys, 32, engine=engine, iterations=4)
+    sizes = torch.bincount((keys @ found.mT).argmax(-1)[0], minlength=32)
+    assert int((sizes == 0).sum()) <= 1, sizes
+
+
+def test_kmeans_plus_plus_starts_in_every_cluster() -> None:
+    torch.manual_seed(0)
+    centres = torch.nn.functional.normalize(torch.randn(2, 24, 32), dim=-1)
+    # one cluster has nearly all keys: random keys start there
+    owner = torch.cat([torch.zeros(2000, dtype=torch.long), torch.arange(24).repeat(5)])
+    keys = centres[:, owner] + 0.002 * torch.randn(2, len(owner), 32)
+    reached = {init: int(((centres @ spherical_kmeans(keys, 24, engine="torch", init=init, iterations=0).mT).amax(-1)
+                          > 0.95).sum()) for init in ("random", "kmeans++")}
+    assert reached["kmeans++"] >= 44 > reached["random"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["router", "phi"])
+def test_a_graph_of_a_step_is_the_step(store, tmp_path, kind: str) -> None:
+    """On CUDA: the replayed graph trains what the steps one by one do."""
+    config, work = {"router": (RouterConfig, train_router), "phi": (PhiConfig, train_phi)}[kind]
+    options = {"router": {"num_buckets": 12, "hidden_size": 24, "long_range": 20, "kmeans_engine": "torch"},
+               "phi": {"keys_per_step": 64, "width": 16, "ema": 0.9}}[kind]
+    losses = []
+    for graph in (True, False):
+        out = tmp_path / str(graph)
+        work(config(capture=str(store.path), output=str(out), max_steps=100, batch_size=16, gradient_clip=1.0,
+                    precision="float32", validate_every=25, device="cuda", cuda_graph=graph, **options))
+        losses.append(torch.tensor(read_metrics(out / "metrics.csv")["loss"]))
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
 def test_bad_input_is_refused_before_training(store, tmp_path) -> None:
     router = {"capture": str(store.path), "output": str(tmp_path / "r")}
     for options, message in (
