@@ -1,14 +1,17 @@
 """The decode step on one GPU: route + top-ℓ + attention over buckets, sink and tail + merge, against full attention.
 
-Everything runs inside CUDA graphs over several buffer sets, so that no figure is the cache's. First every shape is
-checked against the float64 twin. Writes docs/results/decode.json (or the folder given).
+Everything runs inside CUDA graphs over several buffer sets, so that no figure is the cache's. First the kernels are
+checked against their float64 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where
+it can be imported. `--parts` chooses: steps, whale, growth, parts (index, votes, cache), e2e.
 
-    python benchmarks/decode.py [--output FOLDER] [--quick]
+    python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +27,12 @@ from sparsekv.kernels import (
     BucketMeans,
     PhiStore,
     RouterWeights,
+    assign_buckets,
     attend_buckets,
+    build_index,
+    extend_index,
+    paged_scores,
+    phi_cache,
     phi_query,
     reference,
     route,
@@ -40,6 +48,26 @@ SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1), ("32x8-512k-b1", 32, 8, 524_288, 1),
     ("32x8-128k-b8", 32, 8, 131_072, 8), ("32x8-1M-b1", 32, 8, 1_048_576, 1),
 ]
+
+
+def random_maps(heads: int) -> FeatureMapWeights:
+    """Maps of `heads` heads with random weights."""
+
+    def matrix(i: int, o: int) -> torch.Tensor:
+        return torch.randn(heads, i, o, device="cuda", dtype=torch.bfloat16) * i**-0.5
+
+    def bias(o: int) -> torch.Tensor:
+        return torch.randn(heads, o, device="cuda", dtype=torch.bfloat16) * 0.1
+
+    return FeatureMapWeights(matrix(DIM, MAP_WIDTH), bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(MAP_WIDTH),
+                             matrix(MAP_WIDTH, MAP_WIDTH), bias(1), matrix(MAP_WIDTH, FEATURES), bias(FEATURES))
+
+
+@functools.cache
+def compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
 
 
 class Buffers:
@@ -117,20 +145,39 @@ class Buffers:
             mid = features[:, :, SINK:max(length - TAIL, SINK)]
             sums = (mid.mT @ self.v[:, :, SINK:max(length - TAIL, SINK)]).float()
             m = torch.randn(batch, heads, FEATURES, device="cuda")
-            widths = (DIM, MAP_WIDTH, MAP_WIDTH, FEATURES)
-
-            def matrix(i: int, o: int) -> torch.Tensor:
-                return torch.randn(self.q.shape[1], i, o, device="cuda", dtype=self.k.dtype) * i**-0.5
-
-            def bias(o: int) -> torch.Tensor:
-                return torch.randn(self.q.shape[1], o, device="cuda", dtype=self.k.dtype) * 0.1
-
-            maps = FeatureMapWeights(matrix(*widths[:2]), bias(widths[1]), matrix(MAP_WIDTH, MAP_WIDTH),
-                                     bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(1),
-                                     matrix(*widths[2:]), bias(widths[3]))
-            self.phi = (maps, torch.zeros(self.q.shape[1], device="cuda"),
-                        PhiStore(m, mid.float().sum(2), sums, features))
+            self.phi = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"),
+                        PhiStore(m, mid.sum(2, dtype=torch.float32), sums, features))
         return self.phi
+
+    def bucket_sums(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiStore]:
+        """The same with random sums of buckets in place of the keys' features."""
+        if not hasattr(self, "phi_sums"):
+            shape = (*self.k.shape[:2], BUCKETS, FEATURES)
+            z = torch.rand(*shape, device="cuda", dtype=self.k.dtype)
+            s = torch.randn(*shape, DIM, device="cuda", dtype=self.k.dtype)
+            m = torch.randn(*self.k.shape[:2], FEATURES, device="cuda")
+            store = PhiStore(m, z.sum(2, dtype=torch.float32) * 2, s.sum(2, dtype=torch.float32), None, z, s)
+            self.phi_sums = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"), store)
+        return self.phi_sums
+
+    def sparse_phi_buckets(self) -> torch.Tensor:
+        return self.step(weights=self.weights, phi=self.bucket_sums())
+
+    def phi_recompute_bound(self) -> torch.Tensor:
+        """The products alone that recomputing the features of the keys read would take: no gather, no completion."""
+        if not hasattr(self, "visited"):
+            tokens = int(PROBES * (self.k.shape[2] - SINK - TAIL) / BUCKETS)
+            self.visited = (self.k[0, :, :tokens].contiguous(), random_maps(self.k.shape[1]))
+        return reference.log_phi(*self.visited)
+
+    def flashinfer(self) -> torch.Tensor:
+        import flashinfer
+
+        return flashinfer.single_decode_with_kv_cache(self.q[0], self.k[0], self.v[0], kv_layout="HND",
+                                                      use_tensor_cores=self.q.shape[1] > self.k.shape[1])
+
+    def flex(self) -> torch.Tensor:
+        return compiled_flex()(self.q[:, :, None], self.k, self.v, enable_gqa=True)
 
     def dense(self) -> torch.Tensor:
         """For flash: the heads of a group as rows of one KV head, its fastest form."""
@@ -219,43 +266,162 @@ def check() -> None:
             raise SystemExit("a kernel differs from its twin; no speed is reported")
 
 
+PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
+FLEX_SHAPES = ("32x8-128k-b1", "32x8-171k-b1")
+ROWS: list[dict[str, Any]] = []
+
+
+def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
+    """Rows of one case; a method that cannot run here is named and left out."""
+    found = {"floor": sum(b.floor_us() for b in sets) / len(sets)}
+    for method in methods:
+        name = {"sdpa_flash": "dense", "sdpa_cudnn": "dense_gqa"}.get(method, method)
+        backend = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}.get(method)
+        try:
+            if method in ("flashinfer", "flex"):
+                truth, mine = (getattr(sets[0], x)().float().flatten() for x in ("dense_gqa", name))
+                if float((truth - mine).norm() / truth.norm()) > 2e-2:
+                    raise RuntimeError(f"{method} gives another result")
+            with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
+                found[method] = timed([getattr(b, name) for b in sets])
+        except (RuntimeError, ImportError) as error:
+            print(f"{case} {method}: {str(error).splitlines()[0]}")
+    ROWS.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
+    print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
+
+
+def steps() -> None:
+    for case, heads_q, heads, length, batch in SHAPES:
+        sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
+        methods: tuple[str, ...] = ("sparse", "sparse_mean_key", "sparse_hybrid", "attention_only", "route_only",
+                                    "sdpa_flash", "sdpa_cudnn")
+        if batch == 1:
+            methods += ("flashinfer",)
+        if case in FLEX_SHAPES:
+            methods += ("flex",)
+        measure(case, sets, methods)
+        for b in sets[3:]:
+            b.__dict__.clear()
+        measure(case, sets[:3], ("sparse_phi", "sparse_phi_buckets", "phi_recompute_bound"))
+        del sets, b
+        torch.cuda.empty_cache()
+
+
+def whale() -> None:
+    """The same number of keys, once in equal buckets, once with σ = 1 and one bucket of ten times the mean."""
+    for name, sigma, huge in (("balanced", 0.0, False), ("whale", 1.0, True)):
+        sets = [Buffers(32, 8, 171_000, 1, sigma, huge, seed=i) for i in range(8)]
+        for b in sets:
+            # as many keys in the chosen buckets of either: the rest of the list is cut or filled from other buckets
+            b.fixed = same_reads(b)
+        measure(f"32x8-171k-b1-{name}", sets, ("attention_only",))
+
+
+def same_reads(b: Buffers) -> torch.Tensor:
+    """The whale if there is one, and buckets around the mean size, until the balanced number of keys is reached."""
+    heads, mean = b.counts.shape[1], int(b.counts.float().mean())
+    chosen = torch.full((1, heads, PROBES), -1, dtype=torch.int32, device="cuda")
+    for h in range(heads):
+        sizes = b.counts[0, h].tolist()
+        left, picked = PROBES * mean, []
+        order = sorted(range(len(sizes)), key=lambda c: abs(sizes[c] - mean))
+        if sizes[0] > 5 * mean:
+            picked, left = [0], left - sizes[0]
+        for c in order:
+            if len(picked) < PROBES and c not in picked and left >= sizes[c] // 2:
+                picked.append(c)
+                left -= sizes[c]
+        chosen[0, h, :len(picked)] = torch.tensor(picked, device="cuda")
+    return chosen
+
+
+def growth() -> None:
+    """Time against N, and against ℓ at 171k."""
+    global PROBES
+    for length in (2 ** n for n in range(13, 21)):
+        sets = [Buffers(32, 8, length, 1, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
+        measure(f"growth-n-{length}", sets, ("sparse", "sparse_mean_key", "sdpa_cudnn"))
+        del sets
+        torch.cuda.empty_cache()
+    sets = [Buffers(32, 8, 171_000, 1, 0.5, False, seed=i) for i in range(8)]
+    for PROBES in (4, 8, 16, 32, 64, 128):
+        measure(f"growth-l-{PROBES}", sets, ("sparse", "sparse_mean_key"))
+    PROBES = 32
+
+
+def parts() -> None:
+    """Index, votes and completion cache of one layer at 128k: milliseconds, against the same in plain torch."""
+    b = Buffers(32, 8, 131_072, 1, 0.5, False, seed=0)
+    centroids = torch.nn.functional.normalize(torch.randn(8, BUCKETS, DIM, device="cuda"), dim=-1)
+    first, last = b.starts + SINK, b.tails
+    assignment = assign_buckets(b.k, centroids)
+    order, offsets = build_index(assignment, BUCKETS, first, last)
+    fresh = torch.arange(131_072 - TAIL, 131_072 - TAIL + 128, device="cuda")[None]
+    joined = assignment[:, :, -128:]
+    logs = torch.randn(1, 8, 131_072, FEATURES, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(131_072, 4096, device="cuda", dtype=torch.bfloat16)
+    up, down = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in ((4096, 28_672), (14_336, 4096)))
+    q_all = torch.randn(1, 32, 131_072, DIM, device="cuda", dtype=torch.bfloat16)
+
+    def prefill() -> torch.Tensor:
+        """What a layer's prefill spends at least: causal attention and the MLP's products (projections left out)."""
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(q_all, b.k, b.v, is_causal=True, enable_gqa=True)
+        (hidden @ up)[:, :14_336] @ down
+        return out
+
+    cases: dict[str, Callable[[], Any]] = {
+        "prefill": prefill,
+        "assign": lambda: assign_buckets(b.k, centroids),
+        "assign_torch": lambda: reference.assign_buckets(b.k[:, :, :32_768], centroids),
+        "build_index": lambda: build_index(assignment, BUCKETS, first, last),
+        "extend_index": lambda: extend_index(order, offsets, joined, fresh),
+        "paged_scores": lambda: paged_scores(b.q, b.k, first, last, scale=DIM**-0.5),
+        "paged_scores_torch": lambda: reference.paged_scores(b.q, b.k, first, last, scale=DIM**-0.5),
+        "phi_cache": lambda: phi_cache(logs, b.v),
+        "phi_cache_torch": lambda: reference.phi_cache(logs, b.v),
+    }
+    gap = paged_scores(b.q, b.k, first, last, scale=DIM**-0.5) - reference.paged_scores(
+        b.q.double(), b.k.double(), first, last, scale=DIM**-0.5)
+    caches = phi_cache(logs, b.v), reference.phi_cache(logs.double(), b.v.double())
+    error = float((caches[0].s - caches[1].s).norm() / caches[1].s.norm())
+    print(f"check votes {float(gap.abs().max()):.1e}, cache {error:.1e}")
+    if not (float(gap.abs().max()) < 1e-3 and error < 5e-3):
+        raise SystemExit("a kernel differs from its twin; no speed is reported")
+    for name, run in cases.items():
+        run()
+        times = []
+        for _ in range(5):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        # the torch twin scores 32k keys at a time: it would write a 4 GB matrix at once
+        value = sorted(times)[2] * (4 if name == "assign_torch" else 1)
+        ROWS.append(row("layer-128k", name, "ms", round(value, 4), "milliseconds a layer"))
+        print(f"layer-128k {name} {value:.3f} ms", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--quick", action="store_true", help="three shapes only")
+    parser.add_argument("--parts", nargs="+", default=["steps", "whale", "growth", "parts", "e2e"],
+                        choices=["steps", "whale", "growth", "parts", "e2e"])
     options = parser.parse_args()
     torch.manual_seed(0)
     check()
-    rows = []
+    for part in options.parts:
+        if part == "e2e":
+            from benchmarks.end_to_end import end_to_end
 
-    def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> dict[str, float]:
-        found = {"floor": sum(b.floor_us() for b in sets) / len(sets)}
-        for method in methods:
-            name = {"sparse": "sparse", "sdpa_flash": "dense", "sdpa_cudnn": "dense_gqa"}.get(method, method)
-            backend = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}.get(method)
-            try:
-                if backend is None:
-                    found[method] = timed([getattr(b, name) for b in sets])
-                else:
-                    with sdpa_kernel(backend):
-                        found[method] = timed([getattr(b, name) for b in sets])
-            except RuntimeError as error:
-                print(f"{case} {method}: {str(error).splitlines()[0]}")
-        rows.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
-        print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
-        return found
-
-    shapes = SHAPES[2:5] if options.quick else SHAPES
-    for case, heads_q, heads, length, batch in shapes:
-        sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
-        measure(case, sets, ("sparse", "sparse_mean_key", "attention_only", "route_only", "sdpa_flash", "sdpa_cudnn"))
-        del sets
+            ROWS.extend(end_to_end())
+        else:
+            {"steps": steps, "whale": whale, "growth": growth, "parts": parts}[part]()
         torch.cuda.empty_cache()
-    for name, sigma, whale in (("balanced", 0.0, False), ("whale", 1.0, True)):
-        sets = [Buffers(32, 8, 171_000, 1, sigma, whale, seed=i) for i in range(8)]
-        measure(f"32x8-171k-b1-{name}", sets, ("attention_only",))
-        del sets
-    print(write_rows("decode", rows, options.output))
+        write_rows("decode", ROWS, options.output)
+    print(write_rows("decode", ROWS, options.output))
 
 
 if __name__ == "__main__":
