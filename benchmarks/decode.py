@@ -177,7 +177,8 @@ class Buffers:
                                                       use_tensor_cores=self.q.shape[1] > self.k.shape[1])
 
     def flex(self) -> torch.Tensor:
-        return compiled_flex()(self.q[:, :, None], self.k, self.v, enable_gqa=True)
+        return compiled_flex()(self.q[:, :, None], self.k, self.v, enable_gqa=True,
+                               kernel_options={"BACKEND": "TRITON_DECODE"})
 
     def dense(self) -> torch.Tensor:
         """For flash: the heads of a group as rows of one KV head, its fastest form."""
@@ -286,6 +287,8 @@ def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
                 found[method] = timed([getattr(b, name) for b in sets])
         except (RuntimeError, ImportError) as error:
             print(f"{case} {method}: {str(error).splitlines()[0]}")
+    if any(r["case"] == case for r in ROWS):
+        del found["floor"]
     ROWS.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
     print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
 

@@ -19,23 +19,71 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 
 def decode() -> str:
-    """Microseconds a step by shape, and how many times faster than the best dense peer."""
+    """Microseconds a step by shape, how many times faster than the best dense peer, and what goes with it."""
     rows = load("decode")
     values = {(r["case"], r["method"]): r["value"] for r in rows}
-    cases = list(dict.fromkeys(r["case"] for r in rows))
-    methods = ["floor", "route_only", "attention_only", "sparse", "sparse_mean_key", "sdpa_flash", "sdpa_cudnn"]
-    table = []
-    for case in cases:
-        cells = [f"{values[case, m]:.1f}" if (case, m) in values else "–" for m in methods]
-        dense = [values[case, m] for m in ("sdpa_flash", "sdpa_cudnn") if (case, m) in values]
-        ratio = f"{min(dense) / values[case, 'sparse']:.1f} ×" if dense and (case, "sparse") in values else "–"
-        table.append([case, *cells, ratio])
+    methods = [m for m in ("floor", "route_only", "attention_only", "sparse", "sparse_mean_key", "sparse_hybrid",
+                           "sparse_phi", "sparse_phi_buckets", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
+               if any(r["method"] == m for r in rows)]
+    peers = [m for m in methods if m.startswith("sdpa") or m in ("flashinfer", "flex")]
+
+    def faster(case: str) -> str:
+        dense = [values[case, m] for m in peers if (case, m) in values]
+        return f"{min(dense) / values[case, 'sparse']:.1f} ×" if dense and (case, "sparse") in values else "–"
+
+    def cell(case: str, method: str, digits: int = 1) -> str:
+        return f"{values[case, method]:.{digits}f}" if (case, method) in values else "–"
+
+    def cases(prefix: str) -> list[str]:
+        return [c for c in dict.fromkeys(r["case"] for r in rows) if c.startswith(prefix)]
+
+    steps = [c for c in dict.fromkeys(r["case"] for r in rows) if c[0].isdigit()]
     origin = rows[0]
-    return (f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. "
-            "Microseconds a step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, sink 1, tail 2047, CUDA graphs over "
-            "rotated buffers. `floor` counts the bytes of the chosen keys and values, the dense part and the router's "
-            "weights at 4.3 TB/s; the ratio is of the complete step to the faster of the two dense peers.\n\n"
-            + markdown(["shape", *methods, "faster"], table) + "\n")
+    layer = [r for r in rows if r["case"] == "layer-128k"]
+    parts = [
+        f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. Microseconds a "
+        "step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, φ with r = 128, sink 1, tail 2047, CUDA graphs over rotated "
+        "buffers. "
+        "`floor` counts the bytes of the chosen keys and values, the dense part and the router's weights at 4.3 TB/s; "
+        "`sparse` is the complete step with the paper's router, `sparse_phi` subtracts by features kept per key, "
+        "`sparse_phi_buckets` by sums kept per bucket; the ratio is of `sparse` to the fastest dense peer. `mean_key` "
+        "chooses fuller buckets here, so it reads more keys.\n",
+        markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
+        "## Growth\n\n![time against length and probes](decode-growth.png)\n",
+        "## One token of an 8B-shaped model\n\n32 layers, random weights, layer 0 dense, everything in one CUDA graph; "
+        "milliseconds a token.\n\n" + markdown(
+            ["length", "dense (cuDNN)", "sparse", "mean_key", "faster"],
+            [[c.removeprefix("e2e-"), *(cell(c, m, 2) for m in ("dense", "sparse", "sparse_mean_key")),
+              f"{values[c, 'dense'] / values[c, 'sparse']:.2f} ×"] for c in cases("e2e-")]) + "\n",
+        "## What a prefill of 128k tokens adds, one layer\n\n" + markdown(
+            ["operation", "milliseconds"], [[r["method"], f"{r['value']:.2f}"] for r in layer]) + "\n",
+    ]
+    return "\n".join(parts)
+
+
+def decode_figure() -> None:
+    """Time against the context's length and against the buckets read."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = load("decode")
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    names = {"sdpa_cudnn": "full attention (cuDNN)", "sparse": "router", "sparse_mean_key": "mean key",
+             "floor": "bytes"}
+    for axis, prefix, label in ((axes[0], "growth-n-", "context [tokens]"), (axes[1], "growth-l-", "buckets read ℓ")):
+        for (method, name), colour in zip(names.items(), ("#b2182b", "#2166ac", "#1b7837", "#888888"), strict=True):
+            points = [(int(r["case"].rsplit("-", 1)[1]), r["value"]) for r in rows
+                      if r["case"].startswith(prefix) and r["method"] == method]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", ms=3, color=colour, label=name,
+                          ls=":" if method == "floor" else "-")
+        axis.set(xscale="log", yscale="log", xlabel=label, ylabel="µs a step")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].legend(frameon=False, fontsize=8)
+    axes[1].set_title("171k tokens", fontsize=9)
+    figure.savefig(RESULTS / "decode-growth.png", dpi=130)
 
 
 METHODS = {
@@ -149,6 +197,7 @@ def _ratio(value: float | None) -> str:
 
 
 if __name__ == "__main__":
+    decode_figure()
     for name, draw in (("decode", decode), ("training", training), ("partitions", partitions)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")
