@@ -42,8 +42,8 @@ def decode() -> str:
     layer = [r for r in rows if r["case"] == "layer-128k"]
     parts = [
         f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. Microseconds a "
-        "step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, φ with r = 128, sink 1, tail 2047, CUDA graphs over rotated "
-        "buffers. "
+        "step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, φ with r = 128, sink 1, tail 2047, CUDA graphs over "
+        "rotated buffers. "
         "`floor` counts the bytes of the chosen keys and values, the dense part and the router's weights at 4.3 TB/s; "
         "`sparse` is the complete step with the paper's router, `sparse_phi` subtracts by features kept per key, "
         "`sparse_phi_buckets` by sums kept per bucket; the ratio is of `sparse` to the fastest dense peer. `mean_key` "
