@@ -174,11 +174,12 @@ class Sweep:
         while rows and not texts:
             try:
                 texts, read = self._decode(batch, requests, method, rows, splits)
+                continue
             except torch.OutOfMemoryError:
                 if splits >= len(rows):
                     raise
-                splits = self.splits[method.selector] = min(splits * SPLIT, len(rows))
-                torch.cuda.empty_cache()
+            splits = self.splits[method.selector] = min(splits * SPLIT, len(rows))
+            torch.cuda.empty_cache()
         seconds = time.perf_counter() - began
         for case in dict.fromkeys(r.case for r in requests):
             own = [i for i, r in enumerate(requests) if r.case == case]

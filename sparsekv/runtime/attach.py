@@ -130,7 +130,9 @@ class Attachment:
             for part in input_ids.split(chunk_size or max(input_ids.shape[1], 1), dim=1):
                 past += part.shape[1]
                 mask = None if attention_mask is None else attention_mask[:, :past]
-                decoder(input_ids=part, attention_mask=mask, past_key_values=cache, use_cache=True)
+                # a padded row counts from its first real token on, as `generate` does
+                place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                decoder(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True)
         finally:
             self._prefilling = False
         return cache

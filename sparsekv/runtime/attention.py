@@ -138,12 +138,13 @@ def dense_attention(
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """torch's attention; rows that see nothing come out as zero."""
-    if not q.is_cuda and q.shape[1] != k.shape[1] and q.shape[2] == 1 and mask is None and not causal:
-        # on the CPU torch reads the cache once a query head: make the heads of a group rows of one
+    if q.shape[1] != k.shape[1] and q.shape[2] == 1 and not causal and (mask is not None or not q.is_cuda):
+        # torch would read (CPU) or copy (with a mask) the cache once a query head: make a group's heads rows of one
         batch, heads_q, _, dim = q.shape
         grouped = q.reshape(batch, k.shape[1], heads_q // k.shape[1], dim)
-        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, scale=scale)
-        return out.reshape(batch, heads_q, 1, -1)
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        out = out.reshape(batch, heads_q, 1, -1)
+        return out if mask is None else out.nan_to_num(0.0)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out if mask is None else out.nan_to_num(0.0)

@@ -1,0 +1,102 @@
+"""lm-eval's model class `sparsekv`: its own Hugging Face model, decoding sparsely.
+
+    python -m sparsekv.evaluation.lm_eval_model --model sparsekv \\
+        --model_args pretrained=M,selector=topk,token_budget=0.02,phi=ART --tasks ...
+
+is `lm_eval` with the class registered; `import sparsekv.evaluation.lm_eval_model` registers it in one's own program.
+Prompts are prefilled densely but for their last token, so every token of an answer comes from sparse attention.
+Scoring of given text (`loglikelihood`) is one forward pass, which is prefill and therefore dense.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from sparsekv.errors import SparseKVError
+
+
+def _make() -> Any:
+    try:
+        from lm_eval.api.registry import register_model
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.models.utils_hf import stop_sequences_criteria
+    except ImportError as error:
+        raise SparseKVError("the lm-eval model class needs lm-eval: run `pip install 'sparsekv[eval]'`") from error
+
+    @register_model("sparsekv")
+    class SparseKVLM(HFLM):
+        """`pretrained` (anything `sparsekv` can load, `package:NAME` and .gguf included) and the arguments of
+        `sparsekv.attach` (selector, token_budget, router, phi, completion, probes, sink_size, window_size,
+        dense_layers as `0+1`, selector options); all else is HFLM's own. Without selector or router it is dense."""
+
+        def __init__(self, pretrained: Any, **kwargs: Any):
+            own = inspect.signature(HFLM.__init__).parameters
+            options = {k: kwargs.pop(k) for k in list(kwargs) if k not in own}
+            if isinstance(pretrained, str):
+                from sparsekv.hub import load_model
+
+                device = kwargs.get("device") or "auto"
+                dtype = kwargs.pop("dtype", "auto")
+                pretrained, tokenizer = load_model(pretrained, dtype=str(dtype).removeprefix("torch."), device=device)
+                kwargs.setdefault("tokenizer", tokenizer)
+                kwargs["device"] = str(pretrained.device)
+            super().__init__(pretrained=pretrained, **kwargs)
+            self.sparse_options = attach_options(options)
+            self._attach()
+
+        def _attach(self) -> Any:
+            from sparsekv.runtime.attach import attach
+
+            return attach(self.model, **{"dense_below": 0, **self.sparse_options})
+
+        def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
+            mask = generation_kwargs.get("attention_mask")
+            generation_kwargs.pop("temperature", None)
+            if generation_kwargs.pop("do_sample", False):
+                raise SparseKVError("the lm-eval class sparsekv answers greedily; this task asks for sampling")
+            criteria = stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0])
+            with self._attach() as attachment:
+                cache = None
+                if context.shape[1] > 1:
+                    cache = attachment.prefill(context[:, :-1], None if mask is None else mask[:, :-1])
+                out = self.model.generate(
+                    input_ids=context, max_length=max_length, stopping_criteria=criteria, do_sample=False,
+                    pad_token_id=self.tokenizer.pad_token_id, past_key_values=cache, **generation_kwargs)
+                self.last_report = attachment.report()
+            return out
+
+    return SparseKVLM
+
+
+def attach_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `attach` from lm-eval's model arguments: an integer budget counts tokens, a float is a share.
+
+    Raises SparseKVError for what `attach` and no selector knows.
+    """
+    from sparsekv.runtime.attach import attach
+    from sparsekv.runtime.selectors import SELECTORS
+
+    known = set(inspect.signature(attach).parameters) | {n for s in SELECTORS.values() for n in s.option_names()}
+    unknown = sorted(set(options) - (known - {"model", "options"}))
+    if unknown:
+        raise SparseKVError(f"unknown model argument {unknown[0]!r}: expected those of lm-eval's hf model, of "
+                            "sparsekv.attach, or options of a selector")
+    made = dict(options)
+    if isinstance(made.get("dense_layers"), str | int):
+        made["dense_layers"] = [int(x) for x in str(made["dense_layers"]).split("+") if x]
+    return made
+
+
+SparseKVLM = _make()
+
+
+def main() -> None:
+    """`lm_eval`'s command line with the class `sparsekv` in it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()
