@@ -127,7 +127,8 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        _fail("interrupted; finished parts are kept, and the same command goes on where it stopped", 130)
+        _fail("interrupted; finished parts are kept, and the same command goes on where it stopped (training: with "
+              "--resume)", 130)
     except SparseKVError as error:
         if debug:
             raise

@@ -71,6 +71,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
             continue
         pool = load_pool(store, parts, train, device=run.device, values=config.output_weight > 0)
         held = load_pool(store, parts, validation, device=run.device)
+        run.start()
         query_map, key_map, history = train_maps(
             config, pool, held, parts, run.out, run.device,
             label="train phi" if len(run.groups) == 1 else f"phi {index + 1}/{len(run.groups)}",

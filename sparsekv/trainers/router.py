@@ -63,6 +63,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
         name = "" if len(run.groups) == 1 else f" {index + 1}/{len(run.groups)}"
         pool = load_pool(store, parts, train, space=space, device=run.device, values=False)
         check_long_range(config, pool)
+        run.start()
         started = run.held(f"kmeans-{parts[0].name}")
         if started is None:
             started = {"centroids": cluster(config, pool, space, name)}

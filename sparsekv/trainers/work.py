@@ -60,7 +60,7 @@ class Run:
         mark = self.out / MARK
         mine = {"options": {k: v for k, v in asdict(self.options).items() if k not in FREE}, "model": self.store.model,
                 "documents": [d["sha256"] for d in self.store.documents]}
-        mine = json.loads(json.dumps(mine))
+        mine = self._mark = json.loads(json.dumps(mine))
         if self.options.resume and mark.is_file():
             held = json.loads(mark.read_text(encoding="utf-8"))
             name = f"the interrupted training in {str(self.out)!r}"
@@ -83,7 +83,11 @@ class Run:
         if self.options.resume and not (self.out.exists() and any(self.out.iterdir())):
             print(f"nothing to resume in {str(self.out)!r}: starting from the beginning", file=sys.stderr)
         prepare_output(self.out, self.options.overwrite)
-        mark.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+
+    def start(self) -> None:
+        """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
+        if self.ranks.rank == 0 and not (self.out / MARK).is_file():
+            (self.out / MARK).write_text(json.dumps(self._mark, indent=1) + "\n", encoding="utf-8")
 
     def seconds_left(self, group: int) -> float | None:
         """This group's share of what is left of --max-time; None without a limit."""
@@ -103,6 +107,8 @@ class Run:
         for i, part in enumerate(parts):
             rows = {k: v.detach().unflatten(0, (len(parts), -1))[i].cpu().contiguous() for k, v in result.items()}
             self.save(part.name, rows)
+        for held in (*self.out.glob(f"checkpoints/*-{parts[0].name}.ckpt"), self._file(f"kmeans-{parts[0].name}")):
+            held.unlink(missing_ok=True)
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         """A file of this run's own, written whole or not at all."""

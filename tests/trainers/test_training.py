@@ -169,7 +169,8 @@ def test_bad_input_is_refused_before_training(store, tmp_path) -> None:
             ({"validation_documents": 5}, "validation documents"),
             ({"capture": str(tmp_path / "nothing")}, "no capture store")):
         with pytest.raises(SparseKVError, match=message):
-            train_router(RouterConfig(**{**router, "num_buckets": 4, "overwrite": True, **options}))
+            train_router(RouterConfig(**{**router, "num_buckets": 4, **options}))
+        assert not (tmp_path / "r").exists() or not any((tmp_path / "r").iterdir())
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("x")
     for overwrite, message in ((False, "already exists"), (True, "holds something else")):
