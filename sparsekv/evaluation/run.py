@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.progress import progress
 
+OWN_TASKS = "needle,perplexity"
 SELECTOR_NAMES = {"streaming": "sink + tail", "topk": "exact top-k", "router": "router"}
 
 
@@ -24,7 +26,25 @@ class EvalConfig:
                                                    "always measured.")
     budgets: str = option("0.01,0.05", help="Tokens retrieved per query and KV head, as fractions of the context, "
                                             "separated by commas.")
-    tasks: str = option("needle,perplexity", help="What is measured: needle, perplexity, or both.")
+    tasks: str = option(OWN_TASKS, help="What is measured, separated by commas: needle, perplexity, ruler, "
+                                                  "ruler-offline (the tasks without downloads), or any generation task "
+                                                  "of lm-eval.")
+    completions: str | None = option(None, help="What estimates the rest, separated by commas: none, phi, centroid; "
+                                                "without it none, and phi if --phi is given.")
+    lengths: str = option("4096", help="Lengths of RULER's prompts, separated by commas [tokens].")
+    samples: int = option(100, help="Prompts of every task and length [prompts].", min=1)
+    accounting: str = option("retrieved", help="What a budget of the tasks pays for: retrieved (the retrieved tokens "
+                                               "alone), worst_case (anchors and the completion's cache too) or "
+                                               "amortised (the same, the cache spread over 256 tokens).")
+    save_requests: Path | None = option(None, help="Write the tasks' prompts and targets to this file (.jsonl or "
+                                                   ".jsonl.gz) and stop; needs lm-eval.")
+    requests: Path | None = option(None, help="Answer the prompts of such a file instead of making them; needs no "
+                                              "lm-eval.")
+    skip_missing: bool = option(False, help="Leave out tasks whose data cannot be fetched here.")
+    resume: bool = option(False, help="Go on with an interrupted sweep: finished cells are kept.")
+    time_limit: float | None = option(None, help="Begin no new method after this time [seconds].", min=0)
+    max_new_tokens: int | None = option(None, help="Longest answer; without it what the task needs [tokens].", min=1)
+    batch_tokens: int = option(2_500_000, help="Prompt tokens held at once while tasks are answered [tokens].", min=1)
     corpus: str = option("embedded", help="Text: embedded, a file, a folder or glob, or a Hugging Face dataset.")
     split: str = option("heldout", help="Part of the corpus: all, train or heldout.")
     context_length: int = option(2048, help="Length of every prompt [tokens].", min=256)
@@ -48,69 +68,164 @@ class EvalResult(NamedTuple):
         return f"\n{self.table}\n\nresults: {self.output}"
 
 
+class Checked(NamedTuple):
+    """The options of a run, checked and parsed; `public` are tasks of lm-eval, `own` this project's."""
+
+    own: list[str]
+    public: list[str]
+    selectors: list[str]
+    completions: list[str]
+    budgets: list[float]
+    router: Any
+    phi: Any
+
+
 def run_eval(config: EvalConfig) -> EvalResult:
     """Measure full attention and every selector at every budget on the same prompts; write rows, table and report.
 
     Raises SparseKVError for unknown selectors or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
-    import torch
-
-    from sparsekv.artifacts.phi import PhiArtifact
-    from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.capture.corpus import make_windows, read_documents
-    from sparsekv.evaluation.decode import HEADER, Method, decode, markdown_table, table_rows
-    from sparsekv.evaluation.needle import make_needles
+    from sparsekv.evaluation.decode import HEADER, markdown_table, table_rows
     from sparsekv.evaluation.report import Table, write_report
     from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.suite import run_suite, suite_tables, write_requests
+    from sparsekv.evaluation.tables import markdown
     from sparsekv.hub import load_model
-    from sparsekv.runtime.selectors import SELECTORS
 
-    tasks = {t.strip() for t in config.tasks.split(",")}
-    if not tasks or tasks - {"needle", "perplexity"}:
-        raise SparseKVError(f"unknown tasks {config.tasks!r}: expected needle, perplexity, or both")
+    asked = _check(config)
+    if config.save_requests is not None:
+        tokenizer = load_model(config.model, dtype=config.dtype, device="cpu")[1]
+        path = write_requests(config, asked.public, tokenizer)
+        return EvalResult([], f"requests of {', '.join(asked.public)}", path)
+    output = Path(config.output)
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    for artifact in (asked.router, asked.phi):
+        if artifact is not None:
+            artifact.check(model)
+    output.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    tables: list[Any] = []
+    text: list[str] = []
+    complete = True
+    if asked.public or config.requests is not None:
+        if config.overwrite and not config.resume:
+            for old in output.glob("cells*.jsonl"):
+                old.unlink()
+        methods = ["full", *(s if c == "none" else f"{s}+{c}" for s in asked.selectors for c in asked.completions)]
+        rows, complete = run_suite(config, asked.public, model, tokenizer, router=asked.router, phi=asked.phi,
+                                   methods=methods, budgets=asked.budgets)
+        tables = suite_tables(rows)
+        text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in tables]
+    if asked.own:
+        lines = _methods(asked.selectors, asked.budgets, asked.phi is not None)
+        measured = _own_tasks(config, asked, model, tokenizer, lines)
+        rows = rows + measured
+        text.append(markdown_table(lines, measured))
+        tables.append(Table("What every method reads and what it costs", HEADER, table_rows(lines, measured)))
+    rows = with_origin(rows)
+    (output / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if not complete:
+        text.append("The time limit came first: the same command with --resume goes on.")
+    (output / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables,
+                 suite_figures(rows))
+    return EvalResult(rows, "\n\n".join(text), output)
+
+
+def _check(config: EvalConfig) -> Checked:
+    """Refuse what cannot work before a model is loaded."""
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.evaluation.requests import check_names, task_names
+    from sparsekv.evaluation.suite import lengths_of
+    from sparsekv.runtime.plan import COMPLETIONS
+    from sparsekv.runtime.selectors import SELECTORS
+    from sparsekv.runtime.selectors.base import ACCOUNTINGS
+
+    names = [] if config.requests is not None and config.tasks == OWN_TASKS else task_names(config.tasks)
+    own, public = ([n for n in names if (n in ("needle", "perplexity")) == mine] for mine in (True, False))
+    if not names and config.requests is None:
+        raise SparseKVError(f"no tasks in {config.tasks!r}: expected needle, perplexity, ruler or tasks of lm-eval")
+    if public and config.requests is None:
+        check_names(public)
+    if config.save_requests is not None and not public:
+        raise SparseKVError("--save-requests writes prompts of lm-eval's tasks; add --tasks ruler-offline")
+    lengths_of(config.lengths)
+    _known("accounting", [config.accounting], ACCOUNTINGS)
     selectors = [s.strip() for s in config.selectors.split(",") if s.strip()]
-    unknown = sorted(set(selectors) - set(SELECTORS))
-    if unknown:
-        raise SparseKVError(f"unknown selector {unknown[0]!r}: expected some of {', '.join(SELECTORS)}")
+    _known("selector", selectors, SELECTORS)
     if "router" in selectors and config.router is None:
         raise SparseKVError("selector 'router' needs a router artifact; add --router")
     if config.router is not None and "router" not in selectors:
         selectors.append("router")
     budgets = _budgets(config.budgets)
     output = Path(config.output)
-    if output.exists() and any(output.iterdir()) and not config.overwrite:
-        raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results")
+    if output.exists() and any(output.iterdir()) and not (config.overwrite or config.resume or config.save_requests):
+        raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results, or "
+                            "--resume to go on with a sweep")
     router = None if config.router is None else RouterArtifact.load(config.router)
     phi = None if config.phi is None else PhiArtifact.load(config.phi)
+    completions = ["none", "phi"] if phi is not None else ["none"]
+    if config.completions is not None:
+        completions = [c.strip() for c in config.completions.split(",") if c.strip()]
+        _known("completion", completions, COMPLETIONS)
+        if "phi" in completions and phi is None:
+            raise SparseKVError("completion 'phi' needs feature maps; add --phi")
+    return Checked(own, public, [s for s in selectors if s != "dense"], completions, budgets, router, phi)
+
+
+def _known(what: str, found: list[str], allowed: Iterable[str]) -> None:
+    wrong = sorted(set(found) - set(allowed))
+    if wrong:
+        raise SparseKVError(f"unknown {what} {wrong[0]!r}: expected some of {', '.join(allowed)}")
+
+
+def suite_figures(rows: list[dict[str, Any]]) -> list[Any]:
+    """Score by budget, one figure a length."""
+    from sparsekv.evaluation.figures import score_by_budget
+    from sparsekv.evaluation.report import Figure
+
+    cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
+    means = [c for c in cases if c.startswith("ruler@")] or cases
+    note = "Mean score, 95 % bootstrap interval; grey: full attention. Solid: completed by φ."
+    return [Figure(f"{case}: score by budget", score_by_budget(rows, case), note) for case in means]
+
+
+def _methods(selectors: list[str], budgets: list[float], phi: bool) -> list[Any]:
+    """The lines of the table of needle and perplexity."""
+    from sparsekv.evaluation.decode import Method
+    from sparsekv.runtime.selectors import SELECTORS
+
     methods = [Method("full attention", "full", "dense", None, False)]
-    for name in (s for s in selectors if s != "dense"):
+    for name in selectors:
         for budget in budgets if SELECTORS[name].needs_budget or name == "router" else (None,):
             label = SELECTOR_NAMES.get(name, name) + ("" if budget is None else f", {budget:.3g}")
             case = "sink_tail" if name == "streaming" else name if budget is None else f"{name}@{budget}"
             methods += [Method(label + (" + φ" if p else ""), case, name, budget, p)
-                        for p in (False, True) if phi is not None or not p]
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
-    for artifact in (router, phi):
-        if artifact is not None:
-            artifact.check(model)
+                        for p in (False, True) if phi or not p]
+    return methods
+
+
+def _own_tasks(
+    config: EvalConfig, asked: Checked, model: Any, tokenizer: Any, methods: list[Any],
+) -> list[dict[str, Any]]:
+    """Rows of needle and perplexity."""
+    import torch
+
+    from sparsekv.capture.corpus import make_windows, read_documents
+    from sparsekv.evaluation.decode import decode
+    from sparsekv.evaluation.needle import make_needles
+
     windows = [torch.tensor(w.tokens) for w in make_windows(
         read_documents(config.corpus, split=config.split), tokenizer, length=config.context_length,
         count=config.num_documents, seed=config.seed)]
     needles = make_needles(tokenizer, [t for w in windows for t in w.tolist()], length=config.context_length,
-                           count=config.num_needles, seed=config.seed) if "needle" in tasks else []
-    windows = windows if "perplexity" in tasks else []
+                           count=config.num_needles, seed=config.seed) if "needle" in asked.own else []
+    windows = windows if "perplexity" in asked.own else []
     with progress("eval", (len(windows) + len(needles)) * len(methods), "runs") as advance:
-        scores = decode(model, tokenizer, methods, windows, needles, router=router, phi=phi,
+        scores = decode(model, tokenizer, methods, windows, needles, router=asked.router, phi=asked.phi,
                         continuation=config.continuation, advance=advance)
-    rows = with_origin([row for method in methods for row in scores[method].rows(method)])
-    output.mkdir(parents=True, exist_ok=True)
-    table = markdown_table(methods, rows)
-    (output / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    (output / "table.md").write_text(table + "\n", encoding="utf-8")
-    write_report(output / "report.html", "sparsekv eval", f"{config.model}, corpus {config.corpus} ({config.split}), "
-                 f"{config.context_length} tokens of context.",
-                 [Table("What every method reads and what it costs", HEADER, table_rows(methods, rows))], [])
-    return EvalResult(rows, table, output)
+    return [row for method in methods for row in scores[method].rows(method)]
 
 
 def _budgets(text: str) -> list[float]:

@@ -173,3 +173,26 @@ def test_scores_are_rulers() -> None:
     with pytest.raises(SparseKVError, match="scored by lm-eval"):
         score(Request("t", 0, 0, "", [], "lm-eval", 1, []), "x")
     assert task_names("ruler-offline, needle")[-1] == "needle" and len(task_names("ruler")) == 13
+
+
+def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) -> None:
+    from sparsekv.evaluation.run import EvalConfig, run_eval
+
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    path = save_requests(tmp_path / "r.jsonl.gz", requests(), {})
+    options = {"model": str(tmp_path / "model"), "output": tmp_path / "out", "requests": path, "device": "cpu",
+               "selectors": "topk,streaming", "budgets": "0.2,0.5", "completions": "none,centroid"}
+    result = run_eval(EvalConfig(**options))
+    assert {r["method"] for r in result.rows} == {"full", "topk", "topk+centroid", "streaming", "streaming+centroid"}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 1 and "Lane A" in page and "ruler@128" in result.table
+    assert all(r["machine"] and r["commit"] for r in result.rows)
+    again = run_eval(EvalConfig(**options, resume=True))
+    assert [r["value"] for r in again.rows] == [r["value"] for r in result.rows]
+    for wrong, message in (({"completions": "magic"}, "unknown completion"), ({"completions": "phi"}, "add --phi"),
+                           ({"accounting": "free"}, "unknown accounting"), ({"lengths": "4k"}, "lengths '4k'"),
+                           ({"output": tmp_path / "o", "tasks": "other"}, "no requests of other"),
+                           ({}, "--resume")):
+        with pytest.raises(SparseKVError, match=message):
+            run_eval(EvalConfig(**{**options, "overwrite": bool(wrong), **wrong}))
