@@ -28,7 +28,8 @@ from sparsekv.trainers.pool import Part, Pool, load_pool, split_documents
 
 CASES = ("sink_tail", "topk@0.01", "topk@0.05")
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {}, {"ema": 0.99}, {"ema": 0.998}, {"documents_per_step": 4}, {"weight_decay": 0.1}, {"random_windows": 0.5},
+    {}, {"output_weight": 1.0}, {"output_weight": 3.0}, {"output_weight": 10.0},
+    {"ema": 0.99}, {"ema": 0.998}, {"documents_per_step": 4}, {"weight_decay": 0.1}, {"random_windows": 0.5},
     {"temperature": 2.0}, {"top_weight": 0.0}, {"top_weight": 0.5}, {"far_weight": 0.0}, {"far_weight": 0.5},
     {"partition_weight": 0.0}, {"partition_weight": 1.0}, {"under_weight": 0.0}, {"under_weight": 1.0},
     {"under_weight": 1.0, "partition_weight": 1.0}, {"band": 1.5}, {"band": 6.0, "far": 12.0}, {"lr": 1e-3},
@@ -47,7 +48,7 @@ def pools(options: argparse.Namespace, folder: Path, device: str) -> tuple[list[
         for split, count in (("train", options.documents), ("heldout", options.heldout_documents))]
     train, validation = split_documents(stores[0], 2)
     parts = [Part(layer, 0, stores[0].num_kv_heads) for layer in stores[0].layers]
-    return parts, (load_pool(stores[0], parts, train, device=device, values=False),
+    return parts, (load_pool(stores[0], parts, train, device=device),
                    load_pool(stores[0], parts, validation, device=device),
                    load_pool(stores[1], parts, list(range(options.heldout_documents)), device=device))
 
