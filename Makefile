@@ -38,7 +38,7 @@ test-gpu: $(STAMP)  ## the kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 lint: $(STAMP)  ## ruff
-	$(BIN)/ruff check sparsekv tests benchmarks
+	$(BIN)/ruff check sparsekv tests benchmarks examples
 
 typecheck: $(STAMP)  ## mypy on the package
 	$(BIN)/mypy
