@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import attend_buckets, attend_tokens, merge
+from sparsekv.kernels import PhiRest, attend_buckets, attend_tokens, merge, phi_query
 from sparsekv.kernels.dense import causal_attention
 from sparsekv.kernels.reference import anchor_indices
-from sparsekv.runtime.completion import Completion
+from sparsekv.runtime.completion import Completion, PhiCompletion
 from sparsekv.runtime.rows import attend_rows, gather_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
@@ -31,17 +31,27 @@ def sparse_attention(
 ) -> Attended:
     """Select, attend exactly to the selection and the anchors, complete with the rest, normalise once (METHODS)."""
     batch, heads_q, count, dim = queries.rot.shape
-    selection = selector.select(view, queries)
-    if selection.tokens is not None and selection.tokens.shape[1] == 1:
-        selection.tokens = selection.tokens.expand(-1, view.num_kv_heads, -1)
     q = queries.folded(queries.rot)
     starts, tails, lengths = view.regions.per_query(count)
-    out, lse = exact_attention(q, view, selection, starts, tails, lengths)
-    rest = selection.extra if completion is None else completion.partial(view, queries, selection)
-    if rest is not None:
-        rest_out, rest_lse = rest
-        outs, lses = torch.stack([out, rest_out.to(out.dtype)]), torch.stack([lse, rest_lse.to(lse.dtype)])
-        out, lse = merge(outs, lses)
+    fused = completion.fused(view, queries) if isinstance(completion, PhiCompletion) else None
+    routed = selector.routed(view, queries, fused) if completion is None or fused is not None else None
+    if routed is not None:
+        out, selection = routed
+    else:
+        selection = selector.select(view, queries)
+        if selection.tokens is not None and selection.tokens.shape[1] == 1:
+            selection.tokens = selection.tokens.expand(-1, view.num_kv_heads, -1)
+        if selection.contiguous or selection.log_weights is not None:
+            fused = None
+        out, lse = exact_attention(q, view, selection, starts, tails, lengths,
+                                   None if fused is None else phi_query(q, *fused))
+        rest = selection.extra
+        if completion is not None:
+            rest = None if fused is not None else completion.partial(view, queries, selection)
+        if rest is not None:
+            rest_out, rest_lse = rest
+            outs, lses = torch.stack([out, rest_out.to(out.dtype)]), torch.stack([lse, rest_lse.to(lse.dtype)])
+            out, lse = merge(outs, lses)
     anchors = (lengths - starts) - view.regions.mid_sizes.repeat_interleave(count)
     loaded = selection.counts().to(torch.float32).mean(-1) + anchors
     selector.observe(view, queries, selection)
@@ -51,8 +61,10 @@ def sparse_attention(
 
 def exact_attention(
     q: Tensor, view: LayerView, selection: Selection, starts: Tensor, tails: Tensor, lengths: Tensor,
+    rest: PhiRest | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over anchors and selection: q `[B·T, Hq, d]` -> `(out [B·T, Hq, d], lse [B·T, Hq])`."""
+    """Attention over anchors and selection, completed with `rest` (CUDA, one query a row): q `[B·T, Hq, d]` ->
+    `(out [B·T, Hq, d], lse [B·T, Hq])`."""
     keys, values = view.keys, view.values
     regions: dict[str, Any] = {"scale": view.scale, "sink_size": view.regions.sink_size}
     if view.resident is not None:
@@ -61,7 +73,7 @@ def exact_attention(
         return offloaded_attention(q, view, selection, starts, tails, lengths)
     if selection.contiguous:
         return contiguous_attention(q, view, selection.as_tokens(), starts, tails, lengths)
-    if not q.is_cuda or selection.log_weights is not None:
+    if (not q.is_cuda and rest is None) or selection.log_weights is not None:
         return attend_rows(q, keys, values, selection.as_tokens(), starts=starts, tail_starts=tails, lengths=lengths,
                            log_weights=selection.log_weights, **regions)
     per_row = q.shape[0] // keys.shape[0]
@@ -74,9 +86,10 @@ def exact_attention(
         if selection.tokens is None and selection.order is not None:
             assert selection.offsets is not None and selection.buckets is not None
             order, offsets = (x[b:b + step].expand(k.shape[0], -1, -1) for x in (selection.order, selection.offsets))
-            parts.append(attend_buckets(q[rows], k, v, order, offsets, selection.buckets[rows], **common))
+            parts.append(attend_buckets(q[rows], k, v, order, offsets, selection.buckets[rows], rest=rest,
+                                        **common))
         else:
-            parts.append(attend_tokens(q[rows], k, v, selection.as_tokens()[rows], **common))
+            parts.append(attend_tokens(q[rows], k, v, selection.as_tokens()[rows], rest=rest, **common))
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 

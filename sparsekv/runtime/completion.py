@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import PhiCache, phi_cache, phi_extend, phi_partial, phi_remainder
+from sparsekv.kernels import PhiCache, PhiStore, phi_cache, phi_extend, phi_features, phi_partial, phi_remainder
+from sparsekv.kernels.reference import FeatureMapWeights
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.rows import gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold, one_launch
 
 BLOCK = 4096
 
@@ -48,7 +49,8 @@ class Completion:
         for name in self.row_state:
             value = getattr(self, name)
             if isinstance(value, tuple):
-                setattr(self, name, type(value)(*(x[index] for x in value)))
+                rows: list[Any] = [None if x is None else x[index] for x in value]
+                setattr(self, name, type(value)(*rows))
             elif value is not None:
                 setattr(self, name, value[index])
 
@@ -59,15 +61,17 @@ class PhiCompletion(Completion):
     `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
     """
 
-    row_state = ("cache", "features")
+    row_state = ("cache", "features", "store")
 
     def __init__(self, layer: Any):
         self.layer = layer
         self.cache: PhiCache | None = None
         self.features: Tensor | None = None
+        self.store: PhiStore | None = None
+        self.maps: FeatureMapWeights | None = None
 
     def build(self, view: LayerView) -> None:
-        self.cache, self.features = self._kept(view), None
+        self.cache, self.features, self.store = self._kept(view), None, None
         if self.cache is not None:
             return
         self._add(view, view.regions.mid_first, view.regions.mid_last)
@@ -86,7 +90,47 @@ class PhiCompletion(Completion):
 
     def extend(self, view: LayerView, old: Regions) -> None:
         self.features = None
-        self._add(view, torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last)
+        joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
+        self._add(view, *joined)
+        if self.store is not None:
+            self.store = self._stored(view, self.store, *joined)
+
+    def fused(self, view: LayerView, queries: Queries) -> tuple[FeatureMapWeights, Tensor, PhiStore] | None:
+        """Maps, offset and store for the attention kernel, which then completes by itself: one query a row, keys on a
+        CUDA device. The features of the mid keys are kept from here on, `2r` bytes a key in half precision."""
+        width = self.cache.m.shape[-1] if self.cache is not None else 0
+        if not one_launch(view, queries):
+            return None
+        if width < 16 or width & (width - 1) or not hasattr(self.layer, "query_map"):
+            return None
+        if self.store is None:
+            self.store = self._stored(view, None, view.regions.mid_first, view.regions.mid_last)
+        if self.maps is None:
+            self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
+        return self.maps, self.layer.offset, self.store
+
+    def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
+        """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
+        assert self.cache is not None
+        m = self.cache.m if held is None else held.m
+        low = 0 if held is None else int(first.min())
+        parts = [] if held is None or held.features is None else [held.features[:, :, :low]]
+        z, s = (torch.zeros_like(x) for x in self.cache[1:]) if held is None else (held.z, held.s)
+        for a in range(low, int(last.max()), BLOCK):
+            b = min(a + BLOCK, int(last.max()))
+            positions = torch.arange(a, b, device=m.device)
+            inside = (positions >= first[:, None]) & (positions < last[:, None])
+            new = phi_features(self.layer.log_phi_k(view.keys[:, :, a:b]), m) * inside[:, None, :, None]
+            new = new.to(view.keys.dtype)
+            if held is not None and held.features is not None:
+                # rows whose mid region ends later than the others' already hold some of these
+                there = held.features[:, :, a:b]
+                parts.append(new + torch.nn.functional.pad(there, (0, 0, 0, b - a - there.shape[2])))
+            else:
+                parts.append(new)
+            z = z + new.float().sum(2)
+            s = s + (new.mT @ view.values[:, :, a:b].to(new.dtype)).float()
+        return PhiStore(m, z, s, torch.cat(parts, dim=2))
 
     def _add(self, view: LayerView, first: Tensor, last: Tensor) -> None:
         """Sum the tokens `first[b] <= i < last[b]` into the cache, a block at a time."""

@@ -16,6 +16,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.runtime.index import bucket_counts, bucket_tokens
 from sparsekv.runtime.regions import Regions
 
+FUSED_DEVICES = ["cuda"]
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
 
 
@@ -131,6 +132,11 @@ class Selection:
         return (self.as_tokens() >= 0).sum(-1)
 
 
+def one_launch(view: LayerView, queries: Queries) -> bool:
+    """Whether a step can be left to the kernels whole: one query a row, keys on a device that has them."""
+    return queries.rot.device.type in FUSED_DEVICES and queries.count == 1 and view.resident is None
+
+
 def fold(x: Tensor, queries: int) -> Tensor:
     """`[B, ...] -> [B·T, ...]`: every row once a query; a view where B = 1 or T = 1."""
     if queries == 1:
@@ -180,6 +186,11 @@ class Selector:
     def extend(self, view: LayerView, old: Regions) -> None:
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
+
+    def routed(self, view: LayerView, queries: Queries, phi: Any) -> tuple[Tensor, Selection] | None:
+        """Selection, attention and completion `phi` (`PhiCompletion.fused`) in one call of the kernels: the output
+        `[B, Hq, d]` and what was read. None: `select` and the caller's own attention."""
+        return None
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         """The mid tokens to read for each query."""

@@ -10,11 +10,18 @@ from torch import Tensor
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import assign_buckets, build_index, mean_key_logits, router_logits
+from sparsekv.kernels import (
+    BucketMeans,
+    assign_buckets,
+    build_index,
+    mean_key_logits,
+    routed_attention,
+    router_logits,
+)
 from sparsekv.runtime.index import bucket_tokens, budget_tokens
 from sparsekv.runtime.kmeans import cluster_segments
 from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold, one_launch
 
 SCORES = ("mlp", "mean_key", "hybrid")
 NEG_INF = float("-inf")
@@ -31,7 +38,8 @@ class Router(Selector):
 
     name: ClassVar[str] = "router"
     source: ClassVar[str] = "Saap §4"
-    row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums")
+    row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
+                                            "means")
     needs_budget: ClassVar[bool] = False
 
     probes: int | None = option(None, help="Buckets read per query and KV head; the paper's is 32 [buckets].")
@@ -76,6 +84,9 @@ class Router(Selector):
         return self.num_buckets if self.partition == "request" else self.artifact.centroids.shape[-2]
 
     def build(self, view: LayerView) -> None:
+        self.order: Tensor
+        self.offsets: Tensor
+        self.means: Tensor | None
         self.space, self.how, self.weights = self.key_space or "rot", self.scores or "mean_key", None
         if self.partition == "request":
             self.centroids, self.segment_ends = self._cluster(view)
@@ -107,6 +118,23 @@ class Router(Selector):
             first = torch.maximum(old.mid_last, view.regions.mid_first)
             joined = (positions >= first[:, None]) & (positions < view.regions.mid_last[:, None])
             self.key_sums = self.key_sums + self._sums(view, joined, low, end)
+
+    def routed(self, view: LayerView, queries: Queries, phi: Any) -> tuple[Tensor, Selection] | None:
+        if not one_launch(view, queries) or not self.joint or self.probes is None or self.rank == "density":
+            return None
+        q = queries.folded(queries.rot)
+        if self.weights is not None and self.weights.w1.dtype != q.dtype:
+            self.weights = type(self.weights)(*(w.to(q.dtype).contiguous() for w in self.weights))
+        if self.key_sums is not None and self.means is None:
+            self.means = (self.key_sums / self.counts.clamp(min=1)[..., None]).to(q.dtype)
+        starts, tails, lengths = view.regions.per_query(1)
+        out, _, chosen = routed_attention(
+            q, view.keys, view.values, self.order, self.offsets, self.counts, self.probes, weights=self.weights,
+            means=None if self.means is None else BucketMeans(self.means, view.scale),
+            q_router=queries.folded(queries.pre) if self.weights is not None and self.space == "pre" else None,
+            scale=view.scale, starts=starts, sink_size=view.regions.sink_size, tail_starts=tails, lengths=lengths,
+            phi=phi)
+        return out, Selection(buckets=chosen, order=self.order, offsets=self.offsets)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         scores = self.bucket_scores(view, queries)
@@ -164,6 +192,7 @@ class Router(Selector):
         return torch.cat(parts, dim=-1)
 
     def _index(self, view: LayerView) -> None:
+        self.means = None
         self.order, self.offsets = build_index(self.assignment, self.centroids.shape[2], view.regions.mid_first,
                                                view.regions.mid_last)
         self.counts = self.offsets.diff(dim=-1)
