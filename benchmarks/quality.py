@@ -12,6 +12,7 @@ into one folder; whoever ends last writes all rows. --resume goes on after an in
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, write_rows
+from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.requests import load_requests
@@ -93,8 +94,16 @@ def sweep(options: argparse.Namespace, model: object, tokenizer: object) -> bool
 def write_tables(options: argparse.Namespace) -> None:
     """quality.json and quality.md in the output folder, from all shards' cells."""
     rows = score_rows(collect(options.output))
-    write_rows("quality", rows, options.output)
-    (options.output / "quality.md").write_text(lanes_markdown(rows), encoding="utf-8")
+    origin = rows[0]
+    (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    samples = sorted({r["samples"] for r in rows if "@" in r["case"] and not r["case"].startswith("ruler@")
+                      and r["value"] is not None})
+    intro = (f"# Quality on RULER\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}.\n\n"
+             "Points of 100 ± half the 95 % bootstrap interval; columns are budgets: the share of the context a query "
+             "may retrieve. Prompts are prefilled densely but for their last token; layer 0 stays dense in every "
+             f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
+             "“–”: the budget cannot pay for what is always read.\n\n")
+    (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
         print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
 

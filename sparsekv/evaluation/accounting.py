@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import torch
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.selectors.base import tokens_of_budget
 
 
 def cache_tokens(num_features: int, head_dim: int) -> float:
@@ -19,6 +23,9 @@ def retrieved_tokens(
     budget: fraction of the context; anchors: sink and tail tokens; num_features 0 is selection alone, otherwise the
     completion cache is paid for too, spread over `generated_tokens` (1 is the worst case).
     """
-    fixed = anchors + (cache_tokens(num_features, head_dim) / generated_tokens if num_features else 0.0)
-    left = budget * context_length - fixed
-    return None if left < 0 else math.ceil(left - 1e-9)
+    regions = Regions(torch.zeros(1, dtype=torch.long), torch.tensor([context_length - anchors]), context_length, 0)
+    cache = cache_tokens(num_features, head_dim) / generated_tokens if num_features else 0.0
+    try:
+        return int(tokens_of_budget(float(budget), regions, accounting="worst_case", completion_tokens=cache))
+    except SparseKVError:
+        return None

@@ -34,7 +34,13 @@ def row(case: str, method: str, metric: str, value: float | None, unit: str, **e
     return {"case": case, "method": method, "metric": metric, "value": value, "unit": unit, **extra}
 
 
-def with_origin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with the machine, the command and the commit they come from."""
+def origin() -> dict[str, str]:
+    """Machine, command and commit of this process."""
     command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return [{**r, "machine": machine(), "command": command, "commit": commit()} for r in rows]
+    return {"machine": machine(), "command": command, "commit": commit()}
+
+
+def with_origin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with the machine, the command and the commit they come from; rows that know theirs keep it."""
+    here = origin()
+    return [{**r, **{k: r.get(k, v) for k, v in here.items()}} for r in rows]

@@ -13,6 +13,7 @@ from typing import Any
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.accounting import cache_tokens, retrieved_tokens
 from sparsekv.evaluation.requests import Request, score
+from sparsekv.evaluation.rows import origin
 
 FORMAT, FORMAT_VERSION = "sparsekv-sweep", 1
 TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
@@ -84,7 +85,7 @@ class Sweep:
         self.router, self.phi, self.options = router, phi, options
         self.path = output / f"cells{part}.jsonl"
         self.header = {"format": FORMAT, "format_version": FORMAT_VERSION, "requests": _digest(self.requests),
-                       "accounting": options.accounting, "max_new_tokens": options.max_new_tokens}
+                       "accounting": options.accounting, "max_new_tokens": options.max_new_tokens, "origin": origin()}
         self.splits: dict[str, int] = {}
         self.done = _start(self.path, self.header, resume)
 
@@ -272,8 +273,8 @@ def _start(path: Path, header: dict[str, Any], resume: bool) -> set[tuple[Any, .
         if not resume:
             raise SparseKVError(f"{str(path)!r} holds cells already; add --resume to go on, or choose another --output")
         held, cells = read_cells(path)
-        if held != header:
-            differ = [k for k in header if held.get(k) != header[k]]
+        differ = [k for k in header if k != "origin" and held.get(k) != header[k]]
+        if differ:
             raise SparseKVError(f"{str(path)!r} was measured with other {', '.join(differ)} "
                                 f"({', '.join(str(held.get(k)) for k in differ)}); choose another --output")
         _rewrite(path, held, cells)
@@ -318,8 +319,9 @@ def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
-    """All cells of a folder, those of shards included. Raises SparseKVError if there is none."""
+    """All cells of a folder, those of shards included, each with its `origin`. Raises SparseKVError without any."""
     files = sorted(folder.glob("cells*.jsonl"))
     if not files:
         raise SparseKVError(f"no cells.jsonl in {str(folder)!r}; expected the output of a sweep")
-    return [cell for path in files for cell in read_cells(path)[1]]
+    found = [read_cells(path) for path in files]
+    return [{**cell, "origin": header["origin"]} for header, cells in found for cell in cells]

@@ -31,7 +31,8 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     merged: dict[tuple[str, str, float | None], dict[str, Any]] = {}
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
-                                  {"scores": {}, "infeasible": False, "read": [], "seconds": 0.0, "tokens": []})
+                                  {"scores": {}, "infeasible": False, "read": [], "seconds": 0.0, "tokens": [],
+                                   "origin": cell.get("origin", {})})
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
@@ -69,7 +70,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
 
 
 def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], seed: int) -> dict[str, Any]:
-    extra: dict[str, Any] = {"budget": budget}
+    extra: dict[str, Any] = {"budget": budget, **entries[0]["origin"]}
     if any(e["infeasible"] or not e["scores"] for e in entries):
         infeasible = any(e["infeasible"] for e in entries)
         return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)
@@ -116,6 +117,33 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
+def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
+    """What the project set out to reach, and whether these rows do: header and lines. Differences are of means; the
+    intervals are in the tables."""
+    known = {(r["method"], r["budget"]): r["value"] for r in rows
+             if r["case"] == case and r["metric"] == "score" and r["value"] is not None}
+    budgets = sorted({b for _, b in known if b is not None})
+    lines = []
+
+    def line(what: str, difference: float | None, needed: float) -> None:
+        shown = "–" if difference is None else f"{difference:+.1f}"
+        lines.append([what, shown, "–" if difference is None else "yes" if difference >= needed else "no"])
+
+    def gap(one: tuple[str, float | None], other: tuple[str, float | None]) -> float | None:
+        return known[one] - known[other] if one in known and other in known else None
+
+    for b in budgets:
+        line(f"topk+phi is not below topk at {100 * b:g} %", gap(("topk+phi", b), ("topk", b)), 0.0)
+    line("router+phi is within 2 points of full attention at 5 %", gap(("router+phi", 0.05), ("full", None)), -2.0)
+    for name in LANE_B:
+        if name.startswith(("router", "topk")):
+            continue
+        for b in budgets:
+            rival = (name, None) if (name, None) in known else (name, b)
+            line(f"router+phi is above {name} at {100 * b:g} %", gap(("router+phi", b), rival), 1e-9)
+    return ["target", "difference", "reached"], [x for x in lines if x[1] != "–"]
+
+
 def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Lane A (how attention is completed, selector fixed) and Lane B (systems) of every length, then each task."""
     parts = []
@@ -126,6 +154,9 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
         for title, methods in (("Lane A: aggregation at a fixed selector", LANE_A), ("Lane B: systems", LANE_B)):
             header, lines = table(rows, case, methods)
             parts += [f"### {title}", markdown(header, lines)]
+        header, lines = targets(rows, case)
+        if lines:
+            parts += ["### Targets", markdown(header, lines)]
     every = list(dict.fromkeys((*LANE_A, *LANE_B)))
     single = [c for c in cases if c not in means]
     if single:

@@ -11,7 +11,7 @@ from sparsekv.evaluation import sweep as sweep_module
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
 from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.sweep import Sweep, SweepMethod, SweepOptions, collect, parse_methods
-from sparsekv.evaluation.tables import bootstrap, lanes_markdown, score_rows, table
+from sparsekv.evaluation.tables import bootstrap, lanes_markdown, score_rows, table, targets
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 
@@ -118,6 +118,18 @@ def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
     assert spent > mean["topk+phi", 0.5]["read"] and spent == pytest.approx(0.5, abs=0.06)
     text = lanes_markdown(rows)
     assert text.index("Lane A") < text.index("Lane B") < text.index("one@128")
+
+
+def test_targets_are_judged_from_the_rows() -> None:
+    values = {("full", None): 60.0, ("topk", 0.05): 58.0, ("topk+phi", 0.05): 58.0, ("router+phi", 0.05): 58.5,
+              ("streaming", None): 3.0, ("quest", 0.05): 58.5, ("quest", 0.01): None}
+    rows = [{"case": "ruler@1", "metric": "score", "method": m, "budget": b, "value": v}
+            for (m, b), v in values.items()]
+    lines = {line[0]: line[1:] for line in targets(rows, "ruler@1")[1]}
+    assert lines == {"topk+phi is not below topk at 5 %": ["+0.0", "yes"],
+                     "router+phi is within 2 points of full attention at 5 %": ["-1.5", "yes"],
+                     "router+phi is above streaming at 5 %": ["+55.5", "yes"],
+                     "router+phi is above quest at 5 %": ["+0.0", "no"]}
 
 
 def test_older_and_foreign_results_are_refused(tmp_path) -> None:
