@@ -67,14 +67,12 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str) -> str:
             low, high = ([r[end] for r in line] for end in ("low", "high"))
             axes.fill_between(x, low, high, color=colour, alpha=0.10, linewidth=0)
         ends.append((y[-1], method.replace("+phi", " + φ"), colour))
-    top = max((r["high"] for r in known), default=1.0)
-    gap, height = 0.055 * max(top, 1.0), float("-inf")
-    for y_end, label, colour in sorted(ends):
-        height = max(y_end, height + gap)
+    top = max([1.0, *(r["high"] for r in known)])
+    for height, label, colour in _apart(sorted(ends), 0.055 * top, top):
         axes.annotate(label, (budgets[-1] * 1.06, height), color=colour, fontsize=9, va="center", annotation_clip=False)
     axes.set_xscale("log")
     axes.set_xlim(budgets[0] * 0.93, budgets[-1] * 1.9)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.04 * top)
     axes.set_xticks(budgets, [f"{100 * b:g} %" for b in budgets])
     axes.minorticks_off()
     axes.set_xlabel("share of the context a query may retrieve")
@@ -111,6 +109,16 @@ def training_curves(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]
         panel.set_ylabel("loss, mean over heads")
         panel.set_ylim(bottom=0)
     return _svg(figure)
+
+
+def _apart(labels: list[tuple[float, str, str]], gap: float, top: float) -> list[tuple[float, str, str]]:
+    """Labels, lowest first, moved so that none touches another and none stands above `top`."""
+    heights: list[float] = []
+    for height, *_ in labels:
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    for i in range(len(heights) - 1, -1, -1):
+        heights[i] = min(heights[i], top if i == len(heights) - 1 else heights[i + 1] - gap)
+    return [(h, text, colour) for h, (_, text, colour) in zip(heights, labels, strict=True)]
 
 
 def _figure(columns: int = 1) -> Any:
