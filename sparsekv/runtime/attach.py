@@ -279,12 +279,14 @@ class Attachment:
                                     "that reads rotated keys only: topk, or a router trained with key_space rot")
             return table
 
-        recent = torch.zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3], dtype=layer.keys.dtype, device=device)
+        recent = layer.recent
+        if recent is None:
+            recent = torch.zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3], dtype=layer.keys.dtype)
         return LayerView(
             keys=layer.keys, values=layer.values, regions=None, scale=scale,  # type: ignore[arg-type]
             num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
             unrotate=lambda x, a, b: need().unrotate(x, a, b), turn=lambda x, old, new: need().turn(x, old, new),
-            recent_queries=recent if layer.recent is None else layer.recent.to(recent.device),
+            recent_queries=recent.to(device),
             recent_end=layer.recent_end, saved=layer.saved)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -151,16 +152,27 @@ def dense_attention(
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     """torch's attention; rows that see nothing come out as zero."""
-    if q.shape[1] != k.shape[1] and q.shape[2] == 1 and not causal and (mask is not None or not q.is_cuda):
+    if q.shape[2] == 1 and not causal:
         # torch would read (CPU) or copy (with a mask) the cache once a query head: make a group's heads rows of one
         batch, heads_q, _, dim = q.shape
         grouped = q.reshape(batch, k.shape[1], heads_q // k.shape[1], dim)
-        out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+        with _decode_backend(q):
+            out = torch.nn.functional.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
         out = out.reshape(batch, heads_q, 1, -1)
         return out if mask is None else out.nan_to_num(0.0)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return out if mask is None else out.nan_to_num(0.0)
+
+
+def _decode_backend(q: Tensor) -> Any:
+    """Any of torch's kernels but cuDNN's for a decode step: that one, torch's choice on Hopper, plans anew for every
+    length of the cache, some 30 milliseconds a token."""
+    if not q.is_cuda:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float) -> Tensor:

@@ -17,8 +17,11 @@ class Mean:
         self.count = 0
 
     def add(self, values: Tensor) -> None:
-        self.total = self.total + values.detach().sum(dtype=torch.float64)
-        self.count += values.numel()
+        self.add_sum(values.detach().sum(dtype=torch.float64), values.numel())
+
+    def add_sum(self, total: Tensor, count: int) -> None:
+        self.total = self.total + total
+        self.count += count
 
     @property
     def value(self) -> float | None:
@@ -45,8 +48,9 @@ class Counters:
         """`loaded, context [B, T]`: tokens read (mean over heads) and tokens there were."""
         share = loaded / context
         self.sparse_calls[layer] += share.shape[1]
-        self.loaded[layer].add(share)
-        self.sparse_loaded[layer].add(share)
+        total = share.detach().sum(dtype=torch.float64)
+        for means in (self.loaded, self.sparse_loaded):
+            means[layer].add_sum(total, share.numel())
 
     def compare(self, layer: int, out: Tensor, full: Tensor) -> None:
         """Relative L2 error of the heads' outputs `[B, Hq, T, d]`."""

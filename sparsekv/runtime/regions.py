@@ -68,6 +68,8 @@ class Regions:
     def per_query(self, queries: int) -> tuple[Tensor, Tensor, Tensor]:
         """`(starts, tail_starts, lengths)`, each `[B·T]`, for the last `queries` tokens of every row: token `t` sees
         the keys up to itself. Row-major: all queries of row 0 first."""
+        if queries == 1:
+            return self.starts, self.tail_starts, torch.full_like(self.starts, self.length)
         starts = self.starts.repeat_interleave(queries)
         tails = self.tail_starts.repeat_interleave(queries)
         ends = torch.arange(self.length - queries + 1, self.length + 1, device=starts.device)

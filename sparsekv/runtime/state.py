@@ -24,10 +24,15 @@ class LayerState:
         self.completion_tokens = view.completion_tokens
         self.selector.build(view)
         self.resident: Any = None
+        self._earliest: tuple[Tensor | None, int] = (None, 0)
 
     def outgrown(self, past: int) -> bool:
         """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
-        return past - self.plan.window_size - self.plan.decode_window > int(self.regions.tail_starts.min())
+        tails = self.regions.tail_starts
+        if self._earliest[0] is not tails:
+            # read once a mid region: a step must not wait for the device
+            self._earliest = (tails, int(tails.min()))
+        return past - self.plan.window_size - self.plan.decode_window > self._earliest[1]
 
     def advance(self, view: LayerView, past: int) -> None:
         """Bring regions up to a cache of `view.regions.length` tokens, of which the first `past` may move into the
