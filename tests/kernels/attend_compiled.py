@@ -59,5 +59,20 @@ def main() -> None:
                     sys.exit(f"{used} bytes of shared memory, {limit} allowed")
 
 
+def fp8() -> None:
+    """Keys and values of 8 bits, where the hardware has them."""
+    kernel = attend_triton.split_kernel
+    constants = {"PROBES": 32, "PADDED_PROBES": 32, "GROUP": 4, "HALF": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128,
+                 "BLOCK": attend.BLOCK, "FEATURES": 128, "PHI": False, "COPIES": False, "OVERLAP": False}
+    eight = ("k", "v", "listed_k", "listed_v")
+    signature = {n: "constexpr" if n in constants else POINTERS.get(
+        n, "*fp8e4nv" if n in eight else "*bf16" if n in HALF else "i32") for n in kernel.arg_names}
+    for capability in (89, 90):
+        binary = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32),
+                                options={"num_warps": attend.WARPS})
+        print(f"sm_{capability} fp8 {kernel.__name__}: {binary.metadata.shared} bytes shared")
+
+
 if __name__ == "__main__":
     main()
+    fp8()

@@ -95,6 +95,17 @@ def main() -> None:
             if not (error < limit and gap < limit * 4):
                 sys.exit(f"error {error:.2e}, lse {gap:.2e} above {limit:.0e}")
             worst = max(worst, error)
+    q = torch.randn(1, 4, 32).half()
+    k, v = (torch.randn(1, 2, 100, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    indices = torch.arange(7, 47, 2, dtype=torch.int32).expand(1, 2, -1)
+    options = {"scale": 0.2, "starts": torch.tensor([0]), "sink_size": 4, "tail_starts": torch.tensor([80]),
+               "lengths": torch.tensor([100])}
+    out, _ = attend.launch(q, k, v, indices, **options)
+    truth, _ = reference.attend_tokens(q.double(), k.double(), v.double(), indices, **options)
+    error = float((out.double() - truth).norm() / truth.norm())
+    print(f"fp8 keys and values: {error:.1e}")
+    if not error < 5e-3:
+        sys.exit("fp8 keys differ from the twin")
     print(f"worst {worst:.1e}")
 
 
