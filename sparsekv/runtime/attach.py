@@ -26,6 +26,7 @@ from sparsekv.runtime.offload import HostLayer, Resident
 from sparsekv.runtime.plan import make_plan
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
+from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.state import LayerState
 from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
 
@@ -37,8 +38,8 @@ def attach(
     model: Any, *, router: Any = None, phi: Any = None, selector: str | Selector | None = None,
     probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
-    dense_layers: Sequence[int] = (0,), sparse_chunks: bool = False, diagnostics: bool = False,
-    placement: str = "gpu", dense_below: int | None = None, **options: Any,
+    dense_layers: Sequence[int] | None = None, sparse_chunks: bool = False, diagnostics: bool = False,
+    placement: str = "gpu", dense_below: int | None = None, settings: Any = None, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -47,22 +48,32 @@ def attach(
     float = fraction of the context, per query and KV head. completion: phi, centroid or none; without it phi if one is
     given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated tokens stay
     exact until there are more than this, then the older half moves into the index. dense_layers decode with full
-    attention. sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its
-    own. diagnostics: also compute full attention and report the relative error. placement of keys and values: gpu (the
-    model's device), offload (CPU memory; index, anchors and decode window on the device, what is read is copied over)
-    or cpu (CPU memory, and the sparse layers' attention is computed there). dense_below: caches shorter than this are
-    decoded with full attention [tokens]; without it, with placement gpu, where full attention was measured to be the
-    faster one (`plan.DENSE_BYTES`); 0 always decodes sparsely.
+    attention, layer 0 unless told otherwise. sparse_chunks: chunks of several tokens after the prefill are decoded
+    sparsely too, each query on its own. diagnostics: also compute full attention and report the relative error.
+    placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window on the
+    device, what is read is copied over) or cpu (CPU memory, and the sparse layers' attention is computed there).
+    dense_below: caches shorter than this are decoded with full attention [tokens]; without it, with placement gpu,
+    where full attention was measured to be the faster one (`plan.DENSE_BYTES`); 0 always decodes sparsely. settings: a
+    file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer and gate of every
+    head, and the artifacts' folders unless router and phi are given.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
     modules = attention_modules(model)
     check_model(model)
+    layers = None
+    if settings is not None:
+        given = {"selector": selector, "probes": probes, "token_budget": token_budget, "completion": completion,
+                 "sink_size": sink_size, "window_size": window_size, "dense_layers": dense_layers}
+        settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
+        router, phi = router or settings.router, phi or settings.phi
+        selector, completion, layers = settings.selector, settings.completion, settings.layers
+        sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
     plan, dense = make_plan(
         model, modules, router=load_artifact(router, "router"), phi=load_artifact(phi, "phi"), selector=selector,
         probes=probes, token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
-        decode_window=decode_window, dense_layers=dense_layers, placement=placement, dense_below=dense_below,
-        options=options)
+        decode_window=decode_window, dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
+        dense_below=dense_below, options=options, layers=layers)
     return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.completion import Completion, PhiCompletion
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors import SELECTORS, Selector
+from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
 COMPLETIONS = ("phi", "centroid", "none")
@@ -36,6 +38,8 @@ class Plan:
     devices: dict[int, Any]
     placement: str = "gpu"
     dense_below: int | None = None
+    layers: Mapping[int, LayerSetting] | None = None
+    """Budget and gates by layer, from a settings file."""
 
     def is_short(self, key: Tensor) -> bool:
         """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
@@ -51,12 +55,18 @@ class Plan:
         made = copy.copy(self.prototype)
         if getattr(made, "artifact", None) is not None:
             made.artifact = self._placed("router", made.artifact, layer_idx)  # type: ignore[attr-defined]
+        if self.layers is not None:
+            made.token_budget = self.layers[layer_idx].budget
         return made
 
     def completion(self, layer_idx: int) -> Completion | None:
         """A fresh completion for a layer; None where there is none."""
         if self.completion_kind == "phi":
             maps = self._placed("phi", self.phi, layer_idx).layer(layer_idx)
+            if maps is not None and self.layers is not None:
+                gate = self.layers[layer_idx].gate
+                maps = None if gate is None else maps._replace(
+                    offset=maps.offset + torch.tensor(gate, device=maps.offset.device).log())
             return None if maps is None else PhiCompletion(maps)
         if self.completion_kind == "centroid":
             from sparsekv.runtime.centroid import CentroidCompletion
@@ -76,10 +86,12 @@ def make_plan(
     model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
     probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
     window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
-    options: dict[str, Any],
+    options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
 ) -> tuple[Plan, set[int]]:
     """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
+    if layers is not None:
+        token_budget = max((s.budget for s in layers.values()), default=0.0)
     prototype = _selector(selector, router, probes, token_budget, options)
     for artifact in (router, phi):
         if artifact is not None and hasattr(artifact, "check"):
@@ -97,6 +109,8 @@ def make_plan(
     if dense_below is not None and dense_below < 0:
         raise SparseKVError(f"dense_below must not be negative, found {dense_below}")
     dense = set(range(len(modules))) - eligible
+    if layers is not None:
+        dense |= eligible - set(layers)
     count = max(modules) + 1
     for layer in dense_layers:
         if not -count <= layer < count:
@@ -114,7 +128,7 @@ def make_plan(
                             "placement offload; use placement='cpu', or a selector with an index such as router")
     devices = {i: next(m.parameters()).device for i, m in modules.items()}
     return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices,
-                placement, dense_below), dense
+                placement, dense_below, layers), dense
 
 
 def _selector(

@@ -55,7 +55,7 @@ def top_tokens(scores: Tensor, k: Tensor) -> Tensor:
     values, tokens = scores.topk(widest, dim=-1, sorted=bool((k != widest).any()))
     keep = (torch.arange(widest, device=k.device) < k[:, None])[:, None, None] & ~torch.isneginf(values)
     tokens = torch.where(keep, tokens, -1)
-    return tokens.transpose(1, 2).reshape(-1, scores.shape[1], widest)
+    return tokens.transpose(1, 2).flatten(0, 1)
 
 
 def read_layer_budgets(path: str) -> list[float]:

@@ -1,0 +1,121 @@
+"""A settings file: per-layer budgets and per-head completion gates that `sparsekv eval recommend` writes and
+`sparsekv.attach(model, settings=...)` obeys. Plain JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
+from sparsekv.errors import SparseKVError
+
+FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
+
+
+@dataclass(frozen=True)
+class LayerSetting:
+    """budget: share of the context retrieved per query and KV head. gate: a factor in 0..1 on the completion's mass for
+    every query head, None for no completion in this layer."""
+
+    budget: float
+    gate: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is to be decoded. layers: the sparse ones; every other layer keeps full attention. goal, measured:
+    what was asked for and what the held-out text showed, for the reader. router, phi: folders of the artifacts,
+    relative to the file's own folder when it was written beside them."""
+
+    model: dict[str, Any]
+    selector: str
+    completion: str
+    sink_size: int
+    window_size: int
+    layers: dict[int, LayerSetting]
+    router: str | None = None
+    phi: str | None = None
+    goal: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def selectivity(self, context_length: int, generated: int = 0) -> dict[int, float]:
+        """Share of the context that a query of every sparse layer reads exactly, by layer: `⌈ρN⌉` retrieved tokens,
+        sink and tail; `generated` tokens were decoded since the prefill of `context_length` and stay exact."""
+        return {layer: self._read(s.budget, context_length, generated) / (context_length + generated)
+                for layer, s in self.layers.items()}
+
+    def _read(self, budget: float, length: int, generated: int) -> int:
+        mid = max(0, length - self.sink_size - self.window_size)
+        # the budget is of the cache that the first sparse step sees, its own token included
+        wanted = math.ceil(budget * (length + min(generated, 1)) - 1e-9)
+        return min(wanted, mid) + (length - mid) + generated
+
+    def save(self, path: str | Path) -> Path:
+        path = Path(path)
+        raw = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        for kind in ("router", "phi"):
+            if raw[kind] is not None:
+                raw[kind] = Path(os.path.relpath(raw[kind], path.parent)).as_posix()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Settings:
+        """Raises SparseKVError for a file that is missing, damaged, of another kind or of a newer version."""
+        path = Path(path)
+        where = repr(str(path))
+        if not path.is_file():
+            raise SparseKVError(f"no settings at {where}; expected a file of `sparsekv eval recommend`")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise SparseKVError(f"{where} is no JSON ({error}); expected a file of `sparsekv eval recommend`"
+                                ) from error
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            raise SparseKVError(f"{where} is no settings file; expected one of `sparsekv eval recommend`")
+        if raw.get("format_version") != FORMAT_VERSION:
+            raise SparseKVError(f"{where} has format {raw.get('format_version')}, this version reads {FORMAT_VERSION}; "
+                                "run `sparsekv eval recommend` again")
+        try:
+            layers = {int(i): LayerSetting(float(s["budget"]), s["gate"]) for i, s in raw["layers"].items()}
+            beside = {k: None if raw[k] is None else str(path.parent / raw[k]) for k in ("router", "phi")}
+            made = cls(raw["model"], raw["selector"], raw["completion"], int(raw["sink_size"]),
+                       int(raw["window_size"]), layers, **beside, goal=raw["goal"], measured=raw["measured"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SparseKVError(f"the settings {where} are damaged ({type(error).__name__}: {error}); run `sparsekv "
+                                "eval recommend` again") from error
+        made.check(where)
+        return made
+
+    def check(self, where: str = "given") -> None:
+        """Refuse values that mean nothing. Raises SparseKVError."""
+        heads, count = self.model.get("num_query_heads"), self.model.get("num_layers", 0)
+        for layer, s in self.layers.items():
+            if not 0 <= layer < count:
+                raise SparseKVError(f"the settings {where} name layer {layer}; their model has layers 0 to {count - 1}")
+            if not 0 <= s.budget <= 1:
+                raise SparseKVError(f"the settings {where} give layer {layer} the budget {s.budget}; expected a share "
+                                    "of the context between 0 and 1")
+            if s.gate is not None and (len(s.gate) != heads or not all(0 <= g <= 1 for g in s.gate)):
+                raise SparseKVError(f"the settings {where} have a gate of {len(s.gate)} values in layer {layer}; "
+                                    f"expected {heads} between 0 and 1, one a query head")
+        if self.completion not in ("none", "phi"):
+            raise SparseKVError(f"the settings {where} name completion {self.completion!r}; expected none or phi")
+
+
+def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:
+    """The settings for this model, from a file or an object; `conflicts` names arguments that they replace.
+
+    Raises SparseKVError for a bad file, another model's, and for conflicts.
+    """
+    if conflicts:
+        raise SparseKVError(f"settings bring their own {', '.join(conflicts)}; give settings, or these, not both")
+    made = Settings.load(settings) if isinstance(settings, str | Path) else settings
+    made.check()
+    check_fingerprint(made.model, model_fingerprint(model), "the settings file", ignore=("rope",))
+    return made
