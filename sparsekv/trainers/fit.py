@@ -79,6 +79,8 @@ def fit(
         bar = contextlib.nullcontext(_no_bar) if quiet else progress(description, options.max_steps, "steps")
         with _silence(), _matmul(options, device), bar as advance:
             advance(stepper.done)
+            if options.validate_every and not stepper.best:
+                stepper.validate()
             trainer = lightning.Trainer(
                 max_epochs=1, accelerator="gpu" if device.startswith("cuda") else "cpu",
                 devices=[torch.device(device).index or 0] if device.startswith("cuda") else 1,
@@ -252,7 +254,7 @@ def _module(stepper: Stepper, o: TrainingOptions, checkpoint: Path, advance: Cal
             means = stepper.run(block, advance)
             passed = [every and stepper.done // every > before // every for every in (o.validate_every,
                                                                                      o.checkpoint_every)]
-            if passed[0]:
+            if passed[0] or (o.validate_every and stepper.done == o.max_steps):
                 means["validation_error"] = stepper.validate()
                 stepper.history.setdefault("validation_error", [math.nan] * (len(stepper.history["step"]) - 1)).append(
                     means["validation_error"])

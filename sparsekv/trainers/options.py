@@ -23,8 +23,9 @@ class TrainingOptions:
     precision: str = option("auto", help="Arithmetic of the matrix products: float32, tf32, bf16, or auto (tf32 on "
                                          "CUDA, float32 elsewhere). Weights and losses stay float32.")
     validation_documents: int = option(1, help="Last windows of the capture, kept for validation [windows].", min=1)
-    validate_every: int = option(0, help="Measure on validation windows every so many steps and keep the best weights; "
-                                         "0 measures at the end only [steps].", min=0)
+    validate_every: int = option(0, help="Measure on validation windows before training, every so many steps and after "
+                                         "it, and keep every head's best weights; 0 keeps the last ones [steps].",
+                                 min=0)
     early_stopping: int = option(0, help="Stop after this many validations in a row without a better one; 0 never "
                                          "stops early [validations].", min=0)
     checkpoint_every: int = option(1000, help="Keep a checkpoint every so many steps; 0 keeps none [steps].", min=0)

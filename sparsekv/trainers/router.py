@@ -40,6 +40,10 @@ class RouterConfig(TrainingOptions):
                                      "from each request's own bucket means) or hybrid (mean_key plus a trained one).")
     router_scope: str = option("kv_head", help="One query model per kv_head (shared by its group) or per query_head.")
     hidden_size: int = option(1024, help="Hidden width of the query model [units].", min=8)
+    validate_every: int = option(250, help="Measure the mass reached at 5 % on validation windows before training, "
+                                           "every so many steps and after it, and keep every head's best weights: a "
+                                           "hybrid starts as mean_key and cannot end below it there; 0 keeps the "
+                                           "last weights [steps].", min=0)
     weights_dtype: str = option("float32", help="How the query model is saved: float32, bfloat16 or float8 (e4m3, one "
                                                 "scale a column; loaded as bfloat16).")
     long_range: int = option(1024, help="Train on queries whose best key is further away than this; where a head has "
@@ -148,7 +152,7 @@ def train_query_model(
         targets = make_targets(pool, centroids, space, mean_key=hybrid, advance=advance)
     watched = []
     if config.validate_every:
-        watched = held_out(held, centroids, space, mean_key=hybrid, limit=32)
+        watched = held_out(held, centroids, space, mean_key=hybrid)
     # from here on the targets stand for the keys
     pool = replace(pool, keys=pool.keys[:, :, :0].clone(), keys_pre=None)
     task = RouterTask(config, pool, targets, space, parts, watched, held)

@@ -13,6 +13,8 @@ from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.trainers.pool import Pool
 
 ASSIGN_AT_ONCE = 200_000_000
+SCORES_AT_ONCE = 200_000_000
+EMPTY = -1e4
 
 
 class Targets(NamedTuple):
@@ -55,16 +57,27 @@ def _mass(pool: Pool, queries: Tensor, document: int, bucket: Tensor, buckets: i
 
 
 def mean_key_logits(pool: Pool, document: int, bucket: Tensor, buckets: int, some: Tensor | None = None) -> Tensor:
-    """`log n_c + q·mean_c·scale` from the document's own rotated keys, `[Lq, T, C]` float32; `some` picks queries."""
+    """`log n_c + q·mean_c·scale` over the mid keys that a query sees, as at run time: `[Lq, T, C]` float32, `EMPTY` for
+    a bucket without one; `some` picks queries. Means over the whole window would show a query keys from its future,
+    most of what it sees of a small bucket."""
     keys = pool.keys[document].float()
-    sums = keys.new_zeros(keys.shape[0], buckets, keys.shape[2])
-    sums.scatter_add_(1, bucket[..., None].expand_as(keys), keys)
-    sizes = bucket_sizes(bucket, buckets)
-    means = sums / sizes.clamp(min=1)[..., None]
-    queries = pool.queries[document] if some is None else pool.queries[document][:, some]
-    logits = (queries.float().reshape(keys.shape[0], -1, keys.shape[2]) @ means.mT) * pool.scale
-    logits = logits.reshape(queries.shape[0], queries.shape[1], buckets)
-    return logits + sizes.clamp(min=1e-3).log().repeat_interleave(pool.group, 0)[:, None]
+    heads_kv, length, dim = keys.shape
+    queries, positions = pool.queries[document], pool.positions[document]
+    if some is not None:
+        queries, positions = queries[:, some], positions[:, some]
+    column = torch.arange(length, device=keys.device)
+    logits = torch.empty(*queries.shape[:2], buckets, device=keys.device)
+    step = max(1, SCORES_AT_ONCE // (queries.shape[0] * (length + buckets)))
+    for a in range(0, queries.shape[1], step):
+        part = queries[:, a:a + step].float()
+        scores = (part.reshape(heads_kv, -1, dim) @ keys.mT).reshape(*part.shape[:2], length) * pool.scale
+        mid = (column >= pool.sink_size) & (column <= positions[:, a:a + step, None] - pool.window_size)
+        place = bucket.repeat_interleave(pool.group, 0)[:, None].expand_as(scores)
+        count, total = torch.zeros(2, *part.shape[:2], buckets, device=keys.device)
+        count.scatter_add_(-1, place, mid.float())
+        total.scatter_add_(-1, place, scores.masked_fill_(~mid, 0.0))
+        logits[:, a:a + step] = (total / count.clamp(min=1) + count.log()).clamp(min=EMPTY)
+    return logits
 
 
 def bucket_sizes(bucket: Tensor, buckets: int) -> Tensor:
