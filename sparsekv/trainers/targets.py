@@ -13,7 +13,7 @@ from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.trainers.pool import Pool
 
 ASSIGN_AT_ONCE = 200_000_000
-SCORES_AT_ONCE = 200_000_000
+SPAN = 128
 EMPTY = -1e4
 
 
@@ -65,18 +65,30 @@ def mean_key_logits(pool: Pool, document: int, bucket: Tensor, buckets: int, som
     queries, positions = pool.queries[document], pool.positions[document]
     if some is not None:
         queries, positions = queries[:, some], positions[:, some]
-    column = torch.arange(length, device=keys.device)
-    logits = torch.empty(*queries.shape[:2], buckets, device=keys.device)
-    step = max(1, SCORES_AT_ONCE // (queries.shape[0] * (length + buckets)))
-    for a in range(0, queries.shape[1], step):
-        part = queries[:, a:a + step].float()
-        scores = (part.reshape(heads_kv, -1, dim) @ keys.mT).reshape(*part.shape[:2], length) * pool.scale
-        mid = (column >= pool.sink_size) & (column <= positions[:, a:a + step, None] - pool.window_size)
-        place = bucket.repeat_interleave(pool.group, 0)[:, None].expand_as(scores)
-        count, total = torch.zeros(2, *part.shape[:2], buckets, device=keys.device)
-        count.scatter_add_(-1, place, mid.float())
-        total.scatter_add_(-1, place, scores.masked_fill_(~mid, 0.0))
-        logits[:, a:a + step] = (total / count.clamp(min=1) + count.log()).clamp(min=EMPTY)
+    ends = (positions - pool.window_size + 1).clamp(min=0, max=length - 1)
+    logits = torch.full((*queries.shape[:2], buckets), EMPTY, device=keys.device)
+    sums, counts = torch.zeros(heads_kv, buckets, dim, device=keys.device), torch.zeros(
+        heads_kv, buckets, device=keys.device)
+    for a in range(0, length, SPAN):
+        # queries whose sight ends in this span: sums of the keys before it, and the span's own keys one by one
+        column = torch.arange(a, min(a + SPAN, length), device=keys.device)
+        here = (ends >= a) & (ends < a + SPAN)
+        chosen = here.any(0).nonzero()[:, 0]
+        place = bucket[:, a:a + SPAN]
+        if len(chosen):
+            part = queries[:, chosen].float().reshape(heads_kv, -1, dim)
+            rows = pool.group * len(chosen)
+            seen = ((column >= pool.sink_size) & (column < ends[:, chosen, None])).reshape(heads_kv, rows, -1)
+            spread = place[:, None].expand_as(seen)
+            count = counts[:, None].expand(-1, rows, -1).scatter_add(-1, spread, seen.float())
+            scores = (part @ keys[:, a:a + SPAN].mT).masked_fill_(~seen, 0.0)
+            total = (part @ sums.mT).scatter_add_(-1, spread, scores)
+            found = (total / count.clamp(min=1) * pool.scale + count.log()).clamp_(min=EMPTY)
+            found = found.reshape(-1, len(chosen), buckets)
+            logits[:, chosen] = torch.where(here[:, chosen, None], found, logits[:, chosen])
+        mid = (column >= pool.sink_size).float()
+        sums.scatter_add_(1, place[..., None].expand(-1, -1, dim), keys[:, a:a + SPAN] * mid[:, None])
+        counts.scatter_add_(1, place, mid.expand_as(place))
     return logits
 
 
