@@ -1,7 +1,6 @@
 """Training as a job: killed and resumed, on several ranks, stopped early, refused."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from sparsekv.models.router import BucketRouter
 from sparsekv.trainers.fit import by_head, clip_by_head, read_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import load_pool, split_documents
-from sparsekv.trainers.targets import EMPTY, assign, held_out, make_targets, mean_key_logits, recall
+from sparsekv.trainers.targets import assign, held_out, make_targets, recall
 
 CHILD = Path(__file__).parent / "training_child.py"
 ARTIFACTS = {"router": RouterArtifact, "phi": PhiArtifact}
@@ -219,25 +218,6 @@ def test_windows_of_one_source_stay_together(store) -> None:
     for document in fake.documents:
         document["sources"] = ["one file"]
     assert split_documents(fake, 1) == ([0, 1, 2], [3])
-
-
-def test_mean_key_logits_are_those_of_the_keys_in_sight(store) -> None:
-    """The untrained score that a residual is trained on, one bucket and query at a time."""
-    pool = load_pool(store, [1], [0, 1], device="cpu", dtype=torch.float32)
-    torch.manual_seed(0)
-    centroids = torch.nn.functional.normalize(torch.randn(2, 60, 16), dim=-1)
-    bucket = assign(pool.keys[1], centroids)
-    found = mean_key_logits(pool, 1, bucket, 60, torch.tensor([3, 30]))
-    for head in range(4):
-        for row, t in enumerate((3, 30)):
-            seen = torch.arange(4, max(4, int(pool.positions[1, head, t]) - 16 + 1))
-            for c in range(60):
-                keys = pool.keys[1, head // 2, seen[bucket[head // 2, seen] == c]]
-                if not len(keys):
-                    assert found[head, row, c] == EMPTY
-                    continue
-                want = math.log(len(keys)) + pool.scale * float(keys.mean(0) @ pool.queries[1, head, t])
-                assert float(found[head, row, c]) == pytest.approx(want, abs=1e-4)
 
 
 def test_a_hybrid_is_never_below_the_untrained_router_on_validation(store, tmp_path) -> None:
