@@ -46,8 +46,8 @@ class DemoConfig:
     num_heldout: int = option(4, help="Held-out windows decoded for error and perplexity [windows].", min=1)
     num_needles: int = option(5, help="Needle prompts answered by every method [prompts].", min=1)
     continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
-    num_buckets: int = option(128, help="Buckets of the router [buckets].", min=2)
-    router_steps: int = option(300, help="Training steps of the router [steps].", min=1)
+    num_buckets: int = option(256, help="Buckets of the router [buckets].", min=2)
+    router_steps: int = option(150, help="Training steps of the router [steps].", min=1)
     phi_steps: int = option(380, help="Training steps of the feature maps [steps].", min=1)
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="auto, cpu or cuda.")
@@ -93,7 +93,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         model=model, tokenizer=tokenizer)
     train_router(RouterConfig(
         capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, hidden_size=128,
-        max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8, device=config.device,
+        scores="hybrid", max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8, device=config.device,
         seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=384,
