@@ -93,8 +93,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
         model=model, tokenizer=tokenizer)
     train_router(RouterConfig(
         capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, hidden_size=128,
-        scores="hybrid", max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8, device=config.device,
-        seed=config.seed))
+        scores="hybrid", max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8,
+        device=config.device, seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=384,
         device=config.device, seed=config.seed))
