@@ -42,6 +42,12 @@ COMMANDS = {
     "eval": Command(
         "Measure quality per byte read: tasks, selectors and budgets, with a report.",
         "sparsekv.evaluation.run", "EvalConfig", "run_eval"),
+    "eval diagnostics": Command(
+        "What every head does on captured held-out text: errors by method, entropy, mass, router recall; figures.",
+        "sparsekv.evaluation.diagnose", "DiagnosticsConfig", "run_diagnostics"),
+    "eval recommend": Command(
+        "The cheapest settings that keep a chosen quality: budgets by layer, completion by head, as a file for attach.",
+        "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
         "sparsekv.inspection", "InspectConfig", "inspect_path"),
@@ -62,10 +68,12 @@ class LazyGroup(TyperGroup):
         return None if row is None else _as_click(cmd_name, row.help, lambda: None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        row = COMMANDS.get(args[0])
+        words = 2 if " ".join(args[:2]) in COMMANDS else 1
+        name = " ".join(args[:words])
+        row = COMMANDS.get(name)
         if row is None:
             return super().resolve_command(ctx, args)
-        return args[0], _as_click(args[0], row.help, _command_function(row)), args[1:]
+        return name, _as_click(name, row.help, _command_function(row)), args[words:]
 
 
 app = typer.Typer(

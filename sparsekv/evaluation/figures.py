@@ -12,7 +12,7 @@ from typing import Any
 
 # Okabe and Ito's palette, told apart under the common colour-vision deficiencies
 HUES = {"full": "#7f7f7f", "sink_tail": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "oracle": "#009E73"}
-PLACEHOLDER = "#123456"
+PLACEHOLDER = "#1d1d1e"
 
 
 def error_by_budget(points: dict[tuple[str, bool], list[tuple[float, float]]]) -> str:
@@ -121,15 +121,15 @@ def _apart(labels: list[tuple[float, str, str]], gap: float, top: float) -> list
     return [(h, text, colour) for h, (_, text, colour) in zip(heights, labels, strict=True)]
 
 
-def _figure(columns: int = 1) -> Any:
+def _figure(columns: int = 1, rows: int = 1) -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
-    figure, axes = plt.subplots(1, columns, figsize=(7.2, 3.9), layout="constrained")
-    for panel in axes if columns > 1 else [axes]:
+    figure, axes = plt.subplots(rows, columns, figsize=(7.2, 3.9 if rows == 1 else 2.4 * rows), layout="constrained")
+    for panel in axes.flat if columns * rows > 1 else [axes]:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#8888", linewidth=0.5)
         panel.tick_params(colors=PLACEHOLDER)
@@ -138,12 +138,181 @@ def _figure(columns: int = 1) -> Any:
     return figure, axes
 
 
-def _svg(figure: Any) -> str:
+class Drawing(str):
+    """An SVG whose text takes the colour of the page; `png` is the same on white."""
+
+    png: bytes = b""
+
+
+def _svg(figure: Any) -> Drawing:
     import matplotlib.pyplot as plt
 
-    buffer = io.StringIO()
+    buffer, pixels = io.StringIO(), io.BytesIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(pixels, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     plt.close(figure)
     text = buffer.getvalue()
     text = text[text.index("<svg"):].replace(PLACEHOLDER, "currentColor")
-    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1)
+    made = Drawing(re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1))
+    made.png = pixels.getvalue()
+    return made
+
+
+COMPLETION_STYLES = {"": "--", "phi": "-", "centroid": ":", "moments": "-.", "sampling": (0, (1, 2, 4, 2))}
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#7f7f7f")
+SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")
+
+
+def error_lines(budgets: Sequence[float], errors: Mapping[str, Sequence[float]]) -> Drawing:
+    """Error by budget, a line a method (`topk+phi`); the colour says what is read, the style what completes it."""
+    figure, axes = _figure()
+    ends = []
+    for method, line in errors.items():
+        selector, _, completion = method.partition("+")
+        colour = METHOD_HUES.get(selector, HUES["full"])
+        axes.plot(_places(budgets), line, color=colour, linestyle=COMPLETION_STYLES.get(completion, "-"), marker="o",
+                  markersize=3, linewidth=1.7)
+        ends.append((line[-1], method.replace("+phi", " + φ").replace("+", " + "), colour))
+    top = max(max(line) for line in errors.values())
+    for height, label, colour in _apart(sorted(ends), 0.06 * top, top):
+        axes.annotate(label, (len(budgets) - 0.85, height), color=colour, fontsize=9, va="center",
+                      annotation_clip=False)
+    axes.set_xlim(-0.2, len(budgets) + 0.6)
+    axes.set_ylim(0, 1.05 * top)
+    _budget_axis(axes, budgets)
+    axes.set_ylabel("relative error of the output")
+    return _svg(figure)
+
+
+def gain_by_quartile(budgets: Sequence[float], gains: Mapping[str, Sequence[float]]) -> Drawing:
+    """What completion takes off the error, by budget, a line a quarter of the heads."""
+    figure, axes = _figure()
+    axes.axhline(0, color="#888888", linewidth=0.8)
+    for (name, line), colour in zip(gains.items(), SHADES, strict=False):
+        axes.plot(_places(budgets), line, color=colour, marker="o", markersize=3, linewidth=1.7, label=name)
+    axes.set_yscale("symlog", linthresh=0.01)
+    _budget_axis(axes, budgets)
+    axes.set_ylabel("error taken off")
+    _legend(axes)
+    return _svg(figure)
+
+
+def by_layer(
+    layers: Sequence[int], lines: Mapping[str, Sequence[float]], what: str, *, log: bool = False,
+    band: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> Drawing:
+    """Something by layer, a line a name."""
+    figure, axes = _figure()
+    if band is not None:
+        axes.fill_between(layers, *band, color=SERIES[0], alpha=0.15, linewidth=0)
+    for (name, line), colour in zip(lines.items(), SERIES * 3, strict=False):
+        axes.plot(layers, line, color=colour, marker="o", markersize=3, linewidth=1.7, label=name)
+    if log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, max(1.02, *(max(line) for line in lines.values())))
+    axes.set_xlabel("layer")
+    axes.set_ylabel(what)
+    _legend(axes)
+    return _svg(figure)
+
+
+def kernel_scatter(pairs: Sequence[Sequence[float]]) -> Drawing:
+    """Logits of the teacher against the student's, with the line where they agree."""
+    figure, axes = _figure()
+    teacher, student = zip(*pairs, strict=True)
+    low = min(*teacher, *student)
+    axes.plot([low, 0], [low, 0], color="#888888", linewidth=1)
+    axes.scatter(teacher, student, s=7, color=SERIES[0], alpha=0.35, linewidths=0, rasterized=True)
+    axes.set_xlabel("s, teacher [nats below the query's best]")
+    axes.set_ylabel("ŝ, feature maps")
+    return _svg(figure)
+
+
+def histogram(edges: Sequence[float], counts: Sequence[int], what: str) -> Drawing:
+    """Shares of a histogram."""
+    figure, axes = _figure()
+    total = max(sum(counts), 1)
+    axes.stairs([c / total for c in counts], edges, color=SERIES[0], fill=True, alpha=0.6)
+    axes.axvline(0, color="#888888", linewidth=1)
+    axes.set_xlabel(what)
+    axes.set_ylabel("share of the keys")
+    return _svg(figure)
+
+
+def trade_off(times: Mapping[str, float], ratio: float | None) -> Drawing:
+    """Speed of top-k + φ against exact top-k over I/O slowdown (across) and retrieval ratio (up), from times to load,
+    attend and complete; contours of break-even with the cost of φ scaled (completion paper, appendix G)."""
+    import numpy as np
+
+    slowdown, ratios = np.meshgrid(np.geomspace(1, 1000, 121), np.linspace(1, 10, 91))
+    load, attend, complete = (times[k] for k in ("load", "attend", "complete"))
+
+    def speed(scale: float) -> Any:
+        return (ratios * (slowdown * load + attend)) / (slowdown * load + attend + scale * complete)
+
+    figure, axes = _figure()
+    axes.grid(False)
+    levels = np.linspace(-1, 1, 21)
+    image = axes.contourf(slowdown, ratios, np.log10(speed(1.0)).clip(-1, 1), levels=levels, cmap="RdYlBu", alpha=0.85)
+    for scale, colour in zip((1.0, 0.3, 0.1, 0.01), ("#000000", "#333333", "#666666", "#999999"), strict=True):
+        field = speed(scale)
+        if field.min() < 1 < field.max():
+            line = axes.contour(slowdown, ratios, field, levels=[1.0], colors=[colour], linewidths=1.6)
+            axes.clabel(line, fmt={1.0: f"φ × {scale:g}"}, fontsize=8)
+    if ratio is not None:
+        axes.axhline(min(ratio, 10), color="#000000", linestyle="--", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("I/O slowdown")
+    axes.set_ylabel("retrieval ratio")
+    bar = figure.colorbar(image, ax=axes, ticks=[-1, -0.5, 0, 0.5, 1])
+    bar.ax.set_yticklabels(["÷ 10", "÷ 3.2", "same", "× 3.2", "× 10"])
+    bar.ax.tick_params(colors=PLACEHOLDER)
+    return _svg(figure)
+
+
+def needle_map(lengths: Sequence[int], depths: Sequence[float], panels: Mapping[str, Sequence[Sequence[float]]]
+               ) -> Drawing:
+    """Needles found by depth (down) and length (across), a panel a method; panels: name -> `[depth][length]` in 0..1,
+    NaN where nothing was asked."""
+    columns = min(3, len(panels))
+    figure, axes = _figure(columns, -(-len(panels) // columns))
+    flat = [axes] if len(panels) == 1 else list(axes.flat)
+    for panel, (name, grid) in zip(flat, panels.items(), strict=False):
+        panel.grid(False)
+        panel.pcolormesh(grid, cmap="RdYlGn", vmin=0, vmax=1, edgecolors="#ffffff", linewidth=0.6)
+        panel.invert_yaxis()
+        panel.set_xticks([i + 0.5 for i in range(len(lengths))], [str(n) for n in lengths], fontsize=8)
+        panel.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * x:.0f} %" for x in depths], fontsize=8)
+        panel.set_title(name, fontsize=9, color=PLACEHOLDER)
+    for panel in flat[len(panels):]:
+        panel.set_axis_off()
+    return _svg(figure)
+
+
+def bars(groups: Sequence[str], values: Mapping[str, Sequence[float | None]], what: str) -> Drawing:
+    """A bar a group and name; None leaves a gap."""
+    figure, axes = _figure()
+    width = 0.8 / max(len(values), 1)
+    for i, (name, heights) in enumerate(values.items()):
+        colour = SERIES[i % len(SERIES)]
+        places = [g + (i + 0.5) * width - 0.4 for g in range(len(groups))]
+        axes.bar(places, [h or 0.0 for h in heights], width * 0.92, color=colour, label=name)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    axes.set_ylabel(what)
+    _legend(axes)
+    return _svg(figure)
+
+
+def _places(budgets: Sequence[float]) -> list[int]:
+    """Budgets stand evenly: zero has no place on a logarithmic axis."""
+    return list(range(len(budgets)))
+
+
+def _budget_axis(axes: Any, budgets: Sequence[float]) -> None:
+    axes.set_xticks(_places(budgets), ["sink + tail" if b == 0 else f"{100 * b:g} %" for b in budgets])
+    axes.set_xlabel("share of the context retrieved per query (anchors come on top)")
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(fontsize=8, frameon=False, labelcolor=PLACEHOLDER, ncols=2)

@@ -41,6 +41,20 @@ class Figure:
     caption: str
 
 
+def write_pngs(folder: Path, figures: Sequence[Figure]) -> list[Path]:
+    """The figures as `figures/<title>.png` under a folder; those not drawn here (plain SVG text) are passed over."""
+    paths = []
+    for figure in figures:
+        png = getattr(figure.svg, "png", b"")
+        if png:
+            name = "".join(c if c.isalnum() else "-" for c in figure.title.lower().replace("ŝ", "s-hat")).strip("-")
+            path = folder / "figures" / f"{'-'.join(filter(None, name.split('-')))}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(png)
+            paths.append(path)
+    return paths
+
+
 def write_report(path: Path, title: str, intro: str, tables: Sequence[Table], figures: Sequence[Figure]) -> Path:
     """Write the page and return its path."""
     e = html.escape

@@ -1,0 +1,99 @@
+"""`sparsekv eval diagnostics`: the tables and figures of every head, from a capture of held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.diagnostics import BUDGETS, Diagnostics, add_task, measure
+from sparsekv.progress import progress
+
+
+@dataclass(frozen=True)
+class DiagnosticsConfig:
+    capture: str = option(help="Capture store of held-out text (`sparsekv capture --split heldout`).")
+    output: Path = option(help="Folder for diagnostics.json, table.md, report.html and the figures as PNG.")
+    router: Path | None = option(None, help="Router artifact (folder); adds the selector router.")
+    phi: Path | None = option(None, help="Feature-map artifact (folder); adds completion by φ.")
+    budgets: str = option(",".join(f"{b:g}" for b in BUDGETS), help="Tokens retrieved per query and KV head, as "
+                                                                    "fractions of the context; 0 is sink and tail.")
+    queries: int = option(32, help="Queries looked at per window and query head [queries].", min=1)
+    documents: int | None = option(None, help="Windows looked at; without it all [windows].", min=1)
+    shoot_out: bool = option(False, help="Also the untrained completions (centroid, moments, sampling) at the bytes of "
+                                         "φ's cache, over exact top-k.")
+    tasks: str | None = option(None, help="More captures of the same model, LABEL=STORE separated by commas: entropy "
+                                          "and coverage by task.")
+    device: str = option("auto", help="auto, cpu or cuda.")
+    overwrite: bool = option(False, help="Replace existing results.")
+
+
+class DiagnosticsResult(NamedTuple):
+    """What was measured, as a table too, and the folder it was written to."""
+
+    diagnostics: Diagnostics
+    table: str
+    output: Path
+
+    def summary(self) -> str:
+        files = ", ".join(str(self.output / name) for name in ("diagnostics.json", "report.html", "figures/"))
+        return f"\n{self.table}\n\nwritten: {files}"
+
+
+def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
+    """Measure, write and draw. Raises SparseKVError for bad options, stores and artifacts."""
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.capture.store import CaptureStore
+    from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
+    from sparsekv.evaluation.report import write_pngs, write_report
+    from sparsekv.evaluation.tables import markdown
+    from sparsekv.hub import resolve_device
+
+    output = Path(config.output)
+    if output.exists() and any(output.iterdir()) and not config.overwrite:
+        raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results")
+    budgets = _budgets(config.budgets)
+    store = CaptureStore.open(config.capture)
+    others = {label: CaptureStore.open(place) for label, place in _labels(config.tasks)}
+    router = None if config.router is None else RouterArtifact.load(config.router)
+    phi = None if config.phi is None else PhiArtifact.load(config.phi)
+    documents = min(config.documents or store.num_documents, store.num_documents)
+    with progress("diagnostics", len(store.layers) * documents, "layers") as advance:
+        made = measure(store, router=router, phi=phi, budgets=budgets, queries=config.queries, documents=documents,
+                       rivals=config.shoot_out, device=resolve_device(config.device), advance=advance)
+    for label, other in others.items():
+        add_task(made, label, other)
+    output.mkdir(parents=True, exist_ok=True)
+    made.save(output / "diagnostics.json")
+    tables, figures = diagnostic_tables(made), diagnostic_figures(made)
+    text = "\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in tables)
+    (output / "table.md").write_text(text + "\n", encoding="utf-8")
+    intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
+             f"tokens of {next(iter(made.tasks))}, {config.queries} queries a window and head.")
+    write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures)
+    write_pngs(output, figures)
+    return DiagnosticsResult(made, text, output)
+
+
+def _budgets(text: str) -> list[float]:
+    try:
+        budgets = sorted({float(part) for part in text.split(",")})
+    except ValueError as error:
+        raise SparseKVError(f"budgets {text!r} not understood; expected fractions such as 0,0.01,0.05") from error
+    if not budgets or budgets[0] < 0 or budgets[-1] > 1:
+        raise SparseKVError(f"budgets are fractions of the context from 0 to 1, found {text!r}")
+    return budgets
+
+
+def _labels(text: str | None) -> list[tuple[str, Any]]:
+    found = []
+    for part in (text or "").split(","):
+        label, _, place = part.strip().partition("=")
+        if part.strip() and not (label and place):
+            raise SparseKVError(f"tasks {text!r} not understood; expected LABEL=STORE, separated by commas")
+        if label:
+            found.append((label, place))
+    return found

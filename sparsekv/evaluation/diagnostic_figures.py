@@ -1,0 +1,132 @@
+"""The papers' figures, re-drawn from the diagnostics of this model, and their tables."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from sparsekv.evaluation import figures as draw
+from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
+from sparsekv.evaluation.report import Figure, Table
+
+QUARTILES = ("most peaked quarter", "second", "third", "most diffuse quarter")
+
+
+def quartiles(d: Diagnostics) -> list[Tensor]:
+    """Indices into the flattened (layer, head) pairs, four parts from low to high entropy of the mid region."""
+    return list(d.heads["entropy"].flatten().argsort().tensor_split(4))
+
+
+def by_quartile(d: Diagnostics, table: Tensor) -> list[list[float]]:
+    """Means of a table `[L, Hq, B]` over each quarter of the heads."""
+    flat = table.reshape(-1, table.shape[-1])
+    return [flat[part].nanmean(0).tolist() for part in quartiles(d)]
+
+
+def matched_ratio(d: Diagnostics, budget: float) -> float | None:
+    """How many times the tokens exact top-k alone needs for the error of top-k + φ at `budget`; None off the grid."""
+    if budget not in d.budgets:
+        return None
+    alone, completed = (d.errors[n].nanmean((0, 1)).tolist() for n in ("topk", "topk+phi"))
+    goal = completed[d.budgets.index(budget)]
+    points = [(b, e) for b, e in zip(d.budgets, alone, strict=True) if b > 0]
+    for (b0, e0), (b1, e1) in itertools.pairwise(points):
+        if e1 <= goal <= e0:
+            at = 0.0 if e0 == e1 else (e0 - goal) / (e0 - e1)
+            return math.exp(math.log(b0) * (1 - at) + math.log(b1) * at) / budget
+    return None
+
+
+def diagnostic_tables(d: Diagnostics) -> list[Table]:
+    """Error by method and budget, by entropy quarter, router and completion, layers."""
+    header = ["method", *("sink + tail" if b == 0 else f"{100 * b:g} %" for b in d.budgets)]
+    tables = [Table("Relative output error", header, _lines(d.errors), "Mean over layers, heads and queries of the L2 "
+                    "distance to full attention, by the share of the context retrieved."),
+              Table("Attention read exactly", header, _lines(d.mass), "Share of a head's attention, sink and tail "
+                    "included."),
+              Table("Selectivity", header, _lines(d.read), "Share of the context read, sink and tail included.")]
+    for name, table in d.errors.items():
+        lines = [[q, *(f"{x:.3f}" for x in line)] for q, line in zip(QUARTILES, by_quartile(d, table), strict=True)]
+        tables.append(Table(f"Error by entropy of the head, {name}", header, lines, "Quarters of all heads by the "
+                            "normalised entropy of their mid region."))
+    if d.recall:
+        recall = {"mid mass over that of the best buckets": d.recall["oracle"],
+                  "share of exact top-k's keys": d.recall["topk"]}
+        tables.append(Table("Router recall", header, _lines(recall)))
+    if d.completion:
+        share = {"estimated by φ": d.completion["share"], "true": 1.0 - d.mass["topk"]}
+        tables.append(Table("Share of the attention left to completion, exact top-k", header, _lines(share)))
+    names = [n for n in ("entropy", "mass_mid", "cover75", "cover95", "imbalance", "gap_mean", "gap_std")
+             if n in d.heads]
+    lines = [[str(layer), *(f"{float(d.heads[n][row].nanmean()):.4g}" for n in names)]
+             for row, layer in enumerate(d.layers)]
+    shown = {"mass_mid": "mid mass", "cover75": "keys for 75 %", "cover95": "keys for 95 %", "gap_mean": "ŝ − s",
+             "gap_std": "its spread", "imbalance": "bucket imbalance"}
+    tables.append(Table("Layers", ["layer", *(shown.get(n, n) for n in names)], lines, "Means over heads."))
+    return tables
+
+
+def _lines(tables: dict[str, Tensor]) -> list[list[str]]:
+    return [[name.replace("+phi", " + φ"), *(f"{x:.3f}" for x in table.nanmean((0, 1)).tolist())]
+            for name, table in tables.items()]
+
+
+def diagnostic_figures(d: Diagnostics) -> list[Figure]:
+    """Every figure there is data for."""
+    made = [Figure("Error by budget", draw.error_lines(d.budgets, _means(d.errors)),
+                   "Relative error of the attention output, mean over layers and heads. Solid: completed.")]
+    entropy = {label: t["entropy_mid"] for label, t in d.tasks.items()}
+    made.append(Figure("Entropy by layer", draw.by_layer(d.layers, entropy, "entropy of the mid region, 0 to 1",
+                                                         band=_band(d.heads["entropy"])),
+                       "Normalised entropy of the attention between sink and tail, by task; band: 10 to 90 % of the "
+                       "heads."))
+    curve = by_quartile(d, d.curves["mass"])
+    made.append(Figure("Mass curve", draw.mass_curve(d.fractions, dict(zip(QUARTILES, curve, strict=True))),
+                       "How concentrated attention is, heads in quarters of their entropy."))
+    if "cover75" in d.heads:
+        lines = {f"{label}, {share} %" if len(d.tasks) > 1 else f"{share} % of the mass": t[f"cover{share}"]
+                 for label, t in d.tasks.items() for share in (75, 95) if f"cover{share}" in t}
+        made.append(Figure("Keys that hold the attention", draw.by_layer(d.layers, lines, "fewest keys", log=True),
+                           f"Fewest keys with 75 % and 95 % of the attention; windows of {d.context_length} tokens."))
+    if d.recall:
+        budgets = [i for i, b in enumerate(d.budgets) if b in (0.01, 0.05)] or [len(d.budgets) - 1]
+        lines = {f"at {100 * d.budgets[i]:g} %": d.recall["oracle"][..., i].nanmean(1).tolist() for i in budgets}
+        made.append(Figure("Router recall by layer", draw.by_layer(d.layers, lines, "mass reached / best buckets'"),
+                           "Mid mass in the buckets the router picks, over that of the best buckets."))
+    if "topk+phi" in d.errors:
+        made += _completion_figures(d)
+    return made
+
+
+def _completion_figures(d: Diagnostics) -> list[Figure]:
+    gain = by_quartile(d, d.errors["topk"] - d.errors["topk+phi"])
+    made = [Figure("Gain by entropy", draw.gain_by_quartile(d.budgets, dict(zip(QUARTILES, gain, strict=True))),
+                   "Error of exact top-k minus error of top-k + φ: above zero completion helps.")]
+    if d.scatter:
+        made.append(Figure("Kernel values", draw.kernel_scatter(d.scatter),
+                           "Logit of the teacher, s, against the feature maps', ŝ, both minus the query's largest s; "
+                           "on the line the map is exact."))
+        made.append(Figure("ŝ − s", draw.histogram(GAP_EDGES, d.gaps, "ŝ − s [nats]"),
+                           "Over mid keys of all heads; the outer bars hold all beyond."))
+    if d.times:
+        budget = d.times["budget"]
+        ratio = matched_ratio(d, budget)
+        note = "" if ratio is None else f" Dashed: the ratio measured here, {ratio:.1f}."
+        made.append(Figure("Trade-off map", draw.trade_off(d.times, ratio),
+                           f"Step time of exact top-k over that of top-k + φ at {100 * budget:g} %, from times "
+                           "measured on this machine, choosing left out. Across: how much slower keys and values are "
+                           "loaded. Up: how many times the tokens top-k needs for the same error. Lines: break-even, "
+                           f"with the cost of φ scaled.{note}"))
+    return made
+
+
+def _means(tables: dict[str, Tensor]) -> dict[str, list[float]]:
+    return {name: t.nanmean((0, 1)).tolist() for name, t in tables.items()}
+
+
+def _band(table: Tensor) -> tuple[list[float], list[float]]:
+    low, high = torch.quantile(table, torch.tensor([0.1, 0.9], dtype=table.dtype), dim=1).tolist()
+    return low, high

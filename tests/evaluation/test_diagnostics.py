@@ -1,0 +1,215 @@
+"""Diagnostics of a tiny model's capture, the settings recommended from them, and that decoding keeps the promise."""
+
+import itertools
+import shutil
+import subprocess
+
+import pytest
+import torch
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store import CaptureStore
+from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
+from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures, matched_ratio
+from sparsekv.evaluation.diagnostics import Diagnostics, measure
+from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
+
+LENGTH = 256
+BUDGETS = (0.0, 0.05, 0.2, 0.5, 1.0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer):
+    folder, model = tmp_path_factory.mktemp("diagnostics"), make_model()
+    text = folder / "text.txt"
+    text.write_text("".join(f"Line {i}: {i * i % 97} grey owls & {i % 13} gnus (all wise) watch. " for i in range(80)))
+    store = run_capture(
+        CaptureConfig(model="tiny", corpus=str(text), output=str(folder / "store"), context_length=LENGTH,
+                      num_documents=2, queries_per_document=12, storage_dtype="float32", device="cpu"),
+        model=model, tokenizer=tokenizer)
+    router, phi = artifacts(model, space="rot")
+    router.save(folder / "router")
+    phi.save(folder / "phi")
+    config = DiagnosticsConfig(
+        capture=str(store.path), output=folder / "out", router=folder / "router", phi=folder / "phi", queries=8,
+        budgets=",".join(map(str, BUDGETS)), shoot_out=True, tasks=f"other={store.path}", device="cpu")
+    return folder, config, run_diagnostics(config).diagnostics
+
+
+def test_errors_are_those_of_attention_written_out(made) -> None:
+    folder, _, d = made
+    store = CaptureStore.open(folder / "store")
+    budget, layer = BUDGETS[1], 1
+    found = []
+    for document in range(2):
+        item = store.read(layer, document)
+        q, k, v = item.queries_rot()[:, 4:], item.keys_rot(), item.values.float()
+        for t in range(q.shape[1]):
+            end = int(item.query_positions[0, 4 + t]) + 1
+            mid = list(range(4, end - 16))
+            scores = q[:, t].reshape(2, 2, -1) @ k[:, :end].mT * item.scale
+            shared = scores[..., mid].softmax(-1).sum(1)
+            count = -(-round(budget * 1000) * end // 1000)
+            for head in range(4):
+                best = [mid[i] for i in shared[head // 2].topk(min(count, len(mid))).indices.tolist()]
+                read = sorted({*range(4), *range(end - 16, end), *best})
+                s = scores[head // 2, head % 2]
+                full, sparse = s.softmax(-1) @ v[head // 2, :end], s[read].softmax(-1) @ v[head // 2, read]
+                found.append((head, float((sparse - full).norm() / full.norm()), float(s.softmax(-1)[read].sum())))
+    for head in range(4):
+        mine = [x for x in found if x[0] == head]
+        assert d.errors["topk"][1, head, 1] == pytest.approx(sum(x[1] for x in mine) / len(mine), rel=1e-3)
+        assert d.mass["topk"][1, head, 1] == pytest.approx(sum(x[2] for x in mine) / len(mine), rel=1e-3)
+
+
+def test_tables_hold_what_must_be_so(made) -> None:
+    _, _, d = made
+    assert set(d.errors) == {"topk", "topk+phi", "router", "router+phi", "topk+centroid", "topk+moments",
+                             "topk+sampling"}
+    for name, table in d.errors.items():
+        assert table.shape == (3, 4, len(BUDGETS)) and torch.isfinite(table).all()
+        assert table[..., -1].max() < 1e-3, name
+    for selector in ("topk", "router"):
+        assert (d.mass[selector].diff(dim=-1) > 0).all() and (d.read[selector].diff(dim=-1) > 0).all()
+    assert torch.allclose(d.errors["topk"][..., 0], d.errors["router"][..., 0], atol=1e-6)
+    assert (d.mass["topk"].sum((0, 1)) >= d.mass["router"].sum((0, 1)) - 1e-4).all()
+    grouped = d.recall["oracle"].reshape(3, 2, 2, -1).mean(2)
+    assert (grouped[..., 1:4] <= 1.05).all() and torch.allclose(grouped[..., -1], torch.ones(3, 2), atol=1e-5)
+    assert (d.heads["cover75"] <= d.heads["cover95"]).all() and ((d.heads["entropy"] > 0) & (d.heads["entropy"] < 1)
+                                                                 ).all()
+    assert (d.heads["imbalance"] >= 1).all() and sum(d.gaps) > 1000 and set(d.tasks) == {"text.txt", "other"}
+    low, *_, high = by_quartile(d, d.heads["entropy"][..., None])
+    assert low[0] < high[0]
+
+
+def test_diagnostics_come_back_from_their_file(made, tmp_path) -> None:
+    folder, _, d = made
+    again = Diagnostics.load(folder / "out" / "diagnostics.json")
+    assert torch.allclose(again.errors["topk+phi"], d.errors["topk+phi"], rtol=2e-3) and again.layers == d.layers
+    d.errors["topk"][0, 0, 0], before = float("nan"), d.errors["topk"][0, 0, 0].clone()
+    assert torch.isnan(Diagnostics.load(d.save(tmp_path / "d.json")).errors["topk"][0, 0, 0])
+    d.errors["topk"][0, 0, 0] = before
+    for text, message in (("{", "no diagnostics file"), ('{"format": "x"}', "another format"),
+                          ('{"format": "sparsekv-diagnostics", "format_version": 0}', "format 0"),
+                          ('{"format": "sparsekv-diagnostics", "format_version": 1}', "damaged")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(SparseKVError, match=message):
+            Diagnostics.load(tmp_path / "bad.json")
+
+
+def test_bad_options_are_refused(made, tmp_path) -> None:
+    folder, config, _ = made
+    for wrong, message in (({}, "--overwrite"), ({"budgets": "2"}, "from 0 to 1"), ({"budgets": "x"}, "not understood"),
+                           ({"tasks": "x"}, "LABEL=STORE"), ({"capture": str(tmp_path)}, "no capture store")):
+        with pytest.raises(SparseKVError, match=message):
+            run_diagnostics(DiagnosticsConfig(**{**vars(config), "overwrite": bool(wrong), **wrong}))
+    source = folder / "out" / "diagnostics.json"
+    for options, message in (({}, "exactly one"), ({"max_error": 0.1, "min_mass": 0.5}, "exactly one"),
+                             ({"max_error": 0.1, "selector": "quest"}, "no selector 'quest'"),
+                             ({"max_error": 0.1, "dense_layers": "a"}, "not understood"),
+                             ({"max_error": 0.1, "diagnostics": tmp_path / "no"}, "no diagnostics at")):
+        with pytest.raises(SparseKVError, match=message):
+            run_recommend(RecommendConfig(**{"diagnostics": source, "output": tmp_path / "s.json", **options}))
+
+
+def test_allocation_is_nearly_the_cheapest_there_is() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        menu = {}
+        for layer in range(3):
+            costs = torch.rand(4, generator=generator).sort().values.tolist()
+            errors = torch.rand(4, generator=generator).sort(descending=True).values.tolist()
+            menu[layer] = [Choice(1.0, 0.0, 1.0), *(Choice(c, e, 1 - e, c) for c, e in zip(costs, errors, strict=True))]
+        for goal in (0.1, 0.3):
+            picked = allocate(menu, max_error=goal)
+            assert sum(c.error for c in picked.values()) <= 3 * goal + 1e-9
+            every = [sum(c.cost for c in p) for p in itertools.product(*menu.values())
+                     if sum(c.error for c in p) <= 3 * goal]
+            longest = max(b.cost - a.cost for o in menu.values() for a, b in itertools.pairwise(sorted(o)))
+            assert sum(c.cost for c in picked.values()) <= min(every) + longest + 1e-9
+
+
+@pytest.mark.parametrize(("goal", "selector"), [({"max_error": 0.5}, "router"), ({"max_error": 0.05}, "topk"),
+                                                ({"min_mass": 0.6}, "topk")])
+def test_attach_keeps_what_recommend_promised(made, tmp_path, goal: dict, selector: str) -> None:
+    folder = made[0]
+    result = run_recommend(RecommendConfig(diagnostics=folder / "out" / "diagnostics.json", selector=selector,
+                                           output=tmp_path / "settings.json", dense_layers="0", **goal))
+    settings, model = result.settings, make_model()
+    measured = settings.measured
+    assert measured["error"] <= goal.get("max_error", 9) and measured["mass"] >= goal.get("min_mass", 0)
+    assert 0 not in settings.layers and settings.layers and "heads served worst" in result.table
+    ids = CaptureStore.open(folder / "store").tokens(0)[None]
+    with sparsekv.attach(model, settings=tmp_path / "settings.json") as attachment:
+        cache = attachment.prefill(ids[:, :-1])
+        model(ids[:, -1:], past_key_values=cache)
+        report = attachment.report()
+    promised = settings.selectivity(LENGTH - 1, 1)
+    for layer in range(3):
+        want = promised.get(layer, 1.0)
+        assert report["layers"][layer]["selectivity"] == pytest.approx(want, abs=1e-6), layer
+
+
+def test_looser_goals_cost_less_and_gates_follow_the_errors(made) -> None:
+    _, _, d = made
+    reads = [recommend(d, selector="topk", max_error=e, dense_layers=[0]).measured["read"] for e in (0.002, 0.02, 0.1)]
+    assert reads[0] > reads[1] > reads[2]
+    chosen = recommend(d, selector="topk", max_error=0.5)
+    for layer, own in chosen.layers.items():
+        i = d.budgets.index(own.budget)
+        better = d.errors["topk+phi"][layer, :, i] < d.errors["topk"][layer, :, i]
+        assert own.gate is None or own.gate == better.float().tolist()
+    assert recommend(d, max_error=0.0).layers == {} or recommend(d, max_error=0.0).measured["error"] == 0.0
+
+
+def test_matched_ratio_reads_the_curve(made) -> None:
+    _, _, d = made
+    copy = Diagnostics(**{**vars(d), "budgets": [0.01, 0.02, 0.04],
+                          "errors": {"topk": torch.tensor([[[0.4, 0.2, 0.1]]]),
+                                     "topk+phi": torch.tensor([[[0.2, 0.15, 0.05]]])}})
+    assert matched_ratio(copy, 0.01) == pytest.approx(2.0) and matched_ratio(copy, 0.02) == pytest.approx(2**0.5)
+    assert matched_ratio(copy, 0.04) is None
+
+
+def test_stores_that_cannot_serve_are_refused(made, tokenizer, tmp_path) -> None:
+    folder, _, _ = made
+    store = run_capture(
+        CaptureConfig(model="tiny", corpus=str(folder / "text.txt"), output=str(tmp_path / "far"), device="cpu",
+                      context_length=LENGTH, num_documents=1, queries_per_document=4, query_sampling="long_range"),
+        model=make_model(), tokenizer=tokenizer)
+    with pytest.raises(SparseKVError, match="--query-sampling uniform"):
+        measure(store)
+
+
+TITLES = ("Error by budget", "Entropy by layer", "Mass curve", "Keys that hold the attention", "Router recall by layer",
+          "Gain by entropy", "Kernel values", "ŝ − s", "Trade-off map")
+
+
+def test_every_figure_is_in_the_report_and_in_the_folder(made) -> None:
+    folder, _, d = made
+    assert tuple(f.title for f in diagnostic_figures(d)) == TITLES
+    page = (folder / "out" / "report.html").read_text()
+    assert page.count("<svg") == page.count("<figure>") == len(TITLES) and "http-equiv" not in page
+    pngs = list((folder / "out" / "figures").glob("*.png"))
+    assert len(pngs) == len(TITLES) and all(p.read_bytes()[:4] == b"\x89PNG" and p.stat().st_size > 5000 for p in pngs)
+
+
+BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser")
+def test_a_browser_draws_every_figure(made, tmp_path) -> None:
+    folder, _, _ = made
+    probe = ("<script>onload=()=>{document.title='drawn '+[...document.querySelectorAll('figure')].filter(f=>{"
+             "const b=f.querySelector('svg').getBoundingClientRect();"
+             "return b.width>300&&b.height>150&&f.querySelectorAll('svg path').length>3}).length}</script>")
+    page = tmp_path / "r.html"
+    page.write_text((folder / "out" / "report.html").read_text().replace("</body>", probe + "</body>"))
+    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
+                          capture_output=True, text=True, timeout=120, check=True)
+    assert f"<title>drawn {len(TITLES)}</title>" in done.stdout
