@@ -19,11 +19,9 @@ from sparsekv.kernels.completion import phi_query
 from sparsekv.kernels.reference import BucketMeans, FeatureMapWeights, PhiRest, PhiStore, RouterWeights
 from sparsekv.kernels.routing import launch as launch_route
 from sparsekv.kernels.routing import overlaps
+from sparsekv.kernels.tuning import configuration
 
-BLOCK, WARPS, PROGRAMS = 32, 1, 1024
-PHI_BLOCK, PHI_WARPS, PHI_PROGRAMS = 64, 2, 512
 MAX_SPLITS = 256
-MERGE_WIDTH, MERGE_WARPS = 32, 2
 SUM_WARPS = 4
 
 
@@ -114,8 +112,9 @@ def launch(
     probes = 0 if buckets is None else buckets.shape[2]
     listed_k, listed_v = copies if copies is not None else (k, v)
     by_key = rest is not None and rest.features is not None
-    block, warps, programs = (PHI_BLOCK, PHI_WARPS, PHI_PROGRAMS) if by_key else (BLOCK, WARPS, PROGRAMS)
-    splits = max(1, min(MAX_SPLITS, programs // (batch * heads_kv)))
+    how = configuration("attend_phi" if by_key else "attend", device, rows=batch * heads_kv,
+                        group=heads_q // heads_kv, dim=dim, length=k.shape[2], dtype=q.dtype)
+    splits = max(1, min(MAX_SPLITS, how["programs"] // (batch * heads_kv)))
     out = torch.empty(batch, heads_q, dim, dtype=q.dtype, device=device)
     lse = torch.empty(batch, heads_q, dtype=torch.float32, device=device)
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
@@ -142,8 +141,8 @@ def launch(
         *(x for t in lists for x in t.stride()[:2]), *features.stride()[:3],
         PROBES=probes, PADDED_PROBES=_power_of_two(max(probes, 1)), GROUP=group, HALF=half,
         ROWS=2 * half if by_key else half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1], PHI=by_key,
-        COPIES=copies is not None, OVERLAP=bool(pdl), BLOCK=block, num_warps=warps, num_stages=1,
-        **(pdl if overlap else {}))
+        COPIES=copies is not None, OVERLAP=bool(pdl), BLOCK=how["block"], num_warps=how["warps"],
+        num_stages=1, **(pdl if overlap else {}))
     if rest is not None and not by_key:
         assert rest.bucket_s is not None and rest.bucket_z is not None and buckets is not None
         count = a.shape[-1]
@@ -151,12 +150,12 @@ def launch(
             buckets, a, rest.bucket_z, rest.bucket_s, partial_rest, partial_mass, heads_kv, rest.bucket_z.shape[2], dim,
             count, buckets.stride(0), buckets.stride(1), PROBES=probes, GROUP=group, ROWS=max(16, _power_of_two(group)),
             DIM=width, FEATURES=max(16, _power_of_two(count)), OVERLAP=bool(pdl), num_warps=SUM_WARPS, **pdl)
-    columns = min(width, MERGE_WIDTH)
+    columns = min(width, how["merge_width"])
     merge_kernel[(batch * heads_q, width // columns)](
         partial, partial_lse, partial_rest, partial_mass, c, whole, base, out, lse, reference.REST_EPS, out.stride(0),
         out.stride(1), heads_q, splits, rest_parts, PADDED=_power_of_two(splits), PADDED_REST=_power_of_two(rest_parts),
         DIM=dim, WIDTH=columns, PHI=rest is not None,
-        OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
+        OVERLAP=bool(pdl), num_warps=how["merge_warps"], **pdl)
     return out, lse
 
 

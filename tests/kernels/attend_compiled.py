@@ -6,7 +6,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attend_triton, completion, completion_triton, routing, routing_triton
+from sparsekv.kernels import attend, attend_triton, completion, completion_triton, routing, routing_triton, tuning
 
 SHARED_LIMIT = {80: 166_912, 89: 101_376, 90: 232_448}
 POINTERS = {
@@ -29,12 +29,13 @@ def main() -> None:
             width, rows = 1 << (dim - 1).bit_length(), max(16, group)
             shared = {"GROUP": group, "OVERLAP": hopper, "FEATURES": 128, "PHI": phi, "DIM": dim, "WIDTH": width,
                       "SPLITS": 64, "PADDED": 128, "ROWS": rows, "FOLD": 1}
+            how = tuning.DEFAULTS["attend_phi" if phi else "attend"]
             for kernel, own, warps in (
                     (attend_triton.split_kernel, {
                         "PROBES": probes, "PADDED_PROBES": max(1, probes), "COPIES": dim == 80, "HALF": max(8, group),
-                        "BLOCK": attend.PHI_BLOCK if phi else attend.BLOCK,
-                        "ROWS": 2 * max(8, group) if phi else rows}, attend.PHI_WARPS if phi else attend.WARPS),
-                    (attend_triton.merge_kernel, {"WIDTH": attend.MERGE_WIDTH, "PADDED_REST": 64}, attend.MERGE_WARPS),
+                        "BLOCK": how["block"],
+                        "ROWS": 2 * max(8, group) if phi else rows}, how["warps"]),
+                    (attend_triton.merge_kernel, {"WIDTH": how["merge_width"], "PADDED_REST": 64}, how["merge_warps"]),
                     (attend_triton.bucket_kernel, {"DIM": width}, attend.SUM_WARPS),
                     (routing_triton.hidden_kernel, {"BLOCK": routing.HIDDEN_BLOCK, "DEPTH": width},
                      routing.HIDDEN_WARPS),
@@ -63,13 +64,13 @@ def fp8() -> None:
     """Keys and values of 8 bits, where the hardware has them."""
     kernel = attend_triton.split_kernel
     constants = {"PROBES": 32, "PADDED_PROBES": 32, "GROUP": 4, "HALF": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128,
-                 "BLOCK": attend.BLOCK, "FEATURES": 128, "PHI": False, "COPIES": False, "OVERLAP": False}
+                 "BLOCK": 32, "FEATURES": 128, "PHI": False, "COPIES": False, "OVERLAP": False}
     eight = ("k", "v", "listed_k", "listed_v")
     signature = {n: "constexpr" if n in constants else POINTERS.get(
         n, "*fp8e4nv" if n in eight else "*bf16" if n in HALF else "i32") for n in kernel.arg_names}
     for capability in (89, 90):
         binary = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32),
-                                options={"num_warps": attend.WARPS})
+                                options={"num_warps": 1})
         print(f"sm_{capability} fp8 {kernel.__name__}: {binary.metadata.shared} bytes shared")
 
 
