@@ -48,7 +48,7 @@ class DemoConfig:
     continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
     num_buckets: int = option(256, help="Buckets of the router [buckets].", min=2)
     router_steps: int = option(150, help="Training steps of the router [steps].", min=1)
-    phi_steps: int = option(380, help="Training steps of the feature maps [steps].", min=1)
+    phi_steps: int = option(310, help="Training steps of the feature maps [steps].", min=1)
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="auto, cpu or cuda.")
     seed: int = option(0, help="Seed of every random choice.")
@@ -85,7 +85,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
     shared: dict[str, Any] = {"model": config.model, "corpus": config.corpus, "context_length": config.context_length,
                               "device": config.device, "seed": config.seed}
     train = run_capture(
-        CaptureConfig(**shared, split="train", output=str(out / "capture"), num_documents=config.num_documents),
+        CaptureConfig(**shared, split="train", output=str(out / "capture"), num_documents=config.num_documents,
+                      queries_per_document=128),
         model=model, tokenizer=tokenizer)
     heldout = run_capture(
         CaptureConfig(**shared, split="heldout", output=str(out / "heldout"), num_documents=config.num_heldout,
@@ -93,11 +94,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
         model=model, tokenizer=tokenizer)
     train_router(RouterConfig(
         capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, hidden_size=128,
-        scores="hybrid", max_steps=config.router_steps, batch_size=64, long_range=config.context_length // 8,
-        device=config.device, seed=config.seed))
+        scores="hybrid", kmeans_iterations=6, max_steps=config.router_steps, batch_size=64,
+        long_range=config.context_length // 8, device=config.device, seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=384,
-        device=config.device, seed=config.seed))
+        output_weight=3.0, device=config.device, seed=config.seed))
     trained = time.perf_counter() - started
 
     rows, errors = _decode(config, model, tokenizer, heldout, out)
