@@ -204,6 +204,27 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     return means, per_head
 
 
+def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], device: str) -> dict[Any, float]:
+    """The rows of the routers, and of the first one's oracle, that need no φ: (case, none, metric) -> mean."""
+    sums: Means = {}
+    for layer in store.layers:
+        for document in range(store.num_documents):
+            seen = view(store, store.read(layer, document), device)
+            scene = seen.scene
+            reads = {}
+            for name, router in routers.items():
+                bucket, scores = router_scores(router, layer, seen)
+                if not reads:
+                    reads["oracle@0.05"] = offline.top_buckets(scene, bucket, scores["oracle"], 0.05)
+                reads |= {f"router_{name}@{b}": offline.top_buckets(scene, bucket, scores["router"], b)
+                          for b in BUDGETS}
+            for case, read in reads.items():
+                error = offline.relative_error(scene, offline.output(scene, read))
+                sums.setdefault((case, "none", "rel_err"), []).append(error.mean())
+                sums.setdefault((case, "none", "mass_share"), []).append(offline.mass_share(scene, read).mean())
+    return {key: float(torch.stack(v).mean()) for key, v in sums.items()}
+
+
 def calibration(scene: offline.Scene, logits: Tensor) -> dict[str, Tensor]:
     """Per head `[Hq]`: quantiles of `ŝ − s` over the mid keys, its mean under the true attention, and `Σŵ / Σw`."""
     gap = (logits - scene.scores).masked_fill(~scene.mid, float("nan")).flatten(1)

@@ -1,12 +1,14 @@
 """Trained routers and feature maps against what they have to beat, on held-out text; and the time of training a layer.
 
     python benchmarks/training.py --model MODEL --text FILE.txt [--phi max_steps=10000 width=256] [--output FOLDER]
+    python benchmarks/training.py --part routers --model MODEL --text FILE.txt [--router num_buckets=2048]
     python benchmarks/training.py --part speed
 
 Quality: trains on the first 80 % of the file's characters, measures on its last 20 % and (`ood:` rows) on the embedded
 corpus. Six layers, anchors 4 + 16, queries in the second half of 8192 tokens; relative L2 error of the heads' output
 and share of the mid region's attention mass, means over heads and queries. Rows of single heads go to
-`training-heads.json`. Speed: `train-router` and `train-phi` on one layer of an 8B-shaped model (8 KV heads, 32 query
+`training-heads.json`. Routers: the untrained and the hybrid router alone on the same capture, no φ, into
+`training-routers.json`. Speed: `train-router` and `train-phi` on one layer of an 8B-shaped model (8 KV heads, 32 query
 heads, d = 128) and one prompt of 131 072 synthetic tokens.
 
 `--phi`, `--router`, `--phi-128k` and `--router-128k` set any option of the trainers: `name=value`.
@@ -29,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._synthetic import synthetic_store
-from benchmarks._training import Rivals, check, measure
+from benchmarks._training import Rivals, check, measure, measure_routers
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
@@ -42,7 +44,7 @@ from sparsekv.trainers.router import RouterConfig, train_router
 KINDS = ("mlp", "mean_key", "hybrid")
 VALIDATION = 4
 PHI = {"max_steps": 10000, "batch_size": 192, "keys_per_step": 4096, "width": 256, "lr": 2e-3, "weight_decay": 0.01,
-       "output_weight": 3.0}
+       "output_weight": 3.0, "position_shift": 64}
 ROUTER = {"num_buckets": 4096, "hidden_size": 512, "max_steps": 3000, "long_range": 0, "key_space": "rot",
           "layer_group": 1}
 # 10 000 steps of 1000 queries a query head: 40 000 steps of 1000 queries a KV head of four
@@ -73,27 +75,31 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
     model, tokenizer = load_model(options.model, dtype="bfloat16", device=options.device)
     stores = {}
     held = options.heldout_documents
-    for name, corpus, split, count, queries in (
-            ("train", options.text, "train", options.documents, options.queries),
-            ("heldout", options.text, "heldout", held, 256), ("ood", "embedded", "all", held, 256)):
+    jobs = [("train", options.text, "train", options.documents, options.queries, 0),
+            ("heldout", options.text, "heldout", held, 256, 0), ("ood", "embedded", "all", held, 256, 0)]
+    if options.part == "quality" and options.noise_documents:
+        jobs.append(("noisy", options.text, "train", options.documents, options.queries, options.noise_documents))
+    for name, corpus, split, count, queries, noise in jobs:
         stores[name] = run_capture(
             CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
                           layers=options.layers, context_length=options.length, num_documents=count,
-                          queries_per_document=queries, seed=1),
+                          queries_per_document=queries, noise_documents=noise, seed=1),
             model=model, tokenizer=tokenizer)
     return stores
 
 
-def train(options: argparse.Namespace, store: CaptureStore, folder: Path, chosen: dict[str, Any],
+def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: Path, chosen: dict[str, Any],
           ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
-    common: dict[str, Any] = {"capture": str(store.path), "validation_documents": VALIDATION, "device": options.device,
-                              "seed": options.seed}
+    """Routers from the text as it is, φ from the same windows with noise in some."""
+    common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
+                              "device": options.device, "seed": options.seed}
     routers = {}
     for kind in KINDS:
         began = time.perf_counter()
         routers[kind] = train_router(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     began = time.perf_counter()
+    common["capture"] = str(stores.get("noisy", stores["train"]).path)
     phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi")))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
     return routers, phi
@@ -111,12 +117,13 @@ def quality(options: argparse.Namespace, device: str) -> None:
         rivals = Rivals(chosen["phi"].get("num_features") or dim, dim, options.seed)
         rivals.fit(stores["train"], validation[:2], device)
         check(stores["heldout"], rivals, device)
-        routers, phi = train(options, stores["train"], folder, chosen)
+        routers, phi = train(options, stores, folder, chosen)
         phi = phi.to(device)
         # the best is chosen by what the trainer saw of its own validation windows
         best = max(("mlp", "hybrid"), key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
         tokens = rivals.reads()
-        sizes = {"documents": options.documents, "queries": options.queries, "length": options.length}
+        sizes = {"documents": options.documents, "noise_documents": options.noise_documents,
+                 "queries": options.queries, "length": options.length}
         about = f"phi: {words(chosen['phi'])}; router ({best} is best): {words(chosen['router'])}; {words(sizes)}"
         shared = {"seed": options.seed, "options": about}
         rows, head_rows, began = [], [], time.perf_counter()
@@ -135,6 +142,30 @@ def quality(options: argparse.Namespace, device: str) -> None:
     print_table(rows)
     print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
     print(write_rows("training-heads", head_rows, options.output))
+
+
+def routers_alone(options: argparse.Namespace, device: str) -> None:
+    chosen = overridden(ROUTER, options.router, RouterConfig)
+    with tempfile.TemporaryDirectory() as place:
+        folder, began = Path(place), time.perf_counter()
+        stores = capture(options, folder)
+        print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
+        common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
+                                  "device": options.device, "seed": options.seed, **chosen}
+        began = time.perf_counter()
+        hybrid = train_router(RouterConfig(**common, output=str(folder / "hybrid"), scores="hybrid"))
+        print(f"hybrid in {time.perf_counter() - began:.0f} s", flush=True)
+        # the same buckets without the residual
+        untrained = RouterArtifact(dataclasses.replace(hybrid.config, scores="mean_key"), hybrid.centroids, None)
+        routers = {"mean_key": untrained, "hybrid": hybrid}
+        about = (f"router: {words(chosen)} documents={options.documents} queries={options.queries} "
+                 f"length={options.length} layers={options.layers}")
+        rows = [row(prefix + case, method, metric, round(value, 4), UNITS[metric], seed=options.seed, options=about)
+                for prefix, name in (("", "heldout"), ("ood:", "ood"))
+                for (case, method, metric), value in measure_routers(stores[name], routers, device).items()]
+    for found in rows:
+        print(f"{found['case']:30}{found['metric']:12}{found['value']:8.4f}")
+    print(write_rows("training-routers", rows, options.output))
 
 
 def kept(folder: Path, metric: str) -> list[dict[str, Any]]:
@@ -195,11 +226,12 @@ def _synchronize() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("quality", "speed"), default="quality")
+    parser.add_argument("--part", choices=("quality", "routers", "speed"), default="quality")
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--documents", type=int, default=150)
+    parser.add_argument("--noise-documents", type=int, default=30, help="of these, for φ: half random tokens")
     parser.add_argument("--queries", type=int, default=384)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)
@@ -217,7 +249,7 @@ def main() -> None:
         return
     if not options.model or not options.text:
         parser.error("--model and --text are needed to measure quality")
-    quality(options, device)
+    (quality if options.part == "quality" else routers_alone)(options, device)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ class CaptureConfig:
                                     "corpora are cut at 80 % of their characters).")
     context_length: int = option(4096, help="Length of every window [tokens].", min=64)
     num_documents: int = option(8, help="Windows captured [windows].", min=1)
+    noise_documents: int = option(0, help="The first so many windows get stretches of random tokens in half of their "
+                                          "length: for feature maps that serve texts unlike the corpus [windows].",
+                                  min=0)
     queries_per_document: int = option(256, help="Queries sampled per window and query head [queries].", min=1)
     query_sampling: str = option("uniform", help="Which positions: uniform, or long_range (per head, queries whose "
                                                  "best key lies more than --long-range tokens away come first).")

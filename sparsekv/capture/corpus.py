@@ -16,6 +16,7 @@ from sparsekv.errors import SparseKVError
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
 HELDOUT_PERCENT = 20
+NOISE_TOKENS = (16, 256)
 COLUMNS = ("text", "content", "document", "markdown")
 
 
@@ -110,6 +111,26 @@ def make_windows(
             f"has {len(windows)} documents of {length} tokens or more (the longest has {longest})")
     raise SparseKVError(f"the corpus is too short: it {what}; {count} windows were asked for. Use more text, a smaller "
                         "--context-length or --num-documents" + ("" if pack else ", or --pack") + ".")
+
+
+def add_noise(windows: list[Window], count: int, tokenizer: Any, *, seed: int = 0) -> list[Window]:
+    """The first `count` windows with every other stretch, of 16 to 255 tokens, replaced by tokens drawn evenly from the
+    vocabulary (no special ones): keys of words that the corpus never says."""
+    if not count:
+        return windows
+    special = set(tokenizer.all_special_ids)
+    vocabulary = [i for i in range(len(tokenizer)) if i not in special]
+    start = len(tokenizer("")["input_ids"])
+    noisy = []
+    for number, window in enumerate(windows[:count]):
+        draw, tokens = random.Random(f"{seed}:noise:{number}"), list(window.tokens)
+        at = start + draw.randrange(*NOISE_TOKENS)
+        while at < len(tokens):
+            stop = min(at + draw.randrange(*NOISE_TOKENS), len(tokens))
+            tokens[at:stop] = draw.choices(vocabulary, k=stop - at)
+            at = stop + draw.randrange(*NOISE_TOKENS)
+        noisy.append(Window(tokens, window.sources))
+    return noisy + windows[count:]
 
 
 def _shuffled(documents: Iterator[Document], seed: int, buffer: int = 10_000) -> Iterator[Document]:

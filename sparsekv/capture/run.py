@@ -10,7 +10,7 @@ import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options
-from sparsekv.capture.corpus import Window, make_windows, read_documents
+from sparsekv.capture.corpus import Window, add_noise, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture, Plan
 from sparsekv.capture.place import Place, place
 from sparsekv.capture.prepare import (
@@ -57,6 +57,7 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
                        streaming=config.streaming),
         tokenizer, length=config.context_length, count=config.num_documents, seed=config.seed, pack=config.pack,
         chat_template=config.chat_template)
+    windows = add_noise(windows, config.noise_documents, tokenizer, seed=config.seed)
     ropes, skipped = probe(model)
     layers = choose_layers(config.layers, ropes, skipped)
     fingerprint = model_fingerprint(model)

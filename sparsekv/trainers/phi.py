@@ -35,6 +35,9 @@ class PhiConfig(TrainingOptions):
     documents_per_step: int = option(1, help="Windows that a step's queries and keys come from [windows].", min=1)
     random_windows: float = option(0.0, help="Share of the steps whose keys come from a part of the mid region of "
                                              "random place and length.", min=0.0, max=1.0)
+    position_shift: int = option(0, help="Move all positions of a step by a random number of at most this, queries "
+                                         "and keys alike: attention stays, what the maps see does not; 0 = off "
+                                         "[tokens].", min=0)
     lr: float = option(3e-3, help="Peak learning rate (Adam, warm-up, cosine to zero).")
     weight_decay: float = option(0.0, help="Decoupled weight decay.")
     ema: float = option(0.0, help="Average the weights with this decay a step and keep the average; 0 keeps the last "
@@ -171,12 +174,17 @@ class PhiTask(Task):
         number = max(1, min(o.keys_per_step or self.mid, self.mid) // documents)
         at = torch.arange(number) + torch.rand((documents, number), generator=generator, dtype=torch.float64)
         columns = (start + at * (span / number)).long().clamp(max=self.mid - 1)
-        return {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
-                "key": columns + pool.sink_size, "log_count": torch.tensor([span / number]).log()}
+        found = {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
+                 "key": columns + pool.sink_size, "log_count": torch.tensor([span / number]).log()}
+        if o.position_shift:
+            found["shift"] = (o.position_shift * (2 * torch.rand(documents, generator=generator) - 1)).round()
+        return found
 
     def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
         pool, documents = self.pool, draw["document"].shape[0]
         queries, keys = self._rows("queries", draw["query"], draw), self._rows("keys", draw["key"], draw)
+        if "shift" in draw:
+            queries, keys = pool.moved(queries, draw["shift"]), pool.moved(keys, draw["shift"])
         group, count = pool.group, draw["query"].shape[1]
         shape = (pool.heads_kv, group, documents, count)
         log_q, log_k = self.query_maps(queries.flatten(1, 2)), self.key_maps(keys.flatten(1, 2))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.capture.rope import Layout, rotate
 from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
 
@@ -31,7 +32,8 @@ class Part(NamedTuple):
 class Pool:
     """`Lk = parts · KV heads`, `Lq = Lk · group`, heads of a part side by side. keys, values `[D, Lk, N, d]` and
     queries `[D, Lq, T, d]` with RoPE, positions `[D, Lq, T]`, best `[D, Lq, T]` (position of the best key outside the
-    sink). keys_pre and queries_pre, the same with RoPE removed, where asked for."""
+    sink). keys_pre and queries_pre, the same with RoPE removed, where asked for. frequencies `[Lk, rotary_dim]`: by how
+    much RoPE turns a channel a token [radians], full width in `layout`."""
 
     keys: Tensor
     values: Tensor
@@ -44,6 +46,8 @@ class Pool:
     window_size: int = 16
     keys_pre: Tensor | None = None
     queries_pre: Tensor | None = None
+    frequencies: Tensor | None = None
+    layout: Layout = "half"
 
     @property
     def documents(self) -> int:
@@ -56,6 +60,13 @@ class Pool:
     @property
     def heads_q(self) -> int:
         return self.queries.shape[1]
+
+    def moved(self, x: Tensor, shift: Tensor) -> Tensor:
+        """What queries or keys `[Lq or Lk, D, n, d]` would be `shift [D]` positions later. Moving both leaves attention
+        as it is: RoPE knows distances only."""
+        assert self.frequencies is not None
+        angle = self.frequencies.repeat_interleave(x.shape[0] // self.heads_kv, 0)[:, None, None] * shift[:, None, None]
+        return rotate(x, angle.cos(), angle.sin(), self.layout)
 
     def clustered(self, space: str) -> Tensor:
         """The keys that are clustered in a key space, `pre` or `rot`."""
@@ -77,11 +88,14 @@ def load_pool(
     """
     held: dict[str, Tensor] = {}
     scales: dict[int, float] = {}
+    frequencies: dict[Part, Tensor] = {}
     for row, document in enumerate(documents):
         for place, part in enumerate(parts):
             part = Part(part, 0, store.num_kv_heads) if isinstance(part, int) else part
             item = store.read(part.layer, document, kv_heads=slice(part.first, part.first + part.heads))
             scales[part.layer] = item.scale
+            turn = torch.atan2(item.sin[:2], item.cos[:2])[-1]
+            frequencies[part] = turn.expand(part.heads, -1)
             if not all(bool(torch.isfinite(x.sum(dtype=torch.float32))) for x in (item.keys_pre, item.queries_pre,
                                                                                   item.values)):
                 raise SparseKVError(
@@ -101,8 +115,9 @@ def load_pool(
     if len(set(scales.values())) > 1:
         raise SparseKVError(f"layers {sorted(scales)} have different softmax scales {sorted(set(scales.values()))}; "
                             "train them one by one with --layer-group 1")
-    return Pool(**held, scale=next(iter(scales.values())), group=store.group, sink_size=store.config["sink_size"],
-                window_size=store.config["window_size"])
+    turns = torch.cat(list(frequencies.values())).float().to(device)
+    return Pool(**held, frequencies=turns, layout=item.layout, scale=next(iter(scales.values())), group=store.group,
+                sink_size=store.config["sink_size"], window_size=store.config["window_size"])
 
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "capture"))
 
 from test_families import captured, tiny
 
+from sparsekv.capture.rope import rotate
 from sparsekv.models import offline
 from sparsekv.trainers import anchors
 from sparsekv.trainers.phi import PhiConfig, PhiTask, train_phi
@@ -71,3 +72,17 @@ def test_training_on_the_output_lowers_its_error(store, tmp_path) -> None:
     errors = [train_phi(PhiConfig(output=str(tmp_path / str(weight)), output_weight=weight, **options))
               .config.quality["sink_tail + phi error"] for weight in (0.0, 3.0)]
     assert errors[1] < errors[0]
+
+
+def test_moving_all_positions_moves_the_vectors_and_leaves_attention(store) -> None:
+    pool = load_pool(store, [0, 2], [1, 3], device="cpu", dtype=torch.float32, space="pre")
+    shift = torch.tensor([7.0, -3.0])
+    queries, keys = (x.transpose(0, 1) for x in (pool.queries, pool.keys))
+    moved_q, moved_k = pool.moved(queries, shift), pool.moved(keys, shift)
+    item = store.read(2, 1)
+    want = rotate(item.keys_pre[:, :-7].float(), item.cos[7:], item.sin[7:], item.layout)
+    torch.testing.assert_close(moved_k[2:, 0, :-7], want, rtol=1e-3, atol=1e-4)
+    scores, before = (q.unflatten(0, (-1, 2)).flatten(2, 3) @ k.flatten(1, 2).mT[:, None]
+                      for q, k in ((moved_q[:, :1], moved_k[:, :1]), (queries[:, :1], keys[:, :1])))
+    torch.testing.assert_close(scores, before, rtol=1e-3, atol=1e-3)
+    assert (moved_k[:, 1] - keys[:, 1]).abs().max() > 0.1

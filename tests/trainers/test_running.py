@@ -173,7 +173,7 @@ def test_options_of_the_trainers(store, tmp_path) -> None:
     torch.testing.assert_close(saved.weights.w2, other.weights.w2, rtol=0.07, atol=1e-3)
     maps = train("phi", str(store.path), str(tmp_path / "p"))
     for i, options in enumerate(({"ema": 0.95}, {"documents_per_step": 2}, {"random_windows": 1.0},
-                                 {"keys_per_step": 0})):
+                                 {"keys_per_step": 0}, {"position_shift": 9})):
         other = train("phi", str(store.path), str(tmp_path / f"p{i}"), **options)
         assert not torch.equal(other.query_map.w_in, maps.query_map.w_in), options
 
