@@ -36,6 +36,8 @@ class Score:
     losses: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+    hits: list[tuple[int, float, bool]] = field(default_factory=list)
+    """Length, depth and whether it was found, of every needle."""
     found: int = 0
     asked: int = 0
 
@@ -52,8 +54,14 @@ class Score:
                       "selectivity": (sum(self.shares) / len(self.shares), "share of the context")}
         if self.asked:
             values["needles"] = (self.found, f"of {self.asked}")
-        return [{"case": method.case, "method": "phi" if method.phi else "none", "metric": metric, "value": value,
-                 "unit": unit} for metric, (value, unit) in values.items()]
+        name = "phi" if method.phi else "none"
+        cells: dict[tuple[int, float], list[bool]] = {}
+        for length, depth, hit in self.hits:
+            cells.setdefault((length, round(depth, 3)), []).append(hit)
+        return [{"case": method.case, "method": name, "metric": metric, "value": value, "unit": unit}
+                for metric, (value, unit) in values.items()] + [
+            {"case": method.case, "method": name, "metric": "needle", "value": sum(hits) / len(hits), "unit": "share",
+             "length": length, "depth": depth} for (length, depth), hits in cells.items()]
 
 
 @torch.inference_mode()
@@ -96,8 +104,10 @@ def decode(
                 cache = cache or attachment.prefill(ids[:, :-1])
                 answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache.fork(),
                                         max_new_tokens=ANSWER_TOKENS, do_sample=False)
+            hit = found(needle, tokenizer.decode(answer[0, ids.shape[1]:]))
             scores[method].asked += 1
-            scores[method].found += found(needle, tokenizer.decode(answer[0, ids.shape[1]:]))
+            scores[method].found += hit
+            scores[method].hits.append((ids.shape[1], needle.depth, hit))
             advance()
     return scores
 

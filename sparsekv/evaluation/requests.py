@@ -13,7 +13,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +27,16 @@ RULER_ONLINE = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multi
 DATA = {"ruler_qa_squad": "SQuAD v2", "ruler_qa_hotpot": "HotpotQA",
         **dict.fromkeys(RULER_ONLINE[:5], "Paul Graham's essays")}
 """What a task that is not offline downloads."""
-SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE}
+BABILONG = tuple(f"babilong_qa{i}" for i in range(1, 6))
+BABILONG_SIZES = {1024 * 2**i: f"{2**i}k" for i in range(8)}
+"""Lengths that BABILong comes in, and its names for them."""
+INFINITEBENCH = tuple(f"infinitebench_{name}" for name in (
+    "passkey", "kv_retrieval", "number_string", "code_run", "code_debug", "math_find", "longdialogue_qa_en",
+    "longbook_qa_en", "longbook_sum_en", "longbook_choice_en", "longbook_qa_chn"))
+DATA |= {**dict.fromkeys(BABILONG, "RMT-team/babilong-1k-samples"),
+         **dict.fromkeys(INFINITEBENCH, "xinrongzhang2022/InfiniteBench")}
+SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE, "babilong": BABILONG,
+          "infinitebench": INFINITEBENCH}
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def load_requests(path: str | Path) -> list[Request]:
 
 
 def task_names(text: str) -> list[str]:
-    """`ruler`, `ruler-offline` and single names, separated by commas."""
+    """`ruler`, `ruler-offline`, `babilong`, `infinitebench` and single names, separated by commas."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return list(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
 
@@ -107,28 +116,40 @@ def check_names(tasks: Sequence[str]) -> None:
     manager = _task_manager(".", [4096])
     unknown = [t for t in tasks if t not in SUITES["ruler"] and t not in manager.all_tasks]
     if unknown:
-        raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected needle, perplexity, ruler, ruler-offline or "
-                            f"generation tasks of lm-eval such as {RULER_OFFLINE[0]} (`lm_eval ls tasks` lists all)")
+        raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected needle, perplexity, ruler, ruler-offline, "
+                            f"babilong, infinitebench or generation tasks of lm-eval such as {RULER_OFFLINE[0]} "
+                            "(`lm_eval ls tasks` lists all)")
 
 
 def make_requests(
     tasks: Sequence[str], tokenizer: str | Path, lengths: Sequence[int], samples: int, *, seed: int = 0,
     skip_missing: bool = False, advance: Callable[..., None] = lambda: None,
 ) -> list[Request]:
-    """The first `samples` documents of every task (and length, for RULER) as lm-eval makes them.
+    """The first `samples` documents of every task (and length, for RULER and BABILong) as lm-eval makes them.
 
     tokenizer: a folder with a tokenizer, which sizes RULER's prompts. skip_missing: leave out tasks whose data cannot
     be fetched. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be fetched.
     """
     check_names(tasks)
     manager = _task_manager(tokenizer, lengths)
-    if any(length < 1024 for length in lengths):
+    ruler, sized = (bool(set(tasks) & set(names)) for names in (SUITES["ruler"], BABILONG))
+    if sized and not set(lengths) <= set(BABILONG_SIZES):
+        raise SparseKVError(f"BABILong comes in lengths {', '.join(map(str, BABILONG_SIZES))}; found "
+                            f"{', '.join(map(str, lengths))}")
+    if ruler and any(length < 1024 for length in lengths):
         raise SparseKVError(f"RULER's prompts do not fit into {min(lengths)} tokens (lm-eval would search for ever); "
                             "use lengths from 1024 on")
     requests: list[Request] = []
     for name in tasks:
         try:
-            requests += _requests_of(name, manager, samples, seed)
+            if name in BABILONG:
+                for length in lengths:
+                    own = _task_manager(tokenizer, BABILONG_SIZES[length])
+                    made = _requests_of(name, own, samples, seed)
+                    requests += [replace(r, length=length, metric="string_match_all", targets=[r.doc["target"].strip()])
+                                 for r in made if r.doc is not None]
+            else:
+                requests += _requests_of(name, manager, samples, seed)
         except _fetch_errors() as error:
             if not skip_missing:
                 raise SparseKVError(
@@ -141,14 +162,15 @@ def make_requests(
     return requests
 
 
-def _task_manager(tokenizer: str | Path, lengths: Sequence[int]) -> Any:
+def _task_manager(tokenizer: str | Path, lengths: Sequence[int] | str) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise SparseKVError("unknown tasks without lm-eval, which brings all but needle and perplexity: run "
                             "`pip install 'sparsekv[eval]'`, or answer a file made elsewhere with --requests FILE"
                             ) from error
-    return TaskManager(metadata={"tokenizer": str(tokenizer), "max_seq_lengths": list(lengths)})
+    return TaskManager(metadata={"tokenizer": str(tokenizer), "max_seq_lengths": lengths if isinstance(lengths, str)
+                                 else list(lengths)})
 
 
 def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Request]:

@@ -27,11 +27,12 @@ class EvalConfig:
     budgets: str = option("0.01,0.05", help="Tokens retrieved per query and KV head, as fractions of the context, "
                                             "separated by commas.")
     tasks: str = option(OWN_TASKS, help="What is measured, separated by commas: needle, perplexity, ruler, "
-                                                  "ruler-offline (the tasks without downloads), or any generation task "
-                                                  "of lm-eval.")
-    completions: str | None = option(None, help="What estimates the rest, separated by commas: none, phi, centroid; "
-                                                "without it none, and phi if --phi is given.")
-    lengths: str = option("4096", help="Lengths of RULER's prompts, separated by commas [tokens].")
+                                        "ruler-offline (the tasks without downloads), babilong (QA1 to QA5), "
+                                        "infinitebench, or any generation task of lm-eval.")
+    completions: str | None = option(None, help="What estimates the rest in the tasks, separated by commas: none, "
+                                                "phi, centroid, moments, sampling (the untrained ones at the bytes of "
+                                                "φ's cache); without it none, and phi if --phi is given.")
+    lengths: str = option("4096", help="Lengths of RULER's and BABILong's prompts, separated by commas [tokens].")
     samples: int = option(100, help="Prompts of every task and length [prompts].", min=1)
     accounting: str = option("retrieved", help="What a budget of the tasks pays for: retrieved (the retrieved tokens "
                                                "alone), worst_case (anchors and the completion's cache too) or "
@@ -49,7 +50,12 @@ class EvalConfig:
     split: str = option("heldout", help="Part of the corpus: all, train or heldout.")
     context_length: int = option(2048, help="Length of every prompt [tokens].", min=256)
     num_documents: int = option(4, help="Windows continued for perplexity and attention error [windows].", min=1)
-    num_needles: int = option(5, help="Needle prompts, at evenly spread depths [prompts].", min=1)
+    num_needles: int = option(5, help="Needle prompts of every length, at evenly spread depths [prompts].", min=1)
+    needle_lengths: str | None = option(None, help="Lengths of the needle prompts, separated by commas: with several "
+                                                   "the report has a map of depth and length; without it "
+                                                   "--context-length [tokens].")
+    diagnostics: Path | None = option(None, help="diagnostics.json of `sparsekv eval diagnostics`: its figures "
+                                                 "join the report.")
     continuation: int = option(64, help="Tokens continued at the end of every window [tokens].", min=8)
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).")
@@ -78,6 +84,7 @@ class Checked(NamedTuple):
     budgets: list[float]
     router: Any
     phi: Any
+    diagnostics: Any = None
 
 
 def run_eval(config: EvalConfig) -> EvalResult:
@@ -86,7 +93,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
     Raises SparseKVError for unknown selectors or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
     from sparsekv.evaluation.decode import HEADER, markdown_table, table_rows
-    from sparsekv.evaluation.report import Table, write_report
+    from sparsekv.evaluation.report import Table, write_pngs, write_report
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.suite import run_suite, suite_tables, write_requests
     from sparsekv.evaluation.tables import markdown
@@ -127,8 +134,13 @@ def run_eval(config: EvalConfig) -> EvalResult:
     if not complete:
         text.append("The time limit came first: the same command with --resume goes on.")
     (output / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables,
-                 suite_figures(rows))
+    figures = suite_figures(rows)
+    if asked.diagnostics is not None:
+        from sparsekv.evaluation.diagnostic_figures import diagnostic_figures
+
+        figures += diagnostic_figures(asked.diagnostics)
+    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables, figures)
+    write_pngs(output, figures)
     return EvalResult(rows, "\n\n".join(text), output)
 
 
@@ -136,6 +148,7 @@ def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.evaluation.diagnostics import Diagnostics
     from sparsekv.evaluation.requests import check_names, task_names
     from sparsekv.evaluation.suite import lengths_of
     from sparsekv.runtime.plan import COMPLETIONS
@@ -151,6 +164,8 @@ def _check(config: EvalConfig) -> Checked:
     if config.save_requests is not None and not public:
         raise SparseKVError("--save-requests writes prompts of lm-eval's tasks; add --tasks ruler-offline")
     lengths_of(config.lengths)
+    if min(lengths_of(config.needle_lengths or "256")) < 128:
+        raise SparseKVError(f"needle lengths are from 128 tokens on, found {config.needle_lengths!r}")
     _known("accounting", [config.accounting], ACCOUNTINGS)
     selectors = [s.strip() for s in config.selectors.split(",") if s.strip()]
     _known("selector", selectors, SELECTORS)
@@ -171,7 +186,8 @@ def _check(config: EvalConfig) -> Checked:
         _known("completion", completions, COMPLETIONS)
         if "phi" in completions and phi is None:
             raise SparseKVError("completion 'phi' needs feature maps; add --phi")
-    return Checked(own, public, [s for s in selectors if s != "dense"], completions, budgets, router, phi)
+    return Checked(own, public, [s for s in selectors if s != "dense"], completions, budgets, router, phi,
+                   None if config.diagnostics is None else Diagnostics.load(config.diagnostics))
 
 
 def _known(what: str, found: list[str], allowed: Iterable[str]) -> None:
@@ -181,14 +197,44 @@ def _known(what: str, found: list[str], allowed: Iterable[str]) -> None:
 
 
 def suite_figures(rows: list[dict[str, Any]]) -> list[Any]:
-    """Score by budget, one figure a length."""
-    from sparsekv.evaluation.figures import score_by_budget
+    """Score by budget, one figure a length; selectivity by task; the map of needles."""
+    from sparsekv.evaluation.figures import bars, score_by_budget
     from sparsekv.evaluation.report import Figure
 
     cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
     means = [c for c in cases if c.startswith("ruler@")] or cases
     note = "Mean score, 95 % bootstrap interval; grey: full attention. Solid: completed by φ."
-    return [Figure(f"{case}: score by budget", score_by_budget(rows, case), note) for case in means]
+    figures = [Figure(f"{case}: score by budget", score_by_budget(rows, case), note) for case in means]
+    scored = [r for r in rows if r["metric"] == "score" and r.get("read") is not None and r["method"] != "full"]
+    single = [c for c in cases if not c.startswith("ruler@")]
+    if scored and single:
+        budgets = sorted({r["budget"] for r in scored if r["budget"] is not None}) or [None]
+        budget = budgets[len(budgets) // 2]
+        read = {(r["case"], r["method"]): r["read"] for r in scored if r["budget"] in (None, budget)}
+        methods = list(dict.fromkeys(m for _, m in read))
+        figures.append(Figure(
+            "Selectivity by task", bars(single, {m: [read.get((c, m)) for c in single] for m in methods},
+                                        "share of the context read"),
+            "What a sparse layer read exactly" + ("." if budget is None else f" at a budget of {100 * budget:g} %.")))
+    return figures + _needle_figures(rows)
+
+
+def _needle_figures(rows: list[dict[str, Any]]) -> list[Any]:
+    """The map of depth and length, a panel a method, where more than one length was asked."""
+    from sparsekv.evaluation.figures import needle_map
+    from sparsekv.evaluation.report import Figure
+
+    cells = [r for r in rows if r["metric"] == "needle"]
+    lengths, depths = (sorted({r[k] for r in cells}) for k in ("length", "depth"))
+    if len(lengths) < 2:
+        return []
+    panels: dict[str, list[list[float]]] = {}
+    for r in cells:
+        name = r["case"].replace("sink_tail", "sink + tail") + (" + φ" if r["method"] == "phi" else "")
+        grid = panels.setdefault(name, [[float("nan")] * len(lengths) for _ in depths])
+        grid[depths.index(r["depth"])][lengths.index(r["length"])] = r["value"]
+    return [Figure("Needles by depth and length", needle_map(lengths, depths, panels),
+                   "Green: the number was found. Down: how deep it was hidden; across: tokens of the prompt.")]
 
 
 def _methods(selectors: list[str], budgets: list[float], phi: bool) -> list[Any]:
@@ -215,12 +261,17 @@ def _own_tasks(
     from sparsekv.capture.corpus import make_windows, read_documents
     from sparsekv.evaluation.decode import decode
     from sparsekv.evaluation.needle import make_needles
+    from sparsekv.evaluation.suite import lengths_of
 
     windows = [torch.tensor(w.tokens) for w in make_windows(
         read_documents(config.corpus, split=config.split), tokenizer, length=config.context_length,
         count=config.num_documents, seed=config.seed)]
-    needles = make_needles(tokenizer, [t for w in windows for t in w.tolist()], length=config.context_length,
-                           count=config.num_needles, seed=config.seed) if "needle" in asked.own else []
+    text = [t for w in windows for t in w.tolist()]
+    needles = []
+    for length in lengths_of(config.needle_lengths or str(config.context_length)):
+        if "needle" in asked.own:
+            hay = text * (1 + length // len(text))
+            needles += make_needles(tokenizer, hay, length=length, count=config.num_needles, seed=config.seed)
     windows = windows if "perplexity" in asked.own else []
     with progress("eval", (len(windows) + len(needles)) * len(methods), "runs") as advance:
         scores = decode(model, tokenizer, methods, windows, needles, router=asked.router, phi=asked.phi,

@@ -22,6 +22,8 @@ TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 
 SPENDING = ("router", "magicpig")
 """Selectors that can do without a budget and obey one."""
 BATCH_TOKENS = 2_500_000
+UNTRAINED_TOKENS = 256.0
+"""Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
 SPLIT = 4
 
 
@@ -143,14 +145,10 @@ class Sweep:
         """Whether the budget pays for the anchors and the completion's cache."""
         if self.options.accounting == "retrieved" or method.budget is None or method.selector == "streaming":
             return True
-        features = 0
-        if method.completion == "phi":
-            features = self.phi.config.num_features
         spread = self.options.amortise_over if self.options.accounting == "amortised" else 1
         anchors = self._anchors()
-        return retrieved_tokens(method.budget, request_tokens, anchors, num_features=features,
-                                head_dim=self.phi.config.model["head_dim"] if features else 1,
-                                generated_tokens=spread) is not None
+        return retrieved_tokens(method.budget, request_tokens, anchors, generated_tokens=spread,
+                                completion_tokens=self._cache_tokens(method)) is not None
 
     def _anchors(self) -> int:
         from sparsekv.runtime.plan import SINK_SIZE, WINDOW_SIZE
@@ -199,8 +197,10 @@ class Sweep:
             self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
 
     def _cache_tokens(self, method: SweepMethod) -> float:
-        if method.completion != "phi":
+        if method.completion == "none":
             return 0.0
+        if self.phi is None:
+            return UNTRAINED_TOKENS
         return cache_tokens(self.phi.config.num_features, self.phi.config.model["head_dim"])
 
     def _decode(
@@ -219,7 +219,9 @@ class Sweep:
         texts: dict[int, str] = {}
         with attach(self.model, selector=method.selector, completion=method.completion,
                     router=self.router if method.selector == "router" else None,
-                    phi=self.phi if method.completion == "phi" else None, **options) as attachment:
+                    phi=self.phi if method.completion == "phi" else None,
+                    completion_tokens=None if method.completion in ("none", "phi") else self._cache_tokens(method),
+                    **options) as attachment:
             size = -(-len(rows) // splits)
             for first in range(0, len(rows), size):
                 chosen = rows[first:first + size]

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsekv.evaluation.rows import row
 
-LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+phi")
+LANE_A = ("topk", "topk+centroid", "topk+moments", "topk+sampling", "topk+phi", "router", "router+phi")
 LANE_B = ("streaming", "snapkv", "token_select", "lfps", "quest", "magicpig", "router", "router+phi", "topk",
           "topk+phi")
 RESAMPLES = 2000

@@ -39,23 +39,25 @@ def attach(
     probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] | None = None, sparse_chunks: bool = False, diagnostics: bool = False,
-    placement: str = "gpu", dense_below: int | None = None, settings: Any = None, **options: Any,
+    placement: str = "gpu", dense_below: int | None = None, settings: Any = None,
+    completion_tokens: float | None = None, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
     router, phi: artifacts or their folders. selector: a name of `sparsekv.runtime.selectors.SELECTORS` or a Selector;
     without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
-    float = fraction of the context, per query and KV head. completion: phi, centroid or none; without it phi if one is
-    given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated tokens stay
-    exact until there are more than this, then the older half moves into the index. dense_layers decode with full
-    attention, layer 0 unless told otherwise. sparse_chunks: chunks of several tokens after the prefill are decoded
-    sparsely too, each query on its own. diagnostics: also compute full attention and report the relative error.
-    placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window on the
-    device, what is read is copied over) or cpu (CPU memory, and the sparse layers' attention is computed there).
+    float = fraction of the context, per query and KV head. completion: phi, centroid, moments, sampling or none;
+    without it phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window:
+    generated tokens stay exact until there are more than this, then the older half moves into the index. dense_layers
+    decode with full attention, layer 0 unless told otherwise. sparse_chunks: chunks of several tokens after the prefill
+    are decoded sparsely too, each query on its own. diagnostics: also compute full attention and report the relative
+    error. placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window
+    on the device, what is read is copied over) or cpu (CPU memory, and the sparse layers' attention is computed there).
     dense_below: caches shorter than this are decoded with full attention [tokens]; without it, with placement gpu,
     where full attention was measured to be the faster one (`plan.DENSE_BYTES`); 0 always decodes sparsely. settings: a
     file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer and gate of every
-    head, and the artifacts' folders unless router and phi are given.
+    head, and the artifacts' folders unless router and phi are given. completion_tokens: size of an untrained completion
+    (centroid, moments, sampling) by what it costs to fetch; without it 256 buckets or samples [tokens].
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
@@ -73,7 +75,7 @@ def attach(
         model, modules, router=load_artifact(router, "router"), phi=load_artifact(phi, "phi"), selector=selector,
         probes=probes, token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
         decode_window=decode_window, dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
-        dense_below=dense_below, options=options, layers=layers)
+        dense_below=dense_below, options=options, layers=layers, completion_tokens=completion_tokens)
     return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
 
 

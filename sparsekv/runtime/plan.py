@@ -17,7 +17,7 @@ from sparsekv.runtime.selectors import SELECTORS, Selector
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
-COMPLETIONS = ("phi", "centroid", "none")
+COMPLETIONS = ("phi", "centroid", "moments", "sampling", "none")
 SINK_SIZE, WINDOW_SIZE = 4, 16
 # Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
 # where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
@@ -40,6 +40,8 @@ class Plan:
     dense_below: int | None = None
     layers: Mapping[int, LayerSetting] | None = None
     """Budget and gates by layer, from a settings file."""
+    completion_tokens: float | None = None
+    """What an untrained completion's summary may cost to fetch, in tokens."""
 
     def is_short(self, key: Tensor) -> bool:
         """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
@@ -71,7 +73,12 @@ class Plan:
         if self.completion_kind == "centroid":
             from sparsekv.runtime.centroid import CentroidCompletion
 
-            return CentroidCompletion()
+            return CentroidCompletion(tokens=self.completion_tokens)
+        if self.completion_kind in ("moments", "sampling"):
+            from sparsekv.runtime.moments import MomentsCompletion, SamplingCompletion
+
+            kind = MomentsCompletion if self.completion_kind == "moments" else SamplingCompletion
+            return kind(tokens=self.completion_tokens)
         return None
 
     def _placed(self, kind: str, artifact: Any, layer_idx: int) -> Any:
@@ -86,7 +93,7 @@ def make_plan(
     model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
     probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
     window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
-    options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
+    options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None, completion_tokens: float | None = None,
 ) -> tuple[Plan, set[int]]:
     """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -102,6 +109,9 @@ def make_plan(
         raise SparseKVError(f"unknown completion {completion!r}: expected one of {', '.join(COMPLETIONS)}")
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
+    if completion_tokens is not None and (completion in ("phi", "none") or completion_tokens <= 0):
+        raise SparseKVError(f"completion_tokens sizes an untrained completion and is above 0; found "
+                            f"{completion_tokens} with completion {completion}")
     sink_size = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
     window_size = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
     if decode_window < 1:
@@ -128,7 +138,7 @@ def make_plan(
                             "placement offload; use placement='cpu', or a selector with an index such as router")
     devices = {i: next(m.parameters()).device for i, m in modules.items()}
     return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices,
-                placement, dense_below, layers), dense
+                placement, dense_below, layers, completion_tokens), dense
 
 
 def _selector(

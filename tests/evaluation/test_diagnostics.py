@@ -198,6 +198,26 @@ def test_every_figure_is_in_the_report_and_in_the_folder(made) -> None:
     assert len(pngs) == len(TITLES) and all(p.read_bytes()[:4] == b"\x89PNG" and p.stat().st_size > 5000 for p in pngs)
 
 
+def test_the_eval_report_maps_needles_and_takes_the_diagnostics_in(made, tokenizer, tmp_path) -> None:
+    from sparsekv.evaluation.run import EvalConfig, run_eval
+
+    folder, _, _ = made
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    result = run_eval(EvalConfig(
+        model=str(tmp_path / "model"), output=tmp_path / "out", tasks="needle", corpus=str(folder / "text.txt"),
+        split="all", context_length=256, num_documents=1, num_needles=2, needle_lengths="200,420", selectors="topk",
+        budgets="0.1", diagnostics=folder / "out" / "diagnostics.json", device="cpu"))
+    cells = [r for r in result.rows if r["metric"] == "needle"]
+    assert {(r["case"], r["length"], r["depth"]) for r in cells} == {
+        (case, length, depth) for case in ("full", "topk@0.1") for length in (200, 420) for depth in (0.25, 0.75)}
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("<svg") == 1 + len(TITLES) and "Needles by depth and length" in page
+    assert (tmp_path / "out" / "figures" / "needles-by-depth-and-length.png").stat().st_size > 3000
+    with pytest.raises(SparseKVError, match="from 128 tokens on"):
+        run_eval(EvalConfig(model="m", output=tmp_path / "o", needle_lengths="20"))
+
+
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 
 

@@ -69,3 +69,34 @@ def test_bad_tasks_and_lengths_are_refused_before_work(tmp_path, tokenizer) -> N
         req.make_requests(["nia"], tmp_path, [4096], 1)
     with pytest.raises(SparseKVError, match="do not fit into 512"):
         req.make_requests(["niah_single_1"], tmp_path, [512], 1)
+
+
+def test_babilong_and_infinitebench_are_suites_of_lm_eval(tmp_path, tokenizer, monkeypatch) -> None:
+    assert req.task_names("babilong") == [f"babilong_qa{i}" for i in range(1, 6)]
+    req.check_names([*req.BABILONG, *req.INFINITEBENCH])
+    with pytest.raises(SparseKVError, match="BABILong comes in lengths 1024, 2048"):
+        req.make_requests(["babilong_qa1"], tmp_path, [5000], 1)
+    asked = []
+
+    def without_network(name, manager, samples, seed):
+        asked.append((name, manager.metadata["max_seq_lengths"]))
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(req, "_requests_of", without_network)
+    for task, data in (("babilong_qa1", "RMT-team/babilong-1k-samples"),
+                       ("infinitebench_passkey", "xinrongzhang2022/InfiniteBench")):
+        with pytest.raises(SparseKVError, match=f"{data}.*--skip-missing"):
+            req.make_requests([task], tmp_path, [4096], 1)
+        with pytest.raises(SparseKVError, match="can be fetched here"):
+            req.make_requests([task], tmp_path, [4096], 1, skip_missing=True)
+    assert asked[0] == ("babilong_qa1", "4k") and asked[2] == ("infinitebench_passkey", [4096])
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("task", ["babilong_qa1", "infinitebench_math_find"])
+def test_downloaded_tasks_become_requests(tmp_path, tokenizer, task: str) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    made = req.make_requests([task], tmp_path, [1024], 2)
+    assert len(made) == 2 and all(r.prompt and r.max_new_tokens for r in made)
+    if task.startswith("babilong"):
+        assert made[0].case == "babilong_qa1@1024" and req.score(made[0], f"It is {made[0].targets[0]}.") == 1.0

@@ -198,7 +198,8 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) ->
     result = run_eval(EvalConfig(**options))
     assert {r["method"] for r in result.rows} == {"full", "topk", "topk+centroid", "streaming", "streaming+centroid"}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 1 and "Lane A" in page and "ruler@128" in result.table
+    assert page.count("<svg") == 2 and "Selectivity by task" in page
+    assert "Lane A" in page and "ruler@128" in result.table
     assert all(r["machine"] and r["commit"] for r in result.rows)
     again = run_eval(EvalConfig(**options, resume=True))
     assert [r["value"] for r in again.rows] == [r["value"] for r in result.rows]
