@@ -132,7 +132,7 @@ def check(model: Any, name: str, folder: Path) -> None:
         for mine, its in ((item.keys_rot(), cache.layers[layer].keys), (item.values, cache.layers[layer].values)):
             its = its[0].float().cpu()
             error = float((mine.float() - its).norm() / its.norm())
-            assert error < 0.03, f"layer {layer} of the check differs by {error}"
+            assert error < 0.05, f"layer {layer} of the check differs by {error}"
 
 
 def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
