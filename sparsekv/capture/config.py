@@ -98,7 +98,7 @@ def parse_numbers(text: str, what: str) -> list[int]:
 
 def sampled_queries(config: CaptureConfig, document: int) -> torch.Tensor:
     """Sorted positions of the queries looked at, the same for every layer; long-range sampling looks at 4 × as many."""
-    first = min(max(config.sink_size + config.window_size, config.context_length // 8), config.context_length - 1)
+    first = _first_query(config)
     wanted = config.queries_per_document * (4 if config.query_sampling == "long_range" else 1)
     order = torch.randperm(config.context_length - first, generator=_generator(config, document))[:wanted]
     return (order + first).sort().values
@@ -106,7 +106,11 @@ def sampled_queries(config: CaptureConfig, document: int) -> torch.Tensor:
 
 def num_queries(config: CaptureConfig) -> int:
     """Queries stored per document and query head."""
-    return min(config.queries_per_document, len(sampled_queries(config, 0)))
+    return min(config.queries_per_document, config.context_length - _first_query(config))
+
+
+def _first_query(config: CaptureConfig) -> int:
+    return min(max(config.sink_size + config.window_size, config.context_length // 8), config.context_length - 1)
 
 
 def sampled_keys(config: CaptureConfig, document: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.attention_mass import mass_above, mass_summary
+from sparsekv.kernels.attention_mass import coverage, mass_summary
 
 TILE_ELEMENTS = 4_000_000
 BINS = 512
@@ -127,27 +127,7 @@ def _on_device(
     queries: Tensor, keys: Tensor, positions: Tensor, scale: float, sink: int, window: int,
 ) -> dict[str, Tensor]:
     """The same by kernels that keep scores in registers: one pass for the sums, three for the coverage counts."""
-    top, total, sink_sum, mid_sum, energy, score, best = mass_summary(
-        queries, keys, positions, scale=scale, sink_size=sink, window_size=window)
-    size = (positions - window + 1 - sink).clamp(min=0).expand(total.shape)
-    found = _finish(top, total, sink_sum, mid_sum, energy, score, best, size)
-    depth = search_depth(keys.shape[1])
-    # per target a bracket of depths: [0, depth] at first, then the fifth that holds the goal
-    goals = torch.tensor(TARGETS, device=queries.device)
-    low = total.new_zeros((*total.shape, 2))
-    high = low + depth
-    mass_low, count_low = torch.zeros_like(low), torch.zeros_like(low)
-    mass_high, count_high = torch.ones_like(low), (positions + 1).to(low.dtype)[:, None].expand(low.shape)
-    steps = torch.arange(1, 5, device=queries.device) / 5
-    for _ in range(PASSES):
-        edges = low[..., None] + (high - low)[..., None] * steps
-        mass, count = mass_above(queries, keys, positions, found["lse"][..., None] - edges.flatten(-2), found["lse"],
-                                 scale=scale)
-        mass, count = mass.unflatten(-1, (2, 4)), count.unflatten(-1, (2, 4))
-        which = (mass < goals[:, None]).sum(-1, keepdim=True)
-        edges, mass, count = (torch.cat([a[..., None], x, b[..., None]], -1) for a, x, b in (
-            (low, edges, high), (mass_low, mass, mass_high), (count_low, count, count_high)))
-        low, mass_low, count_low = (x.gather(-1, which)[..., 0] for x in (edges, mass, count))
-        high, mass_high, count_high = (x.gather(-1, which + 1)[..., 0] for x in (edges, mass, count))
-    keys_needed = _interpolate(count_low, count_high - count_low, goals - mass_low, mass_high - mass_low)
-    return found | {_name(t): keys_needed[..., i].contiguous() for i, t in enumerate(TARGETS)}
+    found = mass_summary(queries, keys, positions, scale=scale, sink_size=sink, window_size=window)
+    counts = coverage(queries, keys, positions, found["lse"], TARGETS, scale=scale, depth=search_depth(keys.shape[1]),
+                      passes=PASSES)
+    return found | {_name(target): count for target, count in zip(TARGETS, counts, strict=True)}

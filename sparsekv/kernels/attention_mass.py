@@ -1,7 +1,8 @@
 """Sums over the attention of sampled queries, scores kept in registers: what capture's statistics are made of.
 
-Triton only: the plain-torch twin is `capture/statistics.py`, whose results these must equal. Every program owns a block
-of queries of one head and walks over the keys up to its last query.
+Triton only: the plain-torch twin is `capture/statistics.py`, whose results these must equal. A program owns a block of
+queries of one head and one stretch of the keys; small kernels put the stretches together, always in the same order, so
+that the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -13,53 +14,67 @@ import torch
 from torch import Tensor
 
 ROWS = 64
-FEW_ROWS = 16
-FEW_PROGRAMS = 512
 BLOCK = 64
 ABOVE_BLOCK = 32
-EDGES = 8
+PROGRAMS = 2048
+SLOTS = 128
+FIFTHS = 4
+STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
 
 
 def mass_summary(
     queries: Tensor, keys: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
-) -> tuple[Tensor, ...]:
-    """queries `[Hq, T, d]`, keys `[Hkv, N, d]` with RoPE, positions `[T]` -> `[Hq, T]` each: the largest score `top`;
-    the sums of `exp(s − top)` over all visible keys, the sink and the mid region; `Σ_mid exp(s − top) (s − top)`; score
-    and position (int64) of the best key outside the sink."""
+) -> dict[str, Tensor]:
+    """queries `[Hq, T, d]`, keys `[Hkv, N, d]` with RoPE, positions `[T]` -> the statistics of `query_statistics`, but
+    for the coverage counts, `[Hq, T]` each."""
     heads_q, count, dim = queries.shape
     queries, positions = queries.contiguous(), positions.to(torch.int32)
-    out = torch.empty(7, heads_q, count, dtype=torch.float32, device=queries.device)
-    best = torch.empty(heads_q, count, dtype=torch.int32, device=queries.device)
-    summary, _ = kernels()
-    rows = _rows(heads_q, count)
-    summary[(-(-count // rows), heads_q)](
-        queries, keys, positions, out, best, scale, count, sink_size, window_size, heads_q, keys.stride(0),
-        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=rows, DIM=dim, WIDTH=_padded(dim), BLOCK=BLOCK,
+    rows = heads_q * count
+    span, splits = _stretches(heads_q, count, keys.shape[1])
+    summary, merge, _, _ = kernels()
+    part = queries.new_empty(splits, 6, rows, dtype=torch.float32)
+    part_best, best = (queries.new_empty(*shape, dtype=torch.int32) for shape in ((splits, rows), (heads_q, count)))
+    out = queries.new_empty(len(STATISTICS), heads_q, count, dtype=torch.float32)
+    summary[(-(-count // ROWS), heads_q, splits)](
+        queries, keys, positions, part, part_best, scale, count, sink_size, window_size, rows, span, keys.stride(0),
+        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=BLOCK,
         num_warps=4, num_stages=2)
-    return (*out[:6].unbind(0), best.long())
+    merge[(-(-rows // SLOTS),)](
+        part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=SLOTS, num_warps=4)
+    return dict(zip(STATISTICS, out.unbind(0), strict=True)) | {"top1_position": best}
 
 
-def mass_above(
-    queries: Tensor, keys: Tensor, positions: Tensor, thresholds: Tensor, lse: Tensor, *, scale: float,
+def coverage(
+    queries: Tensor, keys: Tensor, positions: Tensor, lse: Tensor, targets: tuple[float, float], *, scale: float,
+    depth: float, passes: int,
 ) -> tuple[Tensor, Tensor]:
-    """Share of the attention, and number of keys, with scores of at least each threshold: thresholds `[Hq, T, 8]`,
-    lse `[Hq, T]` -> `[Hq, T, 8]` twice, float32."""
+    """For two shares of the attention the fewest keys that hold it, int32 `[Hq, T]` each: by `passes` passes over the
+    keys, each of which keeps the fifth of the bracket of depths below the log-sum-exp in which the share is reached.
+    lse `[Hq, T]`; depth: the first bracket's end [nats]."""
     heads_q, count, dim = queries.shape
-    queries, positions = queries.contiguous(), positions.to(torch.int32)
-    mass = torch.empty(heads_q, count, EDGES, dtype=torch.float32, device=queries.device)
-    number = torch.empty_like(mass)
-    _, above = kernels()
-    rows = _rows(heads_q, count)
-    above[(-(-count // rows), heads_q)](
-        queries, keys, positions, thresholds.contiguous(), lse.contiguous(), mass, number, scale, count,
-        keys.stride(0), keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=rows, DIM=dim, WIDTH=_padded(dim),
-        BLOCK=ABOVE_BLOCK, EDGES=EDGES, num_warps=8 if rows == ROWS else 4, num_stages=2)
-    return mass, number
+    queries, positions, lse = queries.contiguous(), positions.to(torch.int32), lse.contiguous()
+    rows = heads_q * count
+    span, splits = _stretches(heads_q, count, keys.shape[1])
+    _, _, above, narrow = kernels()
+    # low, high, and the mass and the number of keys above each of them
+    bracket = queries.new_zeros(6, 2, heads_q, count, dtype=torch.float32)
+    bracket[1], bracket[4], bracket[5] = depth, 1.0, positions + 1
+    part = queries.new_empty(splits, 4 * FIFTHS, rows, dtype=torch.float32)
+    found = queries.new_empty(2, heads_q, count, dtype=torch.int32)
+    for _ in range(passes):
+        above[(-(-count // ROWS), heads_q, splits)](
+            queries, keys, positions, bracket, lse, part, scale, count, rows, span, keys.stride(0), keys.stride(1),
+            GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=ABOVE_BLOCK, num_warps=8,
+            num_stages=2)
+        narrow[(-(-rows // SLOTS), 2)](bracket, part, found, *targets, rows, splits, SLOTS=SLOTS, num_warps=4)
+    return found[0], found[1]
 
 
-def _rows(heads: int, count: int) -> int:
-    """Queries a program: fewer where there would be too few programs to fill the device."""
-    return ROWS if heads * count >= FEW_PROGRAMS * ROWS else FEW_ROWS
+def _stretches(heads: int, count: int, keys: int) -> tuple[int, int]:
+    """Keys of a stretch, and how many stretches: enough programs for a large device, none too short."""
+    wanted = max(1, PROGRAMS // (heads * -(-count // ROWS)))
+    span = max(4 * BLOCK, -(-keys // (wanted * BLOCK)) * BLOCK)
+    return span, -(-keys // span)
 
 
 def _padded(dim: int) -> int:
@@ -67,17 +82,19 @@ def _padded(dim: int) -> int:
 
 
 @functools.cache
-def kernels() -> tuple[Any, Any]:
+def kernels() -> tuple[Any, ...]:
     """The jitted kernels; importing Triton waits until they are wanted."""
     import triton
     import triton.language as tl
 
     @triton.jit
     def summary_kernel(
-        q, k, positions, out, best, scale, count, sink, window, heads_q, k_head, k_token,
+        q, k, positions, part, part_best, scale, count, sink, window, rows, span, k_head, k_token,
         GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     ):
+        """Sums over one stretch, relative to its own largest score."""
         head = tl.program_id(1).to(tl.int64)
+        stretch = tl.program_id(2).to(tl.int64)
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         width = tl.arange(0, WIDTH)
         column = tl.arange(0, BLOCK)
@@ -85,20 +102,22 @@ def kernels() -> tuple[Any, Any]:
         query = tl.load(q + (head * count + row)[:, None] * DIM + width[None, :],
                         mask=(row < count)[:, None] & (width < DIM)[None, :], other=0.0)
         key_base = k + (head // GROUP) * k_head
-        top = tl.full([ROWS], float("-inf"), tl.float32)
+        # finite, so that a stretch in which a query sees nothing adds nothing
+        top = tl.full([ROWS], -1.0e30, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         sinks = tl.zeros([ROWS], tl.float32)
         middle = tl.zeros([ROWS], tl.float32)
         energy = tl.zeros([ROWS], tl.float32)
         score_best = tl.full([ROWS], float("-inf"), tl.float32)
         at_best = tl.zeros([ROWS], tl.int32)
-        last = tl.max(place, 0) + 1
-        for at in range(0, last, BLOCK):
+        first = tl.program_id(2) * span
+        last = tl.minimum(tl.max(place, 0) + 1, first + span)
+        for at in range(first, last, BLOCK):
             token = at + column
             key = tl.load(key_base + token.to(tl.int64)[:, None] * k_token + width[None, :],
                           mask=(token < last)[:, None] & (width < DIM)[None, :], other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            score = tl.where(token[None, :] <= place[:, None], score, float("-inf"))
+            score = tl.where((token[None, :] <= place[:, None]) & (token < last)[None, :], score, float("-inf"))
             higher = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp(top - higher)
             relative = tl.maximum(score - higher[:, None], -10000.0)
@@ -116,23 +135,70 @@ def kernels() -> tuple[Any, Any]:
             at_best = tl.where(here > score_best, where, at_best)
             score_best = tl.maximum(score_best, here)
             top = higher
+        plane = rows.to(tl.int64)
         slot = head * count + row
-        plane = heads_q.to(tl.int64) * count
-        tl.store(out + slot, top, mask=row < count)
-        tl.store(out + plane + slot, total, mask=row < count)
-        tl.store(out + 2 * plane + slot, sinks, mask=row < count)
-        tl.store(out + 3 * plane + slot, middle, mask=row < count)
-        tl.store(out + 4 * plane + slot, energy, mask=row < count)
-        tl.store(out + 5 * plane + slot, score_best, mask=row < count)
-        tl.store(best + slot, at_best, mask=row < count)
+        base = part + stretch * 6 * plane + slot
+        tl.store(base, top, mask=row < count)
+        tl.store(base + plane, total, mask=row < count)
+        tl.store(base + 2 * plane, sinks, mask=row < count)
+        tl.store(base + 3 * plane, middle, mask=row < count)
+        tl.store(base + 4 * plane, energy, mask=row < count)
+        tl.store(base + 5 * plane, score_best, mask=row < count)
+        tl.store(part_best + stretch * plane + slot, at_best, mask=row < count)
+
+    @triton.jit
+    def merge_kernel(part, part_best, positions, out, best, count, sink, window, rows, splits, SLOTS: tl.constexpr):
+        """All stretches of a query together, and the statistics from the sums."""
+        slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+        there = slot < rows
+        plane = rows.to(tl.int64)
+        top = tl.full([SLOTS], -1.0e30, tl.float32)
+        total = tl.zeros([SLOTS], tl.float32)
+        sinks = tl.zeros([SLOTS], tl.float32)
+        middle = tl.zeros([SLOTS], tl.float32)
+        energy = tl.zeros([SLOTS], tl.float32)
+        score_best = tl.full([SLOTS], float("-inf"), tl.float32)
+        at_best = tl.full([SLOTS], -1, tl.int32)
+        for stretch in range(splits):
+            base = part + stretch * 6 * plane + slot
+            its_top = tl.load(base, mask=there, other=-1.0e30)
+            its_middle = tl.load(base + 3 * plane, mask=there, other=0.0)
+            its_energy = tl.load(base + 4 * plane, mask=there, other=0.0)
+            its_score = tl.load(base + 5 * plane, mask=there, other=float("-inf"))
+            higher = tl.maximum(top, its_top)
+            keep, its = tl.exp(top - higher), tl.exp(its_top - higher)
+            mine = tl.where(middle > 0, keep * (energy + middle * (top - higher)), 0.0)
+            energy = mine + tl.where(its_middle > 0, its * (its_energy + its_middle * (its_top - higher)), 0.0)
+            total = total * keep + its * tl.load(base + plane, mask=there, other=0.0)
+            sinks = sinks * keep + its * tl.load(base + 2 * plane, mask=there, other=0.0)
+            middle = middle * keep + its * its_middle
+            at_best = tl.where(its_score > score_best,
+                               tl.load(part_best + stretch * plane + slot, mask=there, other=-1), at_best)
+            score_best = tl.maximum(score_best, its_score)
+            top = higher
+        total = tl.where(there, total, 1.0)
+        safe = tl.maximum(middle, 1.17549435e-38)
+        place = tl.load(positions + slot % count, mask=there, other=0)
+        size = tl.maximum(place - window + 1 - sink, 0)
+        entropy = (tl.log(safe) - energy / safe) / tl.log(tl.maximum(size, 2).to(tl.float32))
+        entropy = tl.where((size >= 2) & (middle > 0), tl.minimum(tl.maximum(entropy, 0.0), 1.0), 0.0)
+        tl.store(out + slot, tl.log(total) + top, mask=there)
+        tl.store(out + plane + slot, tl.where(middle > 0, tl.log(safe) + top, float("-inf")), mask=there)
+        tl.store(out + 2 * plane + slot, score_best, mask=there)
+        tl.store(out + 3 * plane + slot, sinks / total, mask=there)
+        tl.store(out + 4 * plane + slot, tl.maximum((total - sinks - middle) / total, 0.0), mask=there)
+        tl.store(out + 5 * plane + slot, middle / total, mask=there)
+        tl.store(out + 6 * plane + slot, entropy, mask=there)
+        tl.store(best + slot, at_best, mask=there)
 
     @triton.jit
     def above_kernel(
-        q, k, positions, thresholds, lse, mass, number, scale, count, k_head, k_token,
+        q, k, positions, bracket, lse, part, scale, count, rows, span, k_head, k_token,
         GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        EDGES: tl.constexpr,
     ):
+        """Share of the attention and number of keys of one stretch above the four inner edges of either bracket."""
         head = tl.program_id(1).to(tl.int64)
+        stretch = tl.program_id(2).to(tl.int64)
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         width = tl.arange(0, WIDTH)
         column = tl.arange(0, BLOCK)
@@ -140,17 +206,21 @@ def kernels() -> tuple[Any, Any]:
         query = tl.load(q + (head * count + row)[:, None] * DIM + width[None, :],
                         mask=(row < count)[:, None] & (width < DIM)[None, :], other=0.0)
         slot = head * count + row
+        plane = rows.to(tl.int64)
         norm = tl.load(lse + slot, mask=row < count, other=0.0)
-        at_edge = thresholds + slot * EDGES
+        low0 = tl.load(bracket + slot, mask=row < count, other=0.0)
+        low1 = tl.load(bracket + plane + slot, mask=row < count, other=0.0)
+        step0 = (tl.load(bracket + 2 * plane + slot, mask=row < count, other=0.0) - low0) * 0.2
+        step1 = (tl.load(bracket + 3 * plane + slot, mask=row < count, other=0.0) - low1) * 0.2
+        t0 = (norm - (low0 + step0))[:, None]
+        t1 = (norm - (low0 + 2 * step0))[:, None]
+        t2 = (norm - (low0 + 3 * step0))[:, None]
+        t3 = (norm - (low0 + 4 * step0))[:, None]
+        t4 = (norm - (low1 + step1))[:, None]
+        t5 = (norm - (low1 + 2 * step1))[:, None]
+        t6 = (norm - (low1 + 3 * step1))[:, None]
+        t7 = (norm - (low1 + 4 * step1))[:, None]
         # one accumulator an edge and element of the tile: nothing is summed across threads before the end
-        t0 = tl.load(at_edge + 0, mask=row < count, other=0.0)[:, None]
-        t1 = tl.load(at_edge + 1, mask=row < count, other=0.0)[:, None]
-        t2 = tl.load(at_edge + 2, mask=row < count, other=0.0)[:, None]
-        t3 = tl.load(at_edge + 3, mask=row < count, other=0.0)[:, None]
-        t4 = tl.load(at_edge + 4, mask=row < count, other=0.0)[:, None]
-        t5 = tl.load(at_edge + 5, mask=row < count, other=0.0)[:, None]
-        t6 = tl.load(at_edge + 6, mask=row < count, other=0.0)[:, None]
-        t7 = tl.load(at_edge + 7, mask=row < count, other=0.0)[:, None]
         m0 = tl.zeros([ROWS, BLOCK], tl.float32)
         n0 = tl.zeros([ROWS, BLOCK], tl.float32)
         m1 = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -168,13 +238,14 @@ def kernels() -> tuple[Any, Any]:
         m7 = tl.zeros([ROWS, BLOCK], tl.float32)
         n7 = tl.zeros([ROWS, BLOCK], tl.float32)
         key_base = k + (head // GROUP) * k_head
-        last = tl.max(place, 0) + 1
-        for at in range(0, last, BLOCK):
+        first = tl.program_id(2) * span
+        last = tl.minimum(tl.max(place, 0) + 1, first + span)
+        for at in range(first, last, BLOCK):
             token = at + column
             key = tl.load(key_base + token.to(tl.int64)[:, None] * k_token + width[None, :],
                           mask=(token < last)[:, None] & (width < DIM)[None, :], other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            score = tl.where(token[None, :] <= place[:, None], score, float("-inf"))
+            score = tl.where((token[None, :] <= place[:, None]) & (token < last)[None, :], score, float("-inf"))
             weight = tl.exp(score - norm[:, None])
             m0 += tl.where(score >= t0, weight, 0.0)
             n0 += tl.where(score >= t0, 1.0, 0.0)
@@ -192,21 +263,65 @@ def kernels() -> tuple[Any, Any]:
             n6 += tl.where(score >= t6, 1.0, 0.0)
             m7 += tl.where(score >= t7, weight, 0.0)
             n7 += tl.where(score >= t7, 1.0, 0.0)
-        tl.store(mass + slot * EDGES + 0, tl.sum(m0, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 0, tl.sum(n0, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 1, tl.sum(m1, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 1, tl.sum(n1, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 2, tl.sum(m2, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 2, tl.sum(n2, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 3, tl.sum(m3, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 3, tl.sum(n3, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 4, tl.sum(m4, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 4, tl.sum(n4, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 5, tl.sum(m5, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 5, tl.sum(n5, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 6, tl.sum(m6, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 6, tl.sum(n6, 1), mask=row < count)
-        tl.store(mass + slot * EDGES + 7, tl.sum(m7, 1), mask=row < count)
-        tl.store(number + slot * EDGES + 7, tl.sum(n7, 1), mask=row < count)
+        base = part + stretch * 16 * plane + slot
+        tl.store(base, tl.sum(m0, 1), mask=row < count)
+        tl.store(base + plane, tl.sum(m1, 1), mask=row < count)
+        tl.store(base + 2 * plane, tl.sum(m2, 1), mask=row < count)
+        tl.store(base + 3 * plane, tl.sum(m3, 1), mask=row < count)
+        tl.store(base + 4 * plane, tl.sum(n0, 1), mask=row < count)
+        tl.store(base + 5 * plane, tl.sum(n1, 1), mask=row < count)
+        tl.store(base + 6 * plane, tl.sum(n2, 1), mask=row < count)
+        tl.store(base + 7 * plane, tl.sum(n3, 1), mask=row < count)
+        tl.store(base + 8 * plane, tl.sum(m4, 1), mask=row < count)
+        tl.store(base + 9 * plane, tl.sum(m5, 1), mask=row < count)
+        tl.store(base + 10 * plane, tl.sum(m6, 1), mask=row < count)
+        tl.store(base + 11 * plane, tl.sum(m7, 1), mask=row < count)
+        tl.store(base + 12 * plane, tl.sum(n4, 1), mask=row < count)
+        tl.store(base + 13 * plane, tl.sum(n5, 1), mask=row < count)
+        tl.store(base + 14 * plane, tl.sum(n6, 1), mask=row < count)
+        tl.store(base + 15 * plane, tl.sum(n7, 1), mask=row < count)
 
-    return summary_kernel, above_kernel
+    @triton.jit
+    def narrow_kernel(bracket, part, found, goal0, goal1, rows, splits, SLOTS: tl.constexpr):
+        """Keep the fifth of the bracket in which the goal is reached; the count, interpolated within it."""
+        which = tl.program_id(1)
+        goal = tl.where(which == 0, goal0, goal1)
+        slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+        there = slot < rows
+        plane = rows.to(tl.int64)
+        at = bracket + which * plane + slot
+        low, high = tl.load(at, mask=there, other=0.0), tl.load(at + 2 * plane, mask=there, other=0.0)
+        mass_low = tl.load(at + 4 * plane, mask=there, other=0.0)
+        count_low = tl.load(at + 6 * plane, mask=there, other=0.0)
+        mass_high = tl.load(at + 8 * plane, mask=there, other=1.0)
+        count_high = tl.load(at + 10 * plane, mask=there, other=1.0)
+        step = (high - low) * 0.2
+        start = low
+        reached = tl.zeros([SLOTS], tl.int32)
+        for edge in tl.static_range(4):
+            mass = tl.zeros([SLOTS], tl.float32)
+            number = tl.zeros([SLOTS], tl.float32)
+            for stretch in range(splits):
+                base = part + (stretch * 16 + which * 8 + edge) * plane + slot
+                mass += tl.load(base, mask=there, other=0.0)
+                number += tl.load(base + 4 * plane, mask=there, other=0.0)
+            depth = start + (edge + 1) * step
+            below = mass < goal
+            low = tl.where(below, depth, low)
+            mass_low, count_low = tl.where(below, mass, mass_low), tl.where(below, number, count_low)
+            ends = (mass >= goal) & (reached == 0)
+            high = tl.where(ends, depth, high)
+            mass_high, count_high = tl.where(ends, mass, mass_high), tl.where(ends, number, count_high)
+            reached = tl.where(mass >= goal, 1, reached)
+        tl.store(at, low, mask=there)
+        tl.store(at + 2 * plane, high, mask=there)
+        tl.store(at + 4 * plane, mass_low, mask=there)
+        tl.store(at + 6 * plane, count_low, mask=there)
+        tl.store(at + 8 * plane, mass_high, mask=there)
+        tl.store(at + 10 * plane, count_high, mask=there)
+        between = count_high - count_low
+        more = tl.ceil((goal - mass_low) * between / tl.maximum(mass_high - mass_low, 1.17549435e-38) - 1e-6)
+        needed = count_low + tl.minimum(tl.maximum(more, 0.0), between)
+        tl.store(found + which * plane + slot, tl.maximum(needed, 1.0).to(tl.int32), mask=there)
+
+    return summary_kernel, merge_kernel, above_kernel, narrow_kernel
