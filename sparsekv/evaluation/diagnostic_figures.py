@@ -12,6 +12,8 @@ from sparsekv.evaluation import figures as draw
 from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
 from sparsekv.evaluation.report import Figure, Table
 
+TASK_COLUMNS = {"entropy_mid": "entropy", "mass_mid": "mid mass", "cover75": "keys for 75 %",
+                "cover95": "keys for 95 %"}
 QUARTILES = ("most peaked quarter", "second", "third", "most diffuse quarter")
 
 
@@ -65,6 +67,10 @@ def diagnostic_tables(d: Diagnostics) -> list[Table]:
              for row, layer in enumerate(d.layers)]
     shown = {"mass_mid": "mid mass", "cover75": "keys for 75 %", "cover95": "keys for 95 %", "gap_mean": "ŝ − s",
              "gap_std": "its spread", "imbalance": "bucket imbalance"}
+    by_task = [[label, *(f"{sum(t[n]) / len(t[n]):.4g}" if n in t else "–" for n in TASK_COLUMNS)]
+               for label, t in d.tasks.items()]
+    tables.append(Table("Texts", ["text", *TASK_COLUMNS.values()], by_task, "Means over layers and heads; entropy of "
+                        f"the mid region from 0 to 1, keys in tokens of {d.context_length}."))
     tables.append(Table("Layers", ["layer", *(shown.get(n, n) for n in names)], lines, "Means over heads."))
     return tables
 
@@ -89,13 +95,19 @@ def diagnostic_figures(d: Diagnostics) -> list[Figure]:
     if "cover75" in d.heads:
         lines = {f"{label}, {share} %" if len(d.tasks) > 1 else f"{share} % of the mass": t[f"cover{share}"]
                  for label, t in d.tasks.items() for share in (75, 95) if f"cover{share}" in t}
-        made.append(Figure("Keys that hold the attention", draw.by_layer(d.layers, lines, "fewest keys", log=True),
+        made.append(Figure("Keys that hold the attention",
+                           draw.by_layer(d.layers, lines, "fewest keys [tokens]", log=True),
                            f"Fewest keys with 75 % and 95 % of the attention; windows of {d.context_length} tokens."))
     if d.recall:
         budgets = [i for i, b in enumerate(d.budgets) if b in (0.01, 0.05)] or [len(d.budgets) - 1]
         lines = {f"at {100 * d.budgets[i]:g} %": d.recall["oracle"][..., i].nanmean(1).tolist() for i in budgets}
         made.append(Figure("Router recall by layer", draw.by_layer(d.layers, lines, "mass reached / best buckets'"),
                            "Mid mass in the buckets the router picks, over that of the best buckets."))
+    if len(d.tasks) > 1:
+        means = {label: [sum(line) / len(line)] for label, line in entropy.items()}
+        made.append(Figure("Entropy by task", draw.bars(list(means), {"entropy": [m[0] for m in means.values()]},
+                                                        "entropy of the mid region, 0 to 1"),
+                           "The same, mean over layers: how diffuse attention is on each text."))
     if "topk+phi" in d.errors:
         made += _completion_figures(d)
     return made
@@ -114,12 +126,11 @@ def _completion_figures(d: Diagnostics) -> list[Figure]:
     if d.times:
         budget = d.times["budget"]
         ratio = matched_ratio(d, budget)
-        note = "" if ratio is None else f" Dashed: the ratio measured here, {ratio:.1f}."
         made.append(Figure("Trade-off map", draw.trade_off(d.times, ratio),
                            f"Step time of exact top-k over that of top-k + φ at {100 * budget:g} %, from times "
                            "measured on this machine, choosing left out. Across: how much slower keys and values are "
                            "loaded. Up: how many times the tokens top-k needs for the same error. Lines: break-even, "
-                           f"with the cost of φ scaled.{note}"))
+                           "with the cost of φ scaled; below them completion costs more than it saves."))
     return made
 
 

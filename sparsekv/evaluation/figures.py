@@ -6,6 +6,7 @@ Text and axes are drawn in `currentColor`, so a page's own colour scheme applies
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,53 +50,71 @@ METHOD_HUES = {"streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "
                "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d"}
 
 
-def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str) -> str:
-    """Score of every method by budget with its interval; rows of metric `score`. Solid lines: completed."""
+def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None) -> Drawing:
+    """Score of the methods (all without `methods`) by budget with its interval; rows of metric `score`. The colour says
+    what is read, the line's style what completes it."""
     figure, axes = _figure()
-    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None]
+    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
+             and (methods is None or r["method"] in methods)]
     budgets = sorted({r["budget"] for r in known if r["budget"] is not None}) or [1.0]
+    places = {b: i for i, b in enumerate(budgets)}
+    names = list(dict.fromkeys(r["method"] for r in known))
     ends: list[tuple[float, str, str]] = []
-    for method in dict.fromkeys(r["method"] for r in known):
+    styles = {}
+    for number, method in enumerate(names):
         line = sorted((r for r in known if r["method"] == method), key=lambda r: r["budget"] or 0.0)
         name, _, completion = method.partition("+")
         colour = METHOD_HUES.get(name, HUES["full"])
-        style = "-" if completion or name in ("full", "streaming") else "--"
-        x = [r["budget"] for r in line] if line[0]["budget"] is not None else [budgets[0], budgets[-1]]
-        y = [r["value"] for r in line] if line[0]["budget"] is not None else [line[0]["value"]] * 2
-        axes.plot(x, y, color=colour, linestyle=style, linewidth=1.8, marker="o" if len(line) > 1 else "", markersize=4)
-        if line[0]["budget"] is not None:
-            low, high = ([r[end] for r in line] for end in ("low", "high"))
-            axes.fill_between(x, low, high, color=colour, alpha=0.10, linewidth=0)
-        ends.append((y[-1], method.replace("+phi", " + φ"), colour))
+        label = _shown(method)
+        styles[label] = "-" if name in ("full", "streaming") else COMPLETION_STYLES.get(completion, "-")
+        if line[0]["budget"] is None:
+            axes.axhline(line[0]["value"], color=colour, linestyle=styles[label], linewidth=1.8)
+        else:
+            # side by side, so that no interval hides another
+            x = [places[r["budget"]] + 0.03 * (number - (len(names) - 1) / 2) for r in line]
+            y = [r["value"] for r in line]
+            spread = [[r["value"] - r["low"] for r in line], [r["high"] - r["value"] for r in line]]
+            axes.plot(x, y, color=colour, linestyle=styles[label], linewidth=1.7, marker="o", markersize=3.5)
+            axes.errorbar(x, y, spread, color=colour, fmt="none", elinewidth=1, alpha=0.45)
+        ends.append((line[-1]["value"], label, colour))
     top = max([1.0, *(r["high"] for r in known)])
-    for height, label, colour in _apart(sorted(ends), 0.055 * top, top):
-        axes.annotate(label, (budgets[-1] * 1.06, height), color=colour, fontsize=9, va="center", annotation_clip=False)
-    axes.set_xscale("log")
-    axes.set_xlim(budgets[0] * 0.93, budgets[-1] * 1.9)
+    _end_labels(axes, ends, styles, top, len(budgets) - 1)
     axes.set_ylim(0, 1.04 * top)
-    axes.set_xticks(budgets, [f"{100 * b:g} %" for b in budgets])
-    axes.minorticks_off()
+    axes.set_xticks(range(len(budgets)), [f"{100 * b:g} %" for b in budgets])
     axes.set_xlabel("share of the context a query may retrieve")
-    axes.set_ylabel("score, points of 100")
+    axes.set_ylabel("score [points of 100]")
     return _svg(figure)
+
+
+def _end_labels(
+    axes: Any, ends: Sequence[tuple[float, str, str]], styles: Mapping[str, Any], top: float, last: float,
+) -> None:
+    """Names at the right of the lines, each after a piece of its line, moved apart where two would touch. ends: height,
+    name, colour; last: where the lines end."""
+    for height, label, colour in _apart(sorted(ends), 0.062 * top, top):
+        axes.plot([last + 0.22, last + 0.46], [height] * 2, color=colour, linestyle=styles[label], linewidth=1.7,
+                  clip_on=False)
+        axes.annotate(label, (last + 0.52, height), color=colour, fontsize=9, va="center", annotation_clip=False)
+    axes.set_xlim(-0.25, last + 0.2)
+
+
+def _shown(method: str) -> str:
+    return method.replace("+phi", " + φ").replace("+", " + ").replace("  ", " ")
 
 
 def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> str:
     """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
     figure, axes = _figure()
-    shades = ("#08519c", "#3182bd", "#6baed6", "#9ecae1")
-    for (name, shares), colour in zip(quartiles.items(), shades, strict=False):
-        axes.plot(fractions, shares, color=colour, linewidth=1.8)
-        middle = len(fractions) // 3
-        axes.annotate(name, (fractions[middle], shares[middle]), xytext=(8, -12), textcoords="offset points",
-                      color=colour, fontsize=9)
+    for (name, shares), colour in zip(quartiles.items(), SHADES, strict=False):
+        axes.plot(fractions, shares, color=colour, linewidth=1.8, label=name)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     ticks = [0.001, 0.01, 0.1, 1.0]
-    axes.set_xticks(ticks, ["0.1%", "1%", "10%", "100%"])
+    axes.set_xticks(ticks, ["0.1 %", "1 %", "10 %", "100 %"])
     axes.minorticks_off()
     axes.set_xlabel("best keys of the mid region, as a share of it")
     axes.set_ylabel("share of the mid region's attention mass")
+    _legend(axes)
     return _svg(figure)
 
 
@@ -166,18 +185,16 @@ SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")
 def error_lines(budgets: Sequence[float], errors: Mapping[str, Sequence[float]]) -> Drawing:
     """Error by budget, a line a method (`topk+phi`); the colour says what is read, the style what completes it."""
     figure, axes = _figure()
-    ends = []
+    ends, styles = [], {}
     for method, line in errors.items():
         selector, _, completion = method.partition("+")
-        colour = METHOD_HUES.get(selector, HUES["full"])
-        axes.plot(_places(budgets), line, color=colour, linestyle=COMPLETION_STYLES.get(completion, "-"), marker="o",
-                  markersize=3, linewidth=1.7)
-        ends.append((line[-1], method.replace("+phi", " + φ").replace("+", " + "), colour))
+        colour, label = METHOD_HUES.get(selector, HUES["full"]), _shown(method)
+        styles[label] = COMPLETION_STYLES.get(completion, "-")
+        axes.plot(_places(budgets), line, color=colour, linestyle=styles[label], marker="o", markersize=3,
+                  linewidth=1.7)
+        ends.append((line[-1], label, colour))
     top = max(max(line) for line in errors.values())
-    for height, label, colour in _apart(sorted(ends), 0.06 * top, top):
-        axes.annotate(label, (len(budgets) - 0.85, height), color=colour, fontsize=9, va="center",
-                      annotation_clip=False)
-    axes.set_xlim(-0.2, len(budgets) + 0.6)
+    _end_labels(axes, ends, styles, top, len(budgets) - 1)
     axes.set_ylim(0, 1.05 * top)
     _budget_axis(axes, budgets)
     axes.set_ylabel("relative error of the output")
@@ -191,8 +208,9 @@ def gain_by_quartile(budgets: Sequence[float], gains: Mapping[str, Sequence[floa
     for (name, line), colour in zip(gains.items(), SHADES, strict=False):
         axes.plot(_places(budgets), line, color=colour, marker="o", markersize=3, linewidth=1.7, label=name)
     axes.set_yscale("symlog", linthresh=0.01)
+    axes.yaxis.set_major_formatter(_plain)
     _budget_axis(axes, budgets)
-    axes.set_ylabel("error taken off")
+    axes.set_ylabel("relative error taken off by φ")
     _legend(axes)
     return _svg(figure)
 
@@ -202,19 +220,34 @@ def by_layer(
     band: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> Drawing:
     """Something by layer, a line a name."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = _figure()
     if band is not None:
         axes.fill_between(layers, *band, color=SERIES[0], alpha=0.15, linewidth=0)
     for (name, line), colour in zip(lines.items(), SERIES * 3, strict=False):
         axes.plot(layers, line, color=colour, marker="o", markersize=3, linewidth=1.7, label=name)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_minor_formatter(_plain if _decades(lines) < 1.5 else "")
     else:
         axes.set_ylim(0, max(1.02, *(max(line) for line in lines.values())))
     axes.set_xlabel("layer")
     axes.set_ylabel(what)
     _legend(axes)
     return _svg(figure)
+
+
+def _plain(value: float, _: int | None = None) -> str:
+    """A tick as one writes it, not as a power of ten."""
+    return f"{value:g}".replace("-", "−")
+
+
+def _decades(lines: Mapping[str, Sequence[float]]) -> float:
+    every = [x for line in lines.values() for x in line if x > 0]
+    return math.log10(max(every) / min(every)) if every else 0.0
 
 
 def kernel_scatter(pairs: Sequence[Sequence[float]]) -> Drawing:
@@ -225,7 +258,7 @@ def kernel_scatter(pairs: Sequence[Sequence[float]]) -> Drawing:
     axes.plot([low, 0], [low, 0], color="#888888", linewidth=1)
     axes.scatter(teacher, student, s=7, color=SERIES[0], alpha=0.35, linewidths=0, rasterized=True)
     axes.set_xlabel("s, teacher [nats below the query's best]")
-    axes.set_ylabel("ŝ, feature maps")
+    axes.set_ylabel("ŝ, feature maps [nats]")
     return _svg(figure)
 
 
@@ -245,7 +278,7 @@ def trade_off(times: Mapping[str, float], ratio: float | None) -> Drawing:
     attend and complete; contours of break-even with the cost of φ scaled (completion paper, appendix G)."""
     import numpy as np
 
-    slowdown, ratios = np.meshgrid(np.geomspace(1, 1000, 121), np.linspace(1, 10, 91))
+    slowdown, ratios = np.meshgrid(np.geomspace(1, 1000, 121), np.geomspace(1, 10, 121))
     load, attend, complete = (times[k] for k in ("load", "attend", "complete"))
 
     def speed(scale: float) -> Any:
@@ -255,19 +288,24 @@ def trade_off(times: Mapping[str, float], ratio: float | None) -> Drawing:
     axes.grid(False)
     levels = np.linspace(-1, 1, 21)
     image = axes.contourf(slowdown, ratios, np.log10(speed(1.0)).clip(-1, 1), levels=levels, cmap="RdYlBu", alpha=0.85)
-    for scale, colour in zip((1.0, 0.3, 0.1, 0.01), ("#000000", "#333333", "#666666", "#999999"), strict=True):
+    for scale, style in zip((1.0, 0.3, 0.1, 0.01), ("-", "--", "-.", ":"), strict=True):
         field = speed(scale)
         if field.min() < 1 < field.max():
-            line = axes.contour(slowdown, ratios, field, levels=[1.0], colors=[colour], linewidths=1.6)
-            axes.clabel(line, fmt={1.0: f"φ × {scale:g}"}, fontsize=8)
+            axes.contour(slowdown, ratios, field, levels=[1.0], colors=["#000000"], linewidths=1.6, linestyles=[style])
+            axes.plot([], [], color=PLACEHOLDER, linestyle=style, linewidth=1.6,
+                      label="break-even" + ("" if scale == 1 else f", φ at {scale:g} of its cost"))
     if ratio is not None:
-        axes.axhline(min(ratio, 10), color="#000000", linestyle="--", linewidth=1)
+        axes.axhline(min(ratio, 10), color="#7a0177", linewidth=1.6)
+        axes.plot([], [], color="#7a0177", linewidth=1.6, label=f"measured here: {ratio:.2g} times the tokens")
     axes.set_xscale("log")
-    axes.set_xlabel("I/O slowdown")
-    axes.set_ylabel("retrieval ratio")
-    bar = figure.colorbar(image, ax=axes, ticks=[-1, -0.5, 0, 0.5, 1])
-    bar.ax.set_yticklabels(["÷ 10", "÷ 3.2", "same", "× 3.2", "× 10"])
-    bar.ax.tick_params(colors=PLACEHOLDER)
+    axes.set_yscale("log")
+    axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+    axes.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
+    axes.minorticks_off()
+    axes.set_xlabel("I/O slowdown [times]")
+    axes.set_ylabel("retrieval ratio [times the tokens]")
+    _legend(axes, columns=2)
+    _colour_bar(figure, image, [axes], [-1, -0.5, 0, 0.5, 1], ["÷ 10", "÷ 3.2", "same", "× 3.2", "× 10"])
     return _svg(figure)
 
 
@@ -275,33 +313,68 @@ def needle_map(lengths: Sequence[int], depths: Sequence[float], panels: Mapping[
                ) -> Drawing:
     """Needles found by depth (down) and length (across), a panel a method; panels: name -> `[depth][length]` in 0..1,
     NaN where nothing was asked."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    # two hues that stay apart under the common colour-vision deficiencies, and in grey
+    shades = LinearSegmentedColormap.from_list("found", ["#D55E00", "#f3d9a4", "#0072B2"])
     columns = min(3, len(panels))
-    figure, axes = _figure(columns, -(-len(panels) // columns))
+    rows = -(-len(panels) // columns)
+    figure, axes = _figure(columns, rows)
     flat = [axes] if len(panels) == 1 else list(axes.flat)
-    for panel, (name, grid) in zip(flat, panels.items(), strict=False):
+    for number, (panel, (name, grid)) in enumerate(zip(flat, panels.items(), strict=False)):
         panel.grid(False)
-        panel.pcolormesh(grid, cmap="RdYlGn", vmin=0, vmax=1, edgecolors="#ffffff", linewidth=0.6)
+        image = panel.pcolormesh(grid, cmap=shades, vmin=0, vmax=1, edgecolors="#80808080", linewidth=0.6)
         panel.invert_yaxis()
         panel.set_xticks([i + 0.5 for i in range(len(lengths))], [str(n) for n in lengths], fontsize=8)
         panel.set_yticks([i + 0.5 for i in range(len(depths))], [f"{100 * x:.0f} %" for x in depths], fontsize=8)
         panel.set_title(name, fontsize=9, color=PLACEHOLDER)
+        if number % columns == 0:
+            panel.set_ylabel("depth", fontsize=9)
+        if number + columns >= len(panels):
+            panel.set_xlabel("length [tokens]", fontsize=9)
     for panel in flat[len(panels):]:
         panel.set_axis_off()
+    _colour_bar(figure, image, flat, [0, 0.5, 1], ["none found", "half", "all found"])
     return _svg(figure)
 
 
-def bars(groups: Sequence[str], values: Mapping[str, Sequence[float | None]], what: str) -> Drawing:
-    """A bar a group and name; None leaves a gap."""
+def _colour_bar(figure: Any, image: Any, axes: Any, ticks: Sequence[float], names: Sequence[str]) -> None:
+    bar = figure.colorbar(image, ax=axes, ticks=ticks, shrink=min(1.0, 1.6 / len(axes)) if len(axes) > 3 else 1.0,
+                          aspect=25)
+    bar.ax.set_yticklabels(names, fontsize=8)
+    bar.ax.tick_params(colors=PLACEHOLDER)
+    bar.outline.set_visible(False)
+
+
+def bars(groups: Sequence[str], values: Mapping[str, Sequence[float | None]], what: str, *, percent: bool = False
+         ) -> Drawing:
+    """A bar a group and name; None leaves a gap. percent: values are shares."""
     figure, axes = _figure()
-    width = 0.8 / max(len(values), 1)
+    width = 0.8 / max(len(values), 2)
+    left = -width * len(values) / 2
     for i, (name, heights) in enumerate(values.items()):
-        colour = SERIES[i % len(SERIES)]
-        places = [g + (i + 0.5) * width - 0.4 for g in range(len(groups))]
+        colour = METHOD_HUES.get(name, SERIES[i % len(SERIES)])
+        places = [g + left + (i + 0.5) * width for g in range(len(groups))]
         axes.bar(places, [h or 0.0 for h in heights], width * 0.92, color=colour, label=name)
-    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    axes.set_xticks(range(len(groups)), [_wrapped(g) for g in groups], fontsize=8)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda x, _: f"{100 * x:.6g} %")
     axes.set_ylabel(what)
-    _legend(axes)
+    if len(values) > 1:
+        _legend(axes)
     return _svg(figure)
+
+
+def _wrapped(name: str, width: int = 13) -> str:
+    """A long name in lines, broken at its underscores."""
+    lines = [""]
+    for part in name.split("_"):
+        joined = f"{lines[-1]}_{part}" if lines[-1] else part
+        if len(joined) <= width or not lines[-1]:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    return "_\n".join(lines)
 
 
 def _places(budgets: Sequence[float]) -> list[int]:
@@ -314,5 +387,10 @@ def _budget_axis(axes: Any, budgets: Sequence[float]) -> None:
     axes.set_xlabel("share of the context retrieved per query (anchors come on top)")
 
 
-def _legend(axes: Any) -> None:
-    axes.legend(fontsize=8, frameon=False, labelcolor=PLACEHOLDER, ncols=2)
+def _legend(axes: Any, columns: int = 5) -> None:
+    """Above the plot, where no line runs through it."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
+    count = len(axes.get_legend_handles_labels()[0])
+    axes.legend(fontsize=8, frameon=False, labelcolor=PLACEHOLDER, ncols=min(columns, count), loc="lower left",
+                bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)

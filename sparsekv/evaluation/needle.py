@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,16 @@ class Needle:
     depth: float
 
 
-def make_needles(tokenizer: Any, filler: list[int], *, length: int, count: int, seed: int = 0) -> list[Needle]:
-    """`count` prompts of `length` tokens, the needle at evenly spread depths of the filler (token ids of any text)."""
+def make_needles(
+    tokenizer: Any, filler: list[int], *, length: int, count: int, seed: int = 0,
+    depths: Sequence[float] | None = None,
+) -> list[Needle]:
+    """`count` prompts of `length` tokens, the needle at evenly spread depths of the filler (token ids of any text);
+    with `depths`, `count` prompts at each of them."""
     rng = random.Random(seed)
     prompts = []
-    for index in range(count):
-        depth = (index + 0.5) / count
+    spread = [(i + 0.5) / count for i in range(count)] if depths is None else [d for d in depths for _ in range(count)]
+    for depth in spread:
         number = str(rng.randrange(1_000_000, 10_000_000))
         needle, question = (tokenizer(t, add_special_tokens=False)["input_ids"]
                             for t in (NEEDLE.format(number=number), QUESTION))

@@ -10,9 +10,11 @@ import contextlib
 import gzip
 import io
 import json
+import logging
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -65,8 +67,8 @@ def score(request: Request, answer: str) -> float:
     Raises SparseKVError for a metric that only lm-eval has.
     """
     if request.metric not in ("string_match_all", "string_match_part"):
-        raise SparseKVError(f"answers to {request.task} are scored by lm-eval: write them with --save-answers and run "
-                            "`sparsekv eval --score FILE` where lm-eval is installed")
+        raise SparseKVError(f"answers to {request.task} are scored by lm-eval, which is not installed here: run "
+                            "`pip install 'sparsekv[eval]'` and the same command with --resume")
     text = re.sub(r"[\x00-\x1f]", "\n", answer.strip()).lower()
     hits = [target.lower() in text for target in request.targets]
     return float(any(hits)) if request.metric == "string_match_part" else sum(hits) / max(len(hits), 1)
@@ -113,7 +115,7 @@ def task_names(text: str) -> list[str]:
 
 def check_names(tasks: Sequence[str]) -> None:
     """Raises SparseKVError for tasks lm-eval does not have, and where there is no lm-eval."""
-    manager = _task_manager(".", [4096])
+    manager = _task_manager(".", [4096], tasks)
     unknown = [t for t in tasks if t not in SUITES["ruler"] and t not in manager.all_tasks]
     if unknown:
         raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected needle, perplexity, ruler, ruler-offline, "
@@ -131,7 +133,7 @@ def make_requests(
     be fetched. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be fetched.
     """
     check_names(tasks)
-    manager = _task_manager(tokenizer, lengths)
+    manager = _task_manager(tokenizer, lengths, tasks)
     ruler, sized = (bool(set(tasks) & set(names)) for names in (SUITES["ruler"], BABILONG))
     if sized and not set(lengths) <= set(BABILONG_SIZES):
         raise SparseKVError(f"BABILong comes in lengths {', '.join(map(str, BABILONG_SIZES))}; found "
@@ -140,37 +142,69 @@ def make_requests(
         raise SparseKVError(f"RULER's prompts do not fit into {min(lengths)} tokens (lm-eval would search for ever); "
                             "use lengths from 1024 on")
     requests: list[Request] = []
+    missing: set[str] = set()
     for name in tasks:
+        data = _data_of(name, manager)
         try:
+            if data in missing:
+                continue  # asked for once: what is not there takes half a minute to be refused
             if name in BABILONG:
                 for length in lengths:
-                    own = _task_manager(tokenizer, BABILONG_SIZES[length])
+                    own = _task_manager(tokenizer, BABILONG_SIZES[length], [name])
                     made = _requests_of(name, own, samples, seed)
-                    requests += [replace(r, length=length, metric="string_match_all", targets=[r.doc["target"].strip()])
-                                 for r in made if r.doc is not None]
+                    requests += [replace(r, length=length, metric="string_match_all", doc=None,
+                                         targets=[r.doc["target"].strip()]) for r in made if r.doc is not None]
             else:
                 requests += _requests_of(name, manager, samples, seed)
         except _fetch_errors() as error:
             if not skip_missing:
                 raise SparseKVError(
-                    f"the data of task {name} ({DATA.get(name, 'a data set')}) cannot be fetched here: "
-                    f"{_first_line(error)}; make the requests on a machine with a network (--save-requests), or add "
-                    "--skip-missing to leave such tasks out") from error
-        advance()
+                    f"the data of task {name} ({data}) cannot be fetched here: {_first_line(error)}; make the requests "
+                    "on a machine with a network (--save-requests), or add --skip-missing to leave such tasks out"
+                    ) from error
+            missing.add(data)
+        except ImportError as error:
+            if not skip_missing:
+                raise SparseKVError(f"task {name} needs packages that are not installed: {_first_line(error)}; or add "
+                                    "--skip-missing to leave such tasks out") from error
+        finally:
+            advance()
     if not requests:
         raise SparseKVError(f"none of the tasks {', '.join(tasks)} has data that can be fetched here")
     return requests
 
 
-def _task_manager(tokenizer: str | Path, lengths: Sequence[int] | str) -> Any:
+def _task_manager(tokenizer: str | Path, lengths: Sequence[int] | str, names: Sequence[str]) -> Any:
+    """lm-eval's tasks: where the folders named like the tasks have them all, only those (reading every folder takes
+    many seconds)."""
     try:
-        from lm_eval.tasks import TaskManager
+        from lm_eval import tasks
     except ImportError as error:
         raise SparseKVError("unknown tasks without lm-eval, which brings all but needle and perplexity: run "
                             "`pip install 'sparsekv[eval]'`, or answer a file made elsewhere with --requests FILE"
                             ) from error
-    return TaskManager(metadata={"tokenizer": str(tokenizer), "max_seq_lengths": lengths if isinstance(lengths, str)
-                                 else list(lengths)})
+    metadata = {"tokenizer": str(tokenizer), "max_seq_lengths": lengths if isinstance(lengths, str) else list(lengths)}
+    home = Path(tasks.__file__).parent
+    folders = {home / ("ruler" if name in SUITES["ruler"] else name.split("_")[0]) for name in names}
+    if all(folder.is_dir() for folder in folders):
+        manager = tasks.TaskManager(include_path=sorted(folders), include_defaults=False, metadata=metadata)
+        if set(names) <= set(manager.all_tasks):
+            return manager
+    return tasks.TaskManager(metadata=metadata)
+
+
+def _data_of(name: str, manager: Any) -> str:
+    """The data set a task, or the first task of a group, comes from."""
+    if name in DATA:
+        return DATA[name]
+    entry = manager.task_index.get(name)
+    config = (entry.cfg if entry is not None else None) or {}
+    if config.get("dataset_path") or entry is None or entry.kind.name not in ("GROUP", "TAG"):
+        return str(config.get("dataset_path") or name)
+    members = config.get("task")
+    if not isinstance(members, list):
+        members = [other.name for other in manager.task_index.values() if name in other.tags]
+    return next((_data_of(m, manager) for m in members if isinstance(m, str) and m != name), name)
 
 
 def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Request]:
@@ -178,7 +212,7 @@ def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Reque
 
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (the tasks draw from the global generator)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with _quiet():
         tasks = manager.load([name])["tasks"].values()
     found: list[Request] = []
     for task in tasks:
@@ -191,7 +225,7 @@ def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Reque
             counts[length] = counts.get(length, 0) + 1
             if counts[length] <= samples:
                 taken.append(index)
-        with contextlib.redirect_stderr(io.StringIO()):
+        with _quiet():
             task.build_all_requests(samples=taken, rank=0, world_size=1)
         found += [_request(instance, name in SUITES["ruler"]) for instance in task.instances]
     return found
@@ -210,15 +244,42 @@ def _request(instance: Any, ruler: bool) -> Request:
                    until=[until] if isinstance(until, str) else list(until), doc=None if ruler else dict(doc))
 
 
-def score_answers(requests: Sequence[Request], answers: Sequence[str], tokenizer: str | Path) -> list[float]:
-    """Scores by lm-eval's own `process_results`: the task's first metric. Raises SparseKVError without lm-eval."""
-    tasks = _task_manager(tokenizer, [4096]).load(sorted({r.task for r in requests}))["tasks"]
+def score_answers(requests: Sequence[Request], answers: Sequence[str]) -> list[float]:
+    """Scores by lm-eval's own `process_results`: the task's first metric. The documents are those of the requests, so
+    that nothing is downloaded. Raises SparseKVError without lm-eval or without a package that the metric needs."""
+    import datasets
+
+    def kept(documents: datasets.Dataset) -> Callable[..., Any]:
+        return lambda **_: defaultdict(lambda: documents)  # whatever a task calls its splits
+
+    names = sorted({r.task for r in requests})
+    manager = _task_manager(".", [4096], names)
+    specs = [{"task": name, "custom_dataset": kept(datasets.Dataset.from_list(
+        [r.doc for r in requests if r.task == name][:1]))} for name in names]
+    try:
+        with _quiet():
+            tasks = manager.load([{"group": "answered", "task": specs}])["tasks"]
+    except ImportError as error:
+        raise SparseKVError(f"{', '.join(names)} needs packages that are not installed to score its answers: "
+                            f"{_first_line(error)}; the same command with --resume scores them then") from error
     scores = []
     for request, answer in zip(requests, answers, strict=True):
         result = tasks[request.task].process_results(request.doc, [answer])
         value = next(iter(result.values()))
         scores.append(float(value if isinstance(value, int | float) else value[0]))
     return scores
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what lm-eval and the hub's client print and log: what matters is raised."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(level)
 
 
 def _fetch_errors() -> tuple[type[BaseException], ...]:

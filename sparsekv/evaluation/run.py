@@ -13,6 +13,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.progress import progress
 
 OWN_TASKS = "needle,perplexity"
+OWN_CELLS = "own-tasks.jsonl"
 SELECTOR_NAMES = {"streaming": "sink + tail", "topk": "exact top-k", "router": "router"}
 
 
@@ -50,7 +51,10 @@ class EvalConfig:
     split: str = option("heldout", help="Part of the corpus: all, train or heldout.")
     context_length: int = option(2048, help="Length of every prompt [tokens].", min=256)
     num_documents: int = option(4, help="Windows continued for perplexity and attention error [windows].", min=1)
-    num_needles: int = option(5, help="Needle prompts of every length, at evenly spread depths [prompts].", min=1)
+    num_needles: int = option(5, help="Needle prompts of every length, at evenly spread depths; with --needle-depths "
+                                      "of every length and depth [prompts].", min=1)
+    needle_depths: str | None = option(None, help="Depths of the needle, separated by commas: 0 is the start of the "
+                                                  "text, 1 its end; without it --num-needles evenly spread ones.")
     needle_lengths: str | None = option(None, help="Lengths of the needle prompts, separated by commas: with several "
                                                    "the report has a map of depth and length; without it "
                                                    "--context-length [tokens].")
@@ -112,17 +116,18 @@ def run_eval(config: EvalConfig) -> EvalResult:
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     tables: list[Any] = []
+    details: list[Any] = []
     text: list[str] = []
     complete = True
+    if config.overwrite and not config.resume:
+        for old in (*output.glob("cells*.jsonl"), output / OWN_CELLS):
+            old.unlink(missing_ok=True)
     if asked.public or config.requests is not None:
-        if config.overwrite and not config.resume:
-            for old in output.glob("cells*.jsonl"):
-                old.unlink()
         methods = ["full", *(s if c == "none" else f"{s}+{c}" for s in asked.selectors for c in asked.completions)]
         rows, complete = run_suite(config, asked.public, model, tokenizer, router=asked.router, phi=asked.phi,
                                    methods=methods, budgets=asked.budgets)
-        tables = suite_tables(rows)
-        text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in tables]
+        tables, details = suite_tables(rows)
+        text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in (*tables, *details)]
     if asked.own:
         lines = _methods(asked.selectors, asked.budgets, asked.phi is not None)
         measured = _own_tasks(config, asked, model, tokenizer, lines)
@@ -139,7 +144,8 @@ def run_eval(config: EvalConfig) -> EvalResult:
         from sparsekv.evaluation.diagnostic_figures import diagnostic_figures
 
         figures += diagnostic_figures(asked.diagnostics)
-    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables, figures)
+    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables, figures,
+                 details)
     write_pngs(output, figures)
     return EvalResult(rows, "\n\n".join(text), output)
 
@@ -164,6 +170,7 @@ def _check(config: EvalConfig) -> Checked:
     if config.save_requests is not None and not public:
         raise SparseKVError("--save-requests writes prompts of lm-eval's tasks; add --tasks ruler-offline")
     lengths_of(config.lengths)
+    _depths(config.needle_depths)
     if min(lengths_of(config.needle_lengths or "256")) < 128:
         raise SparseKVError(f"needle lengths are from 128 tokens on, found {config.needle_lengths!r}")
     _known("accounting", [config.accounting], ACCOUNTINGS)
@@ -197,26 +204,50 @@ def _known(what: str, found: list[str], allowed: Iterable[str]) -> None:
 
 
 def suite_figures(rows: list[dict[str, Any]]) -> list[Any]:
-    """Score by budget, one figure a length; selectivity by task; the map of needles."""
-    from sparsekv.evaluation.figures import bars, score_by_budget
+    """Score by budget, one figure a length and lane; selectivity by task; the map of needles."""
+    from sparsekv.evaluation.figures import score_by_budget
     from sparsekv.evaluation.report import Figure
+    from sparsekv.evaluation.tables import LANE_A, LANE_B, is_mean, mean_case
 
-    cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
-    means = [c for c in cases if c.startswith("ruler@")] or cases
-    note = "Mean score, 95 % bootstrap interval; grey: full attention. Solid: completed by φ."
-    figures = [Figure(f"{case}: score by budget", score_by_budget(rows, case), note) for case in means]
-    scored = [r for r in rows if r["metric"] == "score" and r.get("read") is not None and r["method"] != "full"]
-    single = [c for c in cases if not c.startswith("ruler@")]
-    if scored and single:
-        budgets = sorted({r["budget"] for r in scored if r["budget"] is not None}) or [None]
-        budget = budgets[len(budgets) // 2]
-        read = {(r["case"], r["method"]): r["read"] for r in scored if r["budget"] in (None, budget)}
-        methods = list(dict.fromkeys(m for _, m in read))
+    found = [r for r in rows if r["metric"] == "score"]
+    cases = list(dict.fromkeys(r["case"] for r in found))
+    figures = []
+    for case in cases:
+        if not is_mean(case) and mean_case(case) in cases:
+            continue
+        methods = {r["method"] for r in found if r["case"] == case} - {"full"}
+        lanes = {"": sorted(methods)} if len(methods) <= 6 else {
+            ", lane A": [m for m in LANE_A if m in methods], ", lane B": [m for m in LANE_B if m in methods]}
+        figures += [Figure(f"{case}: score by budget{lane}", score_by_budget(rows, case, ["full", *names]),
+                           "Mean score and its 95 % bootstrap interval; grey: full attention. The colour says what is "
+                           "read, the line what completes it: dashed nothing, solid φ.")
+                    for lane, names in lanes.items() if names]
+    return figures + _selectivity_figures(found) + _needle_figures(rows)
+
+
+def _selectivity_figures(rows: list[dict[str, Any]]) -> list[Any]:
+    """What every selector read of each task, a figure a length, at the middle one of the budgets."""
+    from sparsekv.evaluation.figures import bars
+    from sparsekv.evaluation.report import Figure
+    from sparsekv.evaluation.tables import is_mean
+
+    scored = [r for r in rows if r.get("read") is not None and r["method"] != "full" and not is_mean(r["case"])]
+    budgets = sorted({r["budget"] for r in scored if r["budget"] is not None}) or [None]
+    budget = budgets[len(budgets) // 2]
+    figures = []
+    for length in dict.fromkeys(r["length"] for r in scored):
+        own = [r for r in scored if r["length"] == length and r["budget"] in (None, budget)]
+        # what completes the rest changes nothing of what is read
+        read = {(r["task"], r["method"].partition("+")[0]): r["read"] for r in reversed(own)}
+        tasks, selectors = (list(dict.fromkeys(x)) for x in ((r["task"] for r in own), (
+            r["method"].partition("+")[0] for r in own)))
         figures.append(Figure(
-            "Selectivity by task", bars(single, {m: [read.get((c, m)) for c in single] for m in methods},
-                                        "share of the context read"),
-            "What a sparse layer read exactly" + ("." if budget is None else f" at a budget of {100 * budget:g} %.")))
-    return figures + _needle_figures(rows)
+            "Selectivity by task" + (f", {length} tokens" if length else ""),
+            bars(tasks, {s: [read.get((t, s)) for t in tasks] for s in selectors}, "share of the context read",
+                 percent=True),
+            "What a sparse layer read exactly, sink and tail included"
+            + ("." if budget is None else f", at a budget of {100 * budget:g} %.")))
+    return figures
 
 
 def _needle_figures(rows: list[dict[str, Any]]) -> list[Any]:
@@ -230,11 +261,13 @@ def _needle_figures(rows: list[dict[str, Any]]) -> list[Any]:
         return []
     panels: dict[str, list[list[float]]] = {}
     for r in cells:
-        name = r["case"].replace("sink_tail", "sink + tail") + (" + φ" if r["method"] == "phi" else "")
+        name, _, budget = r["case"].replace("sink_tail", "sink + tail").partition("@")
+        name += (f", {100 * float(budget):g} %" if budget else "") + (" + φ" if r["method"] == "phi" else "")
         grid = panels.setdefault(name, [[float("nan")] * len(lengths) for _ in depths])
         grid[depths.index(r["depth"])][lengths.index(r["length"])] = r["value"]
     return [Figure("Needles by depth and length", needle_map(lengths, depths, panels),
-                   "Green: the number was found. Down: how deep it was hidden; across: tokens of the prompt.")]
+                   "Share of the needles that were found. Down: how deep the number was hidden; across: tokens of the "
+                   "prompt.")]
 
 
 def _methods(selectors: list[str], budgets: list[float], phi: bool) -> list[Any]:
@@ -259,9 +292,11 @@ def _own_tasks(
     import torch
 
     from sparsekv.capture.corpus import make_windows, read_documents
-    from sparsekv.evaluation.decode import decode
+    from sparsekv.evaluation.decode import Kept, decode, prompts_digest
     from sparsekv.evaluation.needle import make_needles
+    from sparsekv.evaluation.rows import origin
     from sparsekv.evaluation.suite import lengths_of
+    from sparsekv.evaluation.sweep import FORMAT, FORMAT_VERSION, artifact_digest, identity
 
     windows = [torch.tensor(w.tokens) for w in make_windows(
         read_documents(config.corpus, split=config.split), tokenizer, length=config.context_length,
@@ -271,12 +306,33 @@ def _own_tasks(
     for length in lengths_of(config.needle_lengths or str(config.context_length)):
         if "needle" in asked.own:
             hay = text * (1 + length // len(text))
-            needles += make_needles(tokenizer, hay, length=length, count=config.num_needles, seed=config.seed)
+            needles += make_needles(tokenizer, hay, length=length, count=config.num_needles, seed=config.seed,
+                                    depths=_depths(config.needle_depths))
     windows = windows if "perplexity" in asked.own else []
+    said = {**identity(model), "prompts": prompts_digest(windows, needles), "continuation": config.continuation}
+    artifacts = {k: a for k, a in (("router", asked.router), ("phi", asked.phi)) if a is not None}
+    digests = {k: artifact_digest(a) for k, a in artifacts.items()}
+    kept = Kept(Path(config.output) / OWN_CELLS, {"format": FORMAT, "format_version": FORMAT_VERSION, **said,
+                                                  "origin": origin()}, config.resume, digests)
     with progress("eval", (len(windows) + len(needles)) * len(methods), "runs") as advance:
         scores = decode(model, tokenizer, methods, windows, needles, router=asked.router, phi=asked.phi,
-                        continuation=config.continuation, advance=advance)
-    return [row for method in methods for row in scores[method].rows(method)]
+                        continuation=config.continuation, advance=advance, kept=kept)
+    said |= {"context_length": config.context_length, "corpus": config.corpus, "split": config.split,
+             "seed": config.seed}
+    return [row for method in methods for row in scores[method].rows(
+        method, **said, **{k: v for k, v in digests.items() if method.selector == k or (k == "phi" and method.phi)})]
+
+
+def _depths(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        depths = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise SparseKVError(f"depths {text!r} not understood; expected shares of the text such as 0,0.5,1") from error
+    if not all(0 <= d <= 1 for d in depths):
+        raise SparseKVError(f"depths of needles are from 0 to 1, found {text!r}")
+    return depths
 
 
 def _budgets(text: str) -> list[float]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.requests import Request, load_requests, make_requests, save_requests, score_answers
-from sparsekv.evaluation.sweep import Sweep, SweepOptions, collect, parse_methods, read_cells
-from sparsekv.evaluation.tables import LANE_A, LANE_B, score_rows, table
+from sparsekv.evaluation.sweep import Sweep, SweepOptions, collect, parse_methods, read_cells, write_cells
+from sparsekv.evaluation.tables import LANE_A, LANE_B, is_mean, score_rows, table
 from sparsekv.progress import progress
 
 
@@ -51,35 +50,33 @@ def run_suite(config: Any, tasks: list[str], model: Any, tokenizer: Any, *, rout
         complete = sweep.run(chosen, advance)
     unscored = [r for r in requests if r.metric == "lm-eval"]
     if unscored:
-        rescore(Path(config.output), requests, tokenizer)
+        rescore(Path(config.output), requests)
     return score_rows(collect(Path(config.output)), seed=config.seed), complete
 
 
-def rescore(folder: Path, requests: list[Request], tokenizer: Any) -> bool:
+def rescore(folder: Path, requests: list[Request]) -> bool:
     """Score the answers that only lm-eval can score; False where lm-eval is not installed (scores stay empty)."""
     import importlib.util
 
     if importlib.util.find_spec("lm_eval") is None:
         return False
     known = {(r.case, r.index): r for r in requests}
-    with tempfile.TemporaryDirectory() as place:
-        tokenizer.save_pretrained(place)
-        for path in sorted(folder.glob("cells*.jsonl")):
-            header, cells = read_cells(path)
-            for cell in cells:
-                if None in cell.get("scores", ()):
-                    asked = [known[cell["case"], i] for i in cell["indices"]]
-                    cell["scores"] = score_answers(asked, cell["answers"], place)
-            path.write_text("".join(json.dumps(x) + "\n" for x in (header, *cells)), encoding="utf-8")
+    for path in sorted(folder.glob("cells*.jsonl")):
+        header, cells = read_cells(path)
+        for cell in cells:
+            if None in cell.get("scores", ()):
+                asked = [known[cell["case"], i] for i in cell["indices"]]
+                cell["scores"] = score_answers(asked, cell["answers"])
+        write_cells(path, header, cells)
     return True
 
 
-def suite_tables(rows: list[dict[str, Any]]) -> list[Any]:
-    """Lane A and Lane B of every length, for the report."""
+def suite_tables(rows: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """For the report: Lane A and Lane B of every length; then each task."""
     from sparsekv.evaluation.report import Table
 
     cases = list(dict.fromkeys(r["case"] for r in rows))
-    means = [c for c in cases if c.startswith("ruler@")] or cases
+    means = [c for c in cases if is_mean(c)] or cases
     note = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. "
             "–: the budget cannot pay for what is always read.")
     made = []
@@ -89,7 +86,7 @@ def suite_tables(rows: list[dict[str, Any]]) -> list[Any]:
             if len(lines) > 1:
                 made.append(Table(f"{case}. {title}", header, lines, note))
     every = list(dict.fromkeys((*LANE_A, *LANE_B)))
-    return made + [Table(c, *table(rows, c, every), note) for c in cases if c not in means]
+    return made, [Table(c, *table(rows, c, every), note) for c in cases if c not in means]
 
 
 def lengths_of(text: str) -> list[int]:

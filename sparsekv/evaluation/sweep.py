@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ BATCH_TOKENS = 2_500_000
 UNTRAINED_TOKENS = 256.0
 """Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
 SPLIT = 4
+SAID = ("accounting", "weights", "dtype", "requests")
+"""What a header says that belongs to every row."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,13 @@ class Sweep:
         self.router, self.phi, self.options = router, phi, options
         self.path = output / f"cells{part}.jsonl"
         self.header = {"format": FORMAT, "format_version": FORMAT_VERSION, "requests": _digest(self.requests),
-                       "accounting": options.accounting, "max_new_tokens": options.max_new_tokens, "origin": origin()}
+                       "accounting": options.accounting, "max_new_tokens": options.max_new_tokens,
+                       **identity(model), "origin": origin()}
+        self.artifacts = {k: artifact_digest(a) for k, a in (("router", router), ("phi", phi)) if a is not None}
         self.splits: dict[str, int] = {}
-        self.done = _start(self.path, self.header, resume)
+        cells = open_cells(self.path, self.header, resume)
+        check_artifacts(self.path, cells, self.artifacts)
+        self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
     def run(self, methods: Sequence[SweepMethod], advance: Callable[..., None] = lambda: None) -> bool:
         """Fill the cells; False if the time limit came first. `advance` is called once a batch and method."""
@@ -183,7 +189,7 @@ class Sweep:
         for case in dict.fromkeys(r.case for r in requests):
             own = [i for i, r in enumerate(requests) if r.case == case]
             line: dict[str, Any] = {"case": case, "method": method.name, "budget": method.budget,
-                                    "indices": [requests[i].index for i in own]}
+                                    "indices": [requests[i].index for i in own], **self._used(method)}
             if case in barred:
                 line["infeasible"] = True
             else:
@@ -192,9 +198,12 @@ class Sweep:
                          "cache_tokens": self._cache_tokens(method),
                          "seconds": round(seconds * len(own) / len(requests), 3),
                          "answers": [texts[i] for i in own]}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            add_cell(self.path, line)
             self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
+
+    def _used(self, method: SweepMethod) -> dict[str, str]:
+        names = {"router": method.selector == "router", "phi": method.completion == "phi"}
+        return {k: digest for k, digest in self.artifacts.items() if names[k]}
 
     def _cache_tokens(self, method: SweepMethod) -> float:
         if method.completion == "none":
@@ -258,6 +267,27 @@ class Sweep:
         return set(given) if isinstance(given, list) else {given, self.tokenizer.eos_token_id}
 
 
+def identity(model: Any) -> dict[str, Any]:
+    """What was measured: a hash of the model's weights, and the arithmetic."""
+    from sparsekv.artifacts.fingerprint import model_fingerprint
+
+    return {"weights": model_fingerprint(model)["weights"], "dtype": str(model.dtype).removeprefix("torch.")}
+
+
+def artifact_digest(artifact: Any) -> str:
+    """A hash of the artifact's config, which says from which capture it was trained and how, and how good it became."""
+    return hashlib.sha256(json.dumps(asdict(artifact.config), sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def check_artifacts(path: Path, cells: Sequence[dict[str, Any]], artifacts: dict[str, str]) -> None:
+    """Raises SparseKVError where a finished cell comes from another router or other feature maps."""
+    for kind, digest in artifacts.items():
+        others = {c[kind] for c in cells if kind in c} - {digest}
+        if others:
+            raise SparseKVError(f"{str(path)!r} was measured with another {kind} artifact ({others.pop()}, this one is "
+                                f"{digest}); choose another --output")
+
+
 def _score(request: Request, text: str) -> float | None:
     return None if request.metric == "lm-eval" else score(request, text)
 
@@ -268,25 +298,35 @@ def _digest(requests: Sequence[Request]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _start(path: Path, header: dict[str, Any], resume: bool) -> set[tuple[Any, ...]]:
-    """Begin a file of cells, or read what an interrupted run finished."""
+def open_cells(path: Path, header: dict[str, Any], resume: bool) -> list[dict[str, Any]]:
+    """Begin a file of cells, or read what an interrupted run finished.
+
+    Raises SparseKVError where there is a file and `resume` is off, and where it was measured with another header (a key
+    that the file does not have is not compared).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size:
         if not resume:
             raise SparseKVError(f"{str(path)!r} holds cells already; add --resume to go on, or choose another --output")
         held, cells = read_cells(path)
-        differ = [k for k in header if k != "origin" and held.get(k) != header[k]]
+        differ = [k for k in header if k != "origin" and held.get(k, header[k]) != header[k]]
         if differ:
             raise SparseKVError(f"{str(path)!r} was measured with other {', '.join(differ)} "
-                                f"({', '.join(str(held.get(k)) for k in differ)}); choose another --output")
-        _rewrite(path, held, cells)
-        return {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
+                                f"({', '.join(str(held[k]) for k in differ)}); choose another --output")
+        write_cells(path, held, cells)  # without a last line that was cut off
+        return cells
     path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-    return set()
+    return []
 
 
-def _rewrite(path: Path, header: dict[str, Any], cells: list[dict[str, Any]]) -> None:
-    """Drop a last line that was cut off."""
+def add_cell(path: Path, cell: dict[str, Any]) -> None:
+    """One more line, on disk when this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(cell) + "\n")
+
+
+def write_cells(path: Path, header: dict[str, Any], cells: Sequence[dict[str, Any]]) -> None:
+    """The whole file anew, or not at all."""
     new = path.with_suffix(".new")
     new.write_text("".join(json.dumps(x) + "\n" for x in (header, *cells)), encoding="utf-8")
     new.replace(path)
@@ -305,8 +345,8 @@ def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except (ValueError, AttributeError) as error:
         raise SparseKVError(f"{str(path)!r} is no sweep's result; expected the cells.jsonl of `sparsekv eval`"
                             ) from error
-    if header["format_version"] != FORMAT_VERSION:
-        raise SparseKVError(f"{str(path)!r} has format {header['format_version']}, this version reads "
+    if header.get("format_version") != FORMAT_VERSION:
+        raise SparseKVError(f"{str(path)!r} has format {header.get('format_version')}, this version reads "
                             f"{FORMAT_VERSION}; measure again into another --output")
     cells = []
     for number, line in enumerate(lines[1:], start=2):
@@ -321,9 +361,11 @@ def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def collect(folder: Path) -> list[dict[str, Any]]:
-    """All cells of a folder, those of shards included, each with its `origin`. Raises SparseKVError without any."""
+    """All cells of a folder, those of shards included, each with its `origin`: machine, command, commit, and what the
+    header says of model and accounting. Raises SparseKVError without any."""
     files = sorted(folder.glob("cells*.jsonl"))
     if not files:
         raise SparseKVError(f"no cells.jsonl in {str(folder)!r}; expected the output of a sweep")
     found = [read_cells(path) for path in files]
-    return [{**cell, "origin": header["origin"]} for header, cells in found for cell in cells]
+    return [{**cell, "origin": {**header["origin"], **{k: header[k] for k in SAID if k in header}}}
+            for header, cells in found for cell in cells]

@@ -32,7 +32,8 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
                                   {"scores": {}, "infeasible": False, "read": [], "seconds": 0.0, "tokens": [],
-                                   "origin": cell.get("origin", {})})
+                                   "origin": {**cell.get("origin", {}),
+                                              **{k: cell[k] for k in ("router", "phi") if k in cell}}})
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
@@ -45,32 +46,46 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
 
 
 def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of metric `score` (0 to 100): every case, and `ruler@L`, the mean of a length's tasks where all are there.
+    """Rows of metric `score` (0 to 100): every case, and `ruler@L` (`babilong@L`), the mean of a length's tasks where
+    all are there.
 
-    A row has its budget, interval (`low`, `high`: bootstrap, 95 %), number of samples, `read`: share of the context
-    read exactly, and `read_worst`: the same with the completion's cache fetched for one token. Infeasible cells have
-    no value.
+    A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
+    `read`: share of the context read exactly, and `read_worst`: the same with the completion's cache fetched for one
+    token; machine, command, commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells
+    have no value.
     """
     merged = merge_cells(cells)
     tasks: dict[str, dict[str, None]] = {}
     for case, _, _ in merged:
-        name, _, length = case.partition("@")
-        tasks.setdefault(length, {})[name] = None
+        tasks.setdefault(mean_case(case), {})[case] = None
     rows = []
     for (case, method, budget), entry in merged.items():
         rows.append(_row(case, method, budget, [entry], seed))
-    for length, names in tasks.items():
-        if not length or len(names) < 2:
+    for mean, cases in tasks.items():
+        if not mean or len(cases) < 2:
             continue
         for method, budget in dict.fromkeys((m, b) for _, m, b in merged):
-            entries = [merged.get((f"{name}@{length}", method, budget)) for name in names]
+            entries = [merged.get((case, method, budget)) for case in cases]
             if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
-                rows.append(_row(f"ruler@{length}", method, budget, entries, seed))
+                rows.append(_row(mean, method, budget, entries, seed))
     return rows
 
 
+def mean_case(case: str) -> str:
+    """The mean that the case of a task enters; empty for tasks without a length."""
+    task, _, length = case.partition("@")
+    return f"{'babilong' if task.startswith('babilong') else 'ruler'}@{length}" if length else ""
+
+
+def is_mean(case: str) -> bool:
+    """Whether a case is the mean of a length's tasks."""
+    return case.startswith(("ruler@", "babilong@"))
+
+
 def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], seed: int) -> dict[str, Any]:
-    extra: dict[str, Any] = {"budget": budget, **entries[0]["origin"]}
+    task, _, length = case.partition("@")
+    extra: dict[str, Any] = {"task": task, "length": int(length) if length else None, "budget": budget, "seed": seed,
+                             **entries[0]["origin"]}
     if any(e["infeasible"] or not e["scores"] for e in entries):
         infeasible = any(e["infeasible"] for e in entries)
         return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)
@@ -82,7 +97,7 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
     return row(case, method, "score", round(_mean([_mean(g) for g in groups]), 2), "points of 100", **extra,
                low=round(low, 2), high=round(high, 2), samples=sum(map(len, groups)), read=round(read, 4),
                read_worst=round(min(worst, 1.0), 4), context_tokens=round(tokens),
-               seconds=round(sum(e["seconds"] for e in entries), 2), seed=seed)
+               seconds=round(sum(e["seconds"] for e in entries), 2))
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -148,7 +163,7 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Lane A (how attention is completed, selector fixed) and Lane B (systems) of every length, then each task."""
     parts = []
     cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
-    means = [c for c in cases if c.startswith("ruler@")] or cases
+    means = [c for c in cases if is_mean(c)] or cases
     for case in means:
         parts.append(f"## {case}")
         for title, methods in (("Lane A: aggregation at a fixed selector", LANE_A), ("Lane B: systems", LANE_B)):

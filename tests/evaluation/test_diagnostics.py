@@ -186,7 +186,7 @@ def test_stores_that_cannot_serve_are_refused(made, tokenizer, tmp_path) -> None
 
 
 TITLES = ("Error by budget", "Entropy by layer", "Mass curve", "Keys that hold the attention", "Router recall by layer",
-          "Gain by entropy", "Kernel values", "ŝ − s", "Trade-off map")
+          "Entropy by task", "Gain by entropy", "Kernel values", "ŝ − s", "Trade-off map")
 
 
 def test_every_figure_is_in_the_report_and_in_the_folder(made) -> None:
@@ -206,8 +206,8 @@ def test_the_eval_report_maps_needles_and_takes_the_diagnostics_in(made, tokeniz
     tokenizer.save_pretrained(tmp_path / "model")
     result = run_eval(EvalConfig(
         model=str(tmp_path / "model"), output=tmp_path / "out", tasks="needle", corpus=str(folder / "text.txt"),
-        split="all", context_length=256, num_documents=1, num_needles=2, needle_lengths="200,420", selectors="topk",
-        budgets="0.1", diagnostics=folder / "out" / "diagnostics.json", device="cpu"))
+        split="all", context_length=256, num_documents=1, num_needles=1, needle_lengths="200,420", selectors="topk",
+        needle_depths="0.25,0.75", budgets="0.1", diagnostics=folder / "out" / "diagnostics.json", device="cpu"))
     cells = [r for r in result.rows if r["metric"] == "needle"]
     assert {(r["case"], r["length"], r["depth"]) for r in cells} == {
         (case, length, depth) for case in ("full", "topk@0.1") for length in (200, 420) for depth in (0.25, 0.75)}

@@ -7,7 +7,7 @@ import torch
 from sparsekv.evaluation.accounting import cache_tokens, retrieved_tokens
 from sparsekv.evaluation.decode import Method, Score, markdown_table
 from sparsekv.evaluation.figures import error_by_budget, mass_curve, training_curves
-from sparsekv.evaluation.needle import QUESTION, found, make_needles
+from sparsekv.evaluation.needle import NEEDLE, QUESTION, found, make_needles
 from sparsekv.evaluation.report import Figure, Table, write_report
 from sparsekv.models import offline
 
@@ -34,6 +34,8 @@ def test_needles_have_the_length_the_depth_and_the_number() -> None:
         assert len(text) == 400 and text.endswith(QUESTION) and text.count(needle.number) == 1
         assert abs(text.index(needle.number) / 400 - needle.depth) < 0.25
     assert len({n.number for n in needles}) == 4
+    asked = make_needles(Letters(), [ord("x")] * 700, length=400, count=2, depths=[0.0, 1.0])
+    assert [n.depth for n in asked] == [0, 0, 1, 1] and asked[0].tokens[:20] == [ord(c) for c in NEEDLE[:20]]
     number = needles[0].number
     assert found(needles[0], f" {number}. The") and not found(needles[0], f" 9{number}")
     assert not found(needles[0], f"no 1 {number}") and not found(needles[0], "none")
@@ -46,6 +48,9 @@ def test_the_table_is_drawn_from_the_rows() -> None:
     assert "| router + φ | 2 of 5 | 7.39 | 0.200 | 30.0% |" in table
     assert "| other | – | – | – | – |" in table
     assert {r["method"] for r in rows} == {"phi"} and json.dumps(rows)
+    found = {r["metric"]: r for r in rows}
+    assert found["perplexity"]["low"] == pytest.approx(2.71828) and found["perplexity"]["samples"] == 2
+    assert 0 <= found["needles"]["low"] < 2 < found["needles"]["high"] <= 5
 
 
 def test_the_report_is_one_file_with_every_figure(tmp_path) -> None:

@@ -92,6 +92,108 @@ def test_babilong_and_infinitebench_are_suites_of_lm_eval(tmp_path, tokenizer, m
     assert asked[0] == ("babilong_qa1", "4k") and asked[2] == ("infinitebench_passkey", [4096])
 
 
+BABI = {"input": "Mary went to the hall. Long filler. John took the apple.", "question": "Where is Mary?",
+        "target": "hall "}
+INFINITE = {"id": 0, "context": "The pass key is 71432. Remember it.", "input": "What is the pass key?",
+            "answer": ["71432"], "options": []}
+LONGBENCH = {"context": "A dog named Rex ate.", "question": "Who ate?", "input": "Who ate?", "answers": ["Rex the dog"]}
+
+
+@pytest.fixture
+def local_data(monkeypatch):
+    """Three documents of every data set, as their hubs have them; returns what was asked for."""
+    import datasets
+
+    asked = []
+
+    def load(path=None, name=None, split=None, **_):
+        asked.append((path, name, split))
+        document = BABI if "babilong" in path else INFINITE if "Infinite" in path else LONGBENCH
+        made = datasets.Dataset.from_list([{**document, "index": i} for i in range(3)])
+        splits = ("test", *(name.removeprefix("infinitebench_") for name in req.INFINITEBENCH))
+        return made if split else dict.fromkeys(splits, made)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+def lm_evals_score(request: req.Request, answer: str) -> float:
+    return req.score_answers([request], [answer])[0]
+
+
+def test_babilong_becomes_requests_and_its_metric_is_lm_evals(tmp_path, tokenizer, local_data) -> None:
+    from dataclasses import replace
+
+    tokenizer.save_pretrained(tmp_path)
+    made = req.make_requests(["babilong_qa1", "babilong_qa5"], tmp_path, [1024, 4096], 2)
+    assert [r.case for r in made[::2]] == ["babilong_qa1@1024", "babilong_qa1@4096", "babilong_qa5@1024",
+                                           "babilong_qa5@4096"]
+    assert local_data == [("RMT-team/babilong-1k-samples", size, qa) for qa in ("qa1", "qa5") for size in ("1k", "4k")]
+    prompt = made[0].prompt
+    assert prompt.startswith("I will give you context") and prompt.count("Where is") == 3 and BABI["input"] in prompt
+    assert made[0].targets == ["hall"] and made[0].doc is None and made[0].max_new_tokens == 16
+    theirs = replace(made[0], metric="lm-eval", doc=BABI)
+    for answer in ("The most recent location of Mary is HALL.", "the kitchen", "", "h\x07all hallway", " hal"):
+        assert req.score(made[0], answer) == lm_evals_score(theirs, answer), answer
+
+
+def test_other_tasks_are_scored_by_lm_eval_from_the_file_alone(tmp_path, tokenizer, local_data, monkeypatch) -> None:
+    import datasets
+
+    tokenizer.save_pretrained(tmp_path)
+    names = ["infinitebench_passkey", "infinitebench_longbook_qa_en"]
+    made = req.make_requests(names, tmp_path, [1024], 2)
+    assert [r.case for r in made] == [names[0]] * 2 + [names[1]] * 2 and made[0].prompt.endswith(INFINITE["input"])
+    assert {r.metric for r in made} == {"lm-eval"} and made[0].until == ["\n"]
+    kept = req.load_requests(req.save_requests(tmp_path / "r.jsonl", made, {}))
+    monkeypatch.setattr(datasets, "load_dataset", None)
+    scores = req.score_answers(kept, ["It is 71432.", "714 32", "71432", "it was 71432"])
+    assert scores == [1.0, 0.0, 1.0, pytest.approx(0.5)]  # the first number; F1 of the words
+
+
+def test_longbench_asks_for_its_packages_and_then_works(tmp_path, tokenizer, local_data, monkeypatch) -> None:
+    import sys
+    from types import ModuleType
+
+    tokenizer.save_pretrained(tmp_path)
+    for name in ("jieba", "fuzzywuzzy", "rouge"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(SparseKVError, match=r"longbench_narrativeqa needs packages.*jieba.*--skip-missing"):
+        req.make_requests(["longbench_narrativeqa"], tmp_path, [1024], 1)
+    with pytest.raises(SparseKVError, match="none of the tasks"):
+        req.make_requests(["longbench_narrativeqa"], tmp_path, [1024], 1, skip_missing=True)
+    for name, attribute in (("jieba", "cut"), ("fuzzywuzzy", "fuzz"), ("rouge", "Rouge")):
+        module = ModuleType(name)
+        setattr(module, attribute, object)
+        monkeypatch.setitem(sys.modules, name, module)
+    made = req.make_requests(["longbench_narrativeqa"], tmp_path, [1024], 1)
+    assert made[0].case == "longbench_narrativeqa" and "A dog named Rex" in made[0].prompt
+    assert req.score_answers(made, ["Rex"]) == [pytest.approx(0.5 / 0.75)]
+
+
+def test_what_cannot_be_fetched_is_named_once_and_skipped(tmp_path, tokenizer, local_data, monkeypatch) -> None:
+    import datasets
+
+    tokenizer.save_pretrained(tmp_path)
+    asked, local = [], datasets.load_dataset
+
+    def load(path=None, *rest, **options):
+        asked.append(path)
+        if "babilong" in path:
+            return local(path, *rest, **options)
+        raise ConnectionError(f"Couldn't reach {path!r}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(SparseKVError, match=r"niah_single_2 \(Paul Graham's essays\) cannot.*--skip-missing"):
+        req.make_requests(["niah_single_2"], tmp_path, [1024], 1)
+    with pytest.raises(SparseKVError, match=r"task coqa \(EleutherAI/coqa\)"):
+        req.make_requests(["coqa"], tmp_path, [1024], 1)
+    asked.clear()
+    names = ["infinitebench_passkey", "infinitebench_code_run", "babilong_qa2"]
+    made = req.make_requests(names, tmp_path, [1024], 1, skip_missing=True)
+    assert [r.case for r in made] == ["babilong_qa2@1024"] and len(asked) == 2
+
+
 @pytest.mark.network
 @pytest.mark.parametrize("task", ["babilong_qa1", "infinitebench_math_find"])
 def test_downloaded_tasks_become_requests(tmp_path, tokenizer, task: str) -> None:

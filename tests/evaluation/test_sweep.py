@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -118,6 +121,84 @@ def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
     assert spent > mean["topk+phi", 0.5]["read"] and spent == pytest.approx(0.5, abs=0.06)
     text = lanes_markdown(rows)
     assert text.index("Lane A") < text.index("Lane B") < text.index("one@128")
+
+
+def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_path, tokenizer) -> None:
+    methods = parse_methods(["full", "router", "topk+phi"], [0.5])
+    run(tmp_path, tokenizer, methods)
+    cells = collect(tmp_path)
+    qa = [{**c, "case": c["case"].replace("one", "babilong_qa1").replace("two", "babilong_qa2")} for c in cells]
+    rows = score_rows([*cells, *qa], seed=3)
+    assert {r["case"] for r in rows} == {"one@128", "two@128", "ruler@128", "babilong_qa1@128", "babilong_qa2@128",
+                                         "babilong@128"}
+    for r in rows:
+        assert {"task", "length", "budget", "seed", "low", "high", "samples", "machine", "command", "commit",
+                "accounting", "weights", "dtype", "requests", "read", "context_tokens"} <= set(r), r
+        assert r["length"] == 128 and r["seed"] == 3 and r["case"] == f"{r['task']}@128"
+        assert ("router" in r) == (r["method"] == "router") and ("phi" in r) == (r["method"] == "topk+phi")
+    model = make_model()
+    other, phi = artifacts(model, space="pre")
+    with pytest.raises(SparseKVError, match="another router artifact"):
+        Sweep(model, tokenizer, requests(), router=other, phi=phi, output=tmp_path, resume=True, options=SweepOptions())
+    model.model.norm.weight.data += 1
+    with pytest.raises(SparseKVError, match="other weights"):
+        Sweep(model, tokenizer, requests(), output=tmp_path, resume=True, options=SweepOptions())
+
+
+CHILD = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from sparsekv.evaluation import decode, sweep
+from sparsekv.evaluation.run import EvalConfig, run_eval
+left, write = {cells}, sweep.add_cell
+def add(path, cell):
+    global left
+    left -= 1
+    if left < 0:
+        with path.open("a") as file:
+            file.write('{{"case": "cut o')
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(path, cell)
+sweep.add_cell = decode.add_cell = add
+run_eval(EvalConfig(**{options!r}))
+"""
+
+
+@pytest.mark.parametrize("tasks", ["needle,perplexity", "requests"])
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path, tokenizer, monkeypatch, tasks: str) -> None:
+    from sparsekv.evaluation import decode
+    from sparsekv.evaluation.run import EvalConfig, run_eval
+
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT * 40)
+    options = {"model": str(tmp_path / "model"), "selectors": "topk", "budgets": "0.2,0.5", "device": "cpu",
+               "output": str(tmp_path / "out")}
+    if tasks == "requests":
+        options["requests"] = str(save_requests(tmp_path / "r.jsonl", requests(), {}))
+    else:
+        options |= {"tasks": tasks, "corpus": str(tmp_path / "text.txt"), "context_length": 256, "num_needles": 2,
+                    "num_documents": 2, "continuation": 16, "split": "all"}
+    child = CHILD.format(path=sys.path, cells=4, options=options)
+    assert subprocess.run([sys.executable, "-c", child], check=False).returncode == -signal.SIGKILL
+    with pytest.raises(SparseKVError, match="--resume"):
+        run_eval(EvalConfig(**options))
+    written = []
+    for module in (sweep_module, decode):
+        monkeypatch.setattr(module, "add_cell", lambda path, cell, write=module.add_cell: (
+            written.append(cell), write(path, cell)))
+    resumed = run_eval(EvalConfig(**options, resume=True))
+    assert len(written) == (6 if tasks == "requests" else 12) - 4
+    fresh = run_eval(EvalConfig(**{**options, "output": str(tmp_path / "fresh")}))
+
+    def values(rows):
+        return [{k: v for k, v in r.items() if k not in ("command", "seconds")} for r in rows]
+
+    assert values(resumed.rows) == values(fresh.rows)
+    if tasks != "requests":
+        with pytest.raises(SparseKVError, match="other prompts"):
+            run_eval(EvalConfig(**{**options, "seed": 1}, resume=True))
+        assert {"seed", "budget", "low", "high", "samples", "corpus"} <= set(fresh.rows[0])
 
 
 def test_targets_are_judged_from_the_rows() -> None:
