@@ -71,7 +71,7 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
             axes.axhline(line[0]["value"], color=colour, linestyle=styles[label], linewidth=1.8)
         else:
             # side by side, so that no interval hides another
-            x = [places[r["budget"]] + 0.03 * (number - (len(names) - 1) / 2) for r in line]
+            x = [places[r["budget"]] + 0.0075 * (len(budgets) - 1) * (number - (len(names) - 1) / 2) for r in line]
             y = [r["value"] for r in line]
             spread = [[r["value"] - r["low"] for r in line], [r["high"] - r["value"] for r in line]]
             axes.plot(x, y, color=colour, linestyle=styles[label], linewidth=1.7, marker="o", markersize=3.5)
@@ -87,15 +87,18 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
 
 
 def _end_labels(
-    axes: Any, ends: Sequence[tuple[float, str, str]], styles: Mapping[str, Any], top: float, last: float,
+    axes: Any, ends: Sequence[tuple[float, str, str]], styles: Mapping[str, Any], top: float, last: int,
 ) -> None:
-    """Names at the right of the lines, each after a piece of its line, moved apart where two would touch. ends: height,
+    """Names at the right of the plot, each after a piece of its line, moved apart where two would touch. ends: height,
     name, colour; last: where the lines end."""
+    beside = axes.get_yaxis_transform()  # across in parts of the plot's width, up in data
     for height, label, colour in _apart(sorted(ends), 0.062 * top, top):
-        axes.plot([last + 0.22, last + 0.46], [height] * 2, color=colour, linestyle=styles[label], linewidth=1.7,
-                  clip_on=False)
-        axes.annotate(label, (last + 0.52, height), color=colour, fontsize=9, va="center", annotation_clip=False)
-    axes.set_xlim(-0.25, last + 0.2)
+        axes.plot([1.02, 1.08], [height] * 2, color=colour, linestyle=styles[label], linewidth=1.7, clip_on=False,
+                  transform=beside)
+        axes.annotate(label, (1.09, height), xycoords=beside, color=colour, fontsize=9, va="center",
+                      annotation_clip=False)
+    margin = 0.06 * max(last, 1)
+    axes.set_xlim(-margin, last + margin)
 
 
 def _shown(method: str) -> str:

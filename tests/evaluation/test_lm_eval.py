@@ -202,3 +202,48 @@ def test_downloaded_tasks_become_requests(tmp_path, tokenizer, task: str) -> Non
     assert len(made) == 2 and all(r.prompt and r.max_new_tokens for r in made)
     if task.startswith("babilong"):
         assert made[0].case == "babilong_qa1@1024" and req.score(made[0], f"It is {made[0].targets[0]}.") == 1.0
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"tasks": "niah_single_9"}, "unknown tasks niah_single_9: expected needle, perplexity, ruler"),
+    ({"tasks": "infinitebench_passkey"}, r"infinitebench_passkey \(xinrongzhang2022/InfiniteBench\).*--skip-missing"),
+    ({"tasks": "coqa", "save-requests": "r.jsonl"}, r"coqa \(EleutherAI/coqa\) cannot be fetched.*--skip-missing"),
+    ({"tasks": "infinitebench", "skip-missing": None}, "none of the tasks .* has data that can be fetched"),
+    ({"requests": "gone.jsonl"}, "no requests at 'gone.jsonl'; make them with `sparsekv eval --save-requests"),
+    ({"requests": "r.jsonl", "output": "old", "resume": None}, "cells.jsonl' has format 0, this version reads 1"),
+    ({"tasks": "needle", "output": "old", "resume": None}, "own-tasks.jsonl' has format 0, this version reads 1"),
+    ({"tasks": "needle", "output": "old"}, "already exists; add --overwrite to replace its results, or --resume"),
+    ({"tasks": "needle", "needle-depths": "2"}, "depths of needles are from 0 to 1"),
+])
+def test_what_is_wrong_is_one_sentence(
+    tmp_path, tokenizer, monkeypatch, capsys, options: dict, message: str,
+) -> None:
+    import re
+    import sys
+
+    import datasets
+
+    from sparsekv.cli import main
+
+    def load(path=None, *_, **__):
+        raise ConnectionError(f"Couldn't reach {path!r}")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    make_model().save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    req.save_requests("r.jsonl", [req.Request("one", 64, 0, "Some text to answer. " * 4, ["x"], "string_match_all", 2,
+                                              [])], {})
+    for name in ("cells", "own-tasks"):
+        path = tmp_path / "old" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text('{"format": "sparsekv-sweep", "format_version": 0}\n')
+    words = [w for k, v in {"model": "model", "output": "new", "device": "cpu", **options}.items()
+             for w in ([f"--{k}"] if v is None else [f"--{k}", v])]
+    monkeypatch.setattr(sys, "argv", ["sparsekv", "eval", *words])
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    lines = [line for line in capsys.readouterr().err.splitlines() if "━" not in line and line.strip()]
+    assert ended.value.code == 1 and len(lines) == 1, lines
+    assert re.search(f"^error: .*{message}", lines[0]), lines[0]
