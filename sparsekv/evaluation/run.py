@@ -29,7 +29,8 @@ class EvalConfig:
                                             "separated by commas.")
     tasks: str = option(OWN_TASKS, help="What is measured, separated by commas: needle, perplexity, ruler, "
                                         "ruler-offline (the tasks without downloads), babilong (QA1 to QA5), "
-                                        "infinitebench, or any generation task of lm-eval.")
+                                        "infinitebench, or any generation task or group of lm-eval, such "
+                                        "as longbench.")
     completions: str | None = option(None, help="What estimates the rest in the tasks, separated by commas: none, "
                                                 "phi, centroid, moments, sampling (the untrained ones at the bytes of "
                                                 "φ's cache); without it none, and phi if --phi is given.")
@@ -42,7 +43,8 @@ class EvalConfig:
                                                    ".jsonl.gz) and stop; needs lm-eval.")
     requests: Path | None = option(None, help="Answer the prompts of such a file instead of making them; needs no "
                                               "lm-eval.")
-    skip_missing: bool = option(False, help="Leave out tasks whose data cannot be fetched here.")
+    skip_missing: bool = option(False, help="Leave out tasks whose data cannot be fetched here, or whose packages are "
+                                            "not installed.")
     resume: bool = option(False, help="Go on with an interrupted sweep: finished cells are kept.")
     time_limit: float | None = option(None, help="Begin no new method after this time [seconds].", min=0)
     max_new_tokens: int | None = option(None, help="Longest answer; without it what the task needs [tokens].", min=1)

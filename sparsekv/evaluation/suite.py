@@ -36,7 +36,7 @@ def run_suite(config: Any, tasks: list[str], model: Any, tokenizer: Any, *, rout
     """Answer the requests by every method; rows of all finished cells, and whether the sweep is complete."""
     requests = build_requests(config, tasks, tokenizer) if config.requests is None else load_requests(config.requests)
     if config.requests is not None and tasks:
-        requests = [r for r in requests if r.task in tasks]
+        requests = [r for r in requests if any(r.task == t or r.task.startswith(f"{t}_") for t in tasks)]
         if not requests:
             raise SparseKVError(f"{str(config.requests)!r} has no requests of {', '.join(tasks)}")
     device = model.device

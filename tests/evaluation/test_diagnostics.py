@@ -154,6 +154,24 @@ def test_attach_keeps_what_recommend_promised(made, tmp_path, goal: dict, select
         assert report["layers"][layer]["selectivity"] == pytest.approx(want, abs=1e-6), layer
 
 
+def test_attach_opens_the_gates_that_recommend_opened(made, tmp_path) -> None:
+    _, _, d = made
+    helped = torch.tensor([0.5, 2.0, 0.5, 2.0])[:, None]
+    errors = {**d.errors, "topk+phi": d.errors["topk"] * helped}
+    mixed = Diagnostics(**{**vars(d), "cache_tokens": 0.0, "errors": errors})
+    settings = recommend(mixed, selector="topk", max_error=0.6 * float(d.errors["topk"][..., 1].mean()),
+                         dense_layers=[0])
+    assert settings.completion == "phi" and all(s.gate == [1, 0, 1, 0] for s in settings.layers.values() if s.gate)
+    with sparsekv.attach(make_model(), settings=settings.save(tmp_path / "s.json")) as attachment:
+        for layer, own in settings.layers.items():
+            completion = attachment.plan.completion(layer)
+            assert (completion is None) == (own.gate is None)
+            if own.gate is not None:
+                shift = completion.layer.offset - attachment.plan.phi.layer(layer).offset
+                assert shift.exp().reshape(-1).tolist() == own.gate
+    assert any(s.gate for s in settings.layers.values())
+
+
 def test_looser_goals_cost_less_and_gates_follow_the_errors(made) -> None:
     _, _, d = made
     reads = [recommend(d, selector="topk", max_error=e, dense_layers=[0]).measured["read"] for e in (0.002, 0.02, 0.1)]

@@ -169,6 +169,8 @@ def test_longbench_asks_for_its_packages_and_then_works(tmp_path, tokenizer, loc
     made = req.make_requests(["longbench_narrativeqa"], tmp_path, [1024], 1)
     assert made[0].case == "longbench_narrativeqa" and "A dog named Rex" in made[0].prompt
     assert req.score_answers(made, ["Rex"]) == [pytest.approx(0.5 / 0.75)]
+    every = req.make_requests(["longbench"], tmp_path, [1024], 1)
+    assert len({r.task for r in every}) == len(every) >= 20 and {r.metric for r in every} == {"lm-eval"}
 
 
 def test_what_cannot_be_fetched_is_named_once_and_skipped(tmp_path, tokenizer, local_data, monkeypatch) -> None:
