@@ -12,7 +12,8 @@ from sparsekv.errors import SparseKVError
 
 @dataclass(frozen=True)
 class InspectConfig:
-    path: Path = option(help="Folder of a capture store or an artifact.", argument=True, metavar="PATH")
+    path: str = option(help="Folder of a capture store or an artifact; the path of a store may be any fsspec URL.",
+                       argument=True, metavar="PATH")
     verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
     heads: bool = option(False, help="Also print the quality of every head of an artifact.")
 
@@ -26,10 +27,11 @@ def inspect_path(config: InspectConfig) -> None:
     from sparsekv.capture.store import CaptureStore
 
     path = Path(config.path)
-    if not path.exists():
+    remote = "://" in str(config.path)
+    if not remote and not path.exists():
         raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
-    if not (path / "config.json").is_file():
-        store = CaptureStore.open(path)
+    if remote or not (path / "config.json").is_file():
+        store = CaptureStore.open(config.path)
         print(store.summary())
         _describe_model(store.model)
         print(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
@@ -39,7 +41,7 @@ def inspect_path(config: InspectConfig) -> None:
         if config.verify:
             problems = store.verify()
             if problems:
-                raise SparseKVError(f"the store {str(path)!r} is damaged:\n  " + "\n  ".join(problems))
+                raise SparseKVError(f"the store {str(store.path)!r} is damaged:\n  " + "\n  ".join(problems))
             print(f"verified: {len(store.manifest['shards'])} shards are sound")
         return
     kinds: dict[str, Any] = {"router": RouterArtifact, "phi": PhiArtifact}

@@ -36,6 +36,8 @@ class CaptureConfig:
                                            "always see every key [0..1].")
     sink_size: int = option(4, help="First tokens, counted apart in the statistics [tokens].", min=0)
     window_size: int = option(16, help="Last tokens before a query, counted apart in the statistics [tokens].", min=1)
+    top_keys: int = option(0, help="Keys stored per query, the best ones outside the sink with their scores; 0 keeps "
+                                   "the best one alone [keys].", min=0)
     layers: str | None = option(None, help="Layers to store, for example 0-3,8,11; without it all that can be.")
     kv_heads: str | None = option(None, help="KV heads to store, with the query heads of their groups, for example "
                                              "0,2-3; without it all.")

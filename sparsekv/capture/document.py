@@ -16,7 +16,7 @@ from sparsekv.capture.corpus import Window
 from sparsekv.capture.place import Place, encode
 from sparsekv.capture.rope import LayerRope, inverse, rotate
 from sparsekv.capture.shard import ShardWriter
-from sparsekv.capture.statistics import query_statistics
+from sparsekv.capture.statistics import query_statistics, top_keys
 from sparsekv.capture.store import STATISTICS, document_name, layer_name
 from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
@@ -130,6 +130,9 @@ class DocumentCapture:
             "keys_pre": (self.dtype, kept), "values": (self.dtype, kept),
             "queries_pre": (self.dtype, (heads_q, count, dim)), "query_positions": (torch.int32, (heads_q, count)),
             **{name: (dtype, (heads_q, count)) for name, dtype in STATISTICS.items()}}
+        if self.plan.config.top_keys:
+            top = (heads_q, count, self.plan.config.top_keys)
+            shapes |= {"top_positions": (torch.int32, top), "top_scores": (torch.float32, top)}
         shard = ShardWriter(self.folder / layer_name(call.layer), shapes)
         layer = _Layer(call.scale, shard, group)
         self._layers[call.layer] = layer
@@ -175,9 +178,11 @@ class DocumentCapture:
         positions = self._positions.get(device)
         if positions is None:
             positions = self._positions[device] = self.query_positions.to(device)
-        statistics = query_statistics(
-            queries, self._heads(call.key[0], self.plan.kv_heads), positions, scale=call.scale,
-            sink_size=config.sink_size, window_size=config.window_size)
+        keys = self._heads(call.key[0], self.plan.kv_heads)
+        statistics = query_statistics(queries, keys, positions, scale=call.scale, sink_size=config.sink_size,
+                                      window_size=config.window_size)
+        top: tuple[Tensor, ...] = () if not config.top_keys else top_keys(
+            queries, keys, positions, count=config.top_keys, scale=call.scale, sink_size=config.sink_size)
         tables = self._at_queries[(group, device)]
         cos, sin = (torch.cat([t[i] for t in tables]) for i in (0, 1))
         queries = rotate(queries, cos, sin, rope.layout).to(self.dtype)
@@ -189,6 +194,7 @@ class DocumentCapture:
             queries = queries.gather(1, chosen[..., None].expand(-1, -1, queries.shape[-1]))
             statistics = {name: s.gather(1, chosen) for name, s in statistics.items()}
             positions = positions.gather(1, chosen)
+            top = tuple(t.gather(1, chosen[..., None].expand(-1, -1, config.top_keys)) for t in top)
         # all are of four bytes: one copy
         named = {"query_positions": positions, **statistics}
         numbers = torch.stack([t.view(torch.int32) for t in named.values()])
@@ -198,13 +204,15 @@ class DocumentCapture:
             shard.write("queries_pre", host[0])
             for (name, dtype), tensor in zip(dtypes.items(), host[1], strict=True):
                 shard.write(name, tensor.view(dtype))
+            for name, tensor in zip(("top_positions", "top_scores"), host[2:], strict=False):
+                shard.write(name, tensor)
 
         def close() -> dict[str, Any]:
             for job in jobs:
                 job.result()
             return shard.close()
 
-        layer.jobs.append(self.transfer.send([queries.contiguous(), numbers], write, close))
+        layer.jobs.append(self.transfer.send([queries.contiguous(), numbers, *top], write, close))
 
     def _raise_failures(self, layer: _Layer) -> None:
         for job in layer.jobs:

@@ -85,12 +85,20 @@ class Place:
 
         return safe_open(str(self.root / name), framework="pt")
 
+    def writable(self) -> bool:
+        """False where it is certain that nothing can be written."""
+        return os.access(self._nearest(), os.W_OK)
+
     def free(self) -> int | None:
         """Free bytes, or None where that is unknown."""
-        folder = self.root.absolute()
+        return shutil.disk_usage(self._nearest()).free
+
+    def _nearest(self) -> Path:
+        """The folder, or where it is not there yet the nearest one above."""
+        folder: Path = self.root.absolute()
         while not folder.exists():
             folder = folder.parent
-        return shutil.disk_usage(folder).free
+        return folder
 
 
 class RemotePlace(Place):
@@ -154,6 +162,9 @@ class RemotePlace(Place):
 
     def open_shard(self, name: str) -> Any:
         return RemoteShard(self.fs.open(self._at(name), "rb"))
+
+    def writable(self) -> bool:
+        return True
 
     def free(self) -> int | None:
         return None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from typing import Any
 
 from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, parse_numbers, sampled_keys
@@ -29,17 +31,26 @@ def check_output(place: Place, config: CaptureConfig) -> None:
         print(f"going on with the unfinished capture in {place}", file=sys.stderr)
     elif names:
         raise SparseKVError(f"the output folder {str(place)!r} is not empty; choose another --output")
+    if not place.writable():
+        raise SparseKVError(f"cannot write to {str(place)!r}: the folder is read-only; choose another --output")
 
 
-def begin_output(place: Place, config: CaptureConfig) -> None:
-    """Clear what an interrupted or overwritten run left, and say in the manifest that the store is unfinished."""
+def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | None = None) -> None:
+    """Clear what an interrupted or overwritten run left, and say in the manifest that the store is unfinished.
+
+    model: the fingerprint of the model; an unfinished capture of another one is refused."""
+    begun = None if config.overwrite else _manifest(place)
+    if begun is not None and begun.get("model") not in (None, model):
+        raise SparseKVError(f"the output {str(place)!r} holds an unfinished capture of another model (same options, "
+                            "other weights); use that model, or add --overwrite to start anew")
     try:
         place.make()
         for name in place.names():
             # the manifest goes last: an overwriting that is interrupted can be asked for again
             if name != MANIFEST and (config.overwrite or name.endswith(".tmp")):
                 place.remove(name)
-        place.write_json(MANIFEST, {"format_version": FORMAT_VERSION, "complete": False, "config": config.content()})
+        place.write_json(MANIFEST, {"format_version": FORMAT_VERSION, "complete": False, "config": config.content(),
+                                    "model": model})
     except OSError as error:
         raise SparseKVError(f"cannot write to {str(place)!r}: {error.strerror or error}; choose another --output or "
                             "free some space") from error
@@ -66,13 +77,19 @@ def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
         num_documents=config.num_documents, num_layers=len(layers), heads_kv=stored,
         heads_q=stored * heads_q // heads_kv, length=config.context_length, keys=len(sampled_keys(config, 0)),
         queries=num_queries(config), dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q,
-        item=DTYPES[config.storage_dtype].itemsize)
+        item=DTYPES[config.storage_dtype].itemsize, top_keys=config.top_keys)
     free, done = place.free(), _stored(place)
     print(f"the store takes {needed / 1e9:.2f} GB" + ("" if free is None else f" ({free / 1e9:.1f} GB free)"),
           file=sys.stderr)
     if free is not None and needed - done > free:
         raise SparseKVError(f"the store needs {(needed - done) / 1e9:.2f} GB and {str(place)!r} has "
                             f"{free / 1e9:.2f} GB free; use fewer documents or layers, or another --output")
+    if place.root is None:
+        # a document is put together locally while the one before it is uploaded
+        here, folder = needed // config.num_documents * min(2, config.num_documents), tempfile.gettempdir()
+        if here > (space := shutil.disk_usage(folder).free):
+            raise SparseKVError(f"documents on their way to {str(place)!r} need {here / 1e9:.2f} GB in {folder} and it "
+                                f"has {space / 1e9:.2f} GB free; use fewer layers, or set TMPDIR to another folder")
     return needed
 
 
@@ -111,16 +128,3 @@ def say_skipped(skipped: dict[int, str]) -> None:
     for reason, layers in by_reason.items():
         print(f"layers {', '.join(map(str, layers))} are skipped: {reason}", file=sys.stderr)
 
-
-def chunk_size(config: CaptureConfig, model: Any) -> int:
-    """Tokens of a prefill chunk. Tables that depend on the length (dynamic, longrope) must see the whole window at
-    once: cut in chunks, the model would rotate the first ones by other angles than a full prefill does."""
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    kind = str(rope.get("rope_type", "default"))
-    trained = int(rope.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", 0) or 0)
-    if kind in ("dynamic", "longrope") and config.chunk_size < config.context_length > trained:
-        print(f"{kind} RoPE past {trained} tokens depends on the length: the window is prefilled in one piece",
-              file=sys.stderr)
-        return config.context_length
-    return config.chunk_size

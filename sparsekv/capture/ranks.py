@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +23,10 @@ class Ranks:
     def first_does(self, work: Callable[[], T]) -> T:
         """Rank 0 does the work; all get its result, or its SparseKVError."""
         return work()
+
+    def all_do(self, work: Callable[[], None]) -> None:
+        """Every rank does its part. Where one fails with a SparseKVError, all raise it, each after its own part."""
+        work()
 
     def barrier(self) -> None:
         """Wait for all."""
@@ -43,10 +48,13 @@ class FabricRanks(Ranks):
         if cuda and torch.cuda.device_count() < devices:
             raise SparseKVError(f"--devices {devices} was asked for; this machine has {torch.cuda.device_count()} "
                                 "CUDA devices")
-        self.fabric: Any = Fabric(
-            accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,
-            strategy=DDPStrategy(process_group_backend="gloo", timeout=datetime.timedelta(days=7)))
-        self.fabric.launch()
+        try:
+            self.fabric: Any = Fabric(
+                accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,
+                strategy=DDPStrategy(process_group_backend="gloo", timeout=datetime.timedelta(days=7)))
+            self.fabric.launch()
+        except (ValueError, RuntimeError) as error:
+            raise SparseKVError(f"the processes could not be joined: {' '.join(str(error).split())}") from error
         self.rank, self.size = self.fabric.global_rank, self.fabric.world_size
 
     def device(self, wanted: str) -> str:
@@ -64,15 +72,41 @@ class FabricRanks(Ranks):
             raise SparseKVError(problem)
         return result
 
+    def all_do(self, work: Callable[[], None]) -> None:
+        from torch.distributed import all_gather_object
+
+        problem: str | None = None
+        try:
+            work()
+        except SparseKVError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * self.size
+        all_gather_object(problems, problem)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                raise SparseKVError(f"process {rank}: {found}")
+
     def barrier(self) -> None:
         self.fabric.barrier()
 
 
 def join(device: str, devices: int, num_nodes: int) -> Ranks:
-    """One process unless more are asked for, or torchrun started this one."""
-    import torch.distributed
+    """One process unless more are asked for, or torchrun or SLURM started several: then theirs are the numbers."""
+    if devices * num_nodes == 1:
+        devices, num_nodes = _launched()
+    return Ranks() if devices * num_nodes == 1 else FabricRanks(device, devices, num_nodes)
 
-    launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
-    if devices * num_nodes == 1 and not launched:
-        return Ranks()
-    return FabricRanks(device, devices, num_nodes)
+
+def _launched() -> tuple[int, int]:
+    """Processes a machine, and machines, of torchrun or srun; (1, 1) where neither started this process."""
+    found = os.environ
+    if "TORCHELASTIC_RUN_ID" in found:
+        here = int(found["LOCAL_WORLD_SIZE"])
+        return here, int(found["WORLD_SIZE"]) // here
+    if int(found.get("SLURM_NTASKS", 1)) > 1:
+        from lightning.fabric.plugins.environments import SLURMEnvironment
+
+        if SLURMEnvironment.detect():
+            nodes = int(found.get("SLURM_NNODES", 1))
+            return int(found["SLURM_NTASKS"]) // nodes, nodes
+    return 1, 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,11 +19,10 @@ from sparsekv.capture.prepare import (
     check_space,
     choose_heads,
     choose_layers,
-    chunk_size,
 )
 from sparsekv.capture.ranks import Ranks, join
 from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
-from sparsekv.capture.tap import StopForward, decoder, probe, tap
+from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tap, whole_tables
 from sparsekv.capture.transfer import Transfer
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
@@ -51,6 +50,13 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     if tokenizer is None or model is None:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=ranks.device(config.device),
                                       rope_scaling=config.rope_scaling)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise SparseKVError(f"{config.model} does not fit on the devices: a part of its weights was put off to host "
+                            "or disk; use more GPUs with --device balanced, or a smaller --dtype")
+    ropes, skipped = probe(model)
+    layers = choose_layers(config.layers, ropes, skipped)
+    fingerprint = model_fingerprint(model)
+    heads = choose_heads(config.kv_heads, fingerprint["num_kv_heads"])
     windows = make_windows(
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_split=config.dataset_split, dataset_config=config.dataset_config,
@@ -58,28 +64,27 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
         tokenizer, length=config.context_length, count=config.num_documents, seed=config.seed, pack=config.pack,
         chat_template=config.chat_template)
     windows = add_noise(windows, config.noise_documents, tokenizer, seed=config.seed)
-    ropes, skipped = probe(model)
-    layers = choose_layers(config.layers, ropes, skipped)
-    fingerprint = model_fingerprint(model)
-    heads = choose_heads(config.kv_heads, fingerprint["num_kv_heads"])
     plan = Plan(config, layers, ropes, heads, fingerprint["num_query_heads"] // fingerprint["num_kv_heads"])
-    ranks.first_does(lambda: begin_output(store, config))
+    ranks.first_does(lambda: begin_output(store, config, fingerprint))
+    ranks.all_do(_told(store)(lambda: capture_documents(plan, model, windows, store, ranks)))
+    ranks.first_does(_told(store)(lambda: _complete(plan, store, fingerprint, skipped)))
+    return CaptureStore.open(config.output)
+
+
+@contextlib.contextmanager
+def _told(store: Place) -> Iterator[None]:
+    """An error of the disk or of the network as one sentence."""
     try:
-        capture_documents(plan, model, windows, store, ranks)
-        ranks.barrier()
-        if ranks.rank == 0:
-            _complete(plan, store, fingerprint, skipped)
+        yield
     except OSError as error:
         raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error}. Finished documents are "
                             "kept; free some space and run the same command again.") from error
-    ranks.barrier()
-    return CaptureStore.open(config.output)
 
 
 def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Place, ranks: Ranks) -> None:
     """This rank's documents. One is being written while the next is computed."""
     mine = ranks.mine(len(windows))
-    length, chunk = plan.config.context_length, chunk_size(plan.config, model)
+    length, chunk = plan.config.context_length, plan.config.chunk_size
     previous: DocumentCapture | None = None
     current: DocumentCapture | None = None
     bar = progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else contextlib.nullcontext(_silent)
@@ -87,7 +92,8 @@ def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Plac
         with bar as advance, Transfer() as transfer:
             try:
                 for index in mine:
-                    if finished_document(store, index) is not None:
+                    if (found := finished_document(store, index)) is not None:
+                        _check_same_text(found, windows[index], store)
                         advance(length)
                         continue
                     current = DocumentCapture(plan, windows[index], index, store, transfer)
@@ -115,17 +121,27 @@ def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Plac
 def capture_window(
     model: Any, tokens: list[int], chunk: int, listener: Callable[..., None], advance: Callable[..., None],
 ) -> None:
-    """Prefill one window in chunks under the tap."""
+    """Prefill one window in chunks under the tap, rotated as one piece would be."""
     from transformers import DynamicCache
 
     ids = torch.tensor(tokens, device=model.get_input_embeddings().weight.device)[None]
     cache = DynamicCache(config=model.config) if len(tokens) > chunk else None
-    with torch.inference_mode(), tap(model, listener):
+    whole = cache is not None and depends_on_length(model.config.get_text_config())
+    tables = whole_tables(model, len(tokens)) if whole else contextlib.nullcontext()
+    with torch.inference_mode(), tap(model, listener), tables:
         for start in range(0, len(tokens), chunk):
             piece = ids[:, start:start + chunk]
             with contextlib.suppress(StopForward):
                 decoder(model)(input_ids=piece, past_key_values=cache, use_cache=cache is not None)
             advance(piece.shape[1])
+
+
+def _check_same_text(found: dict[str, Any], window: Window, store: Place) -> None:
+    document = found["document"]
+    if document["sha256"] != window.sha256:
+        raise SparseKVError(f"{document_name(document['id'])} of the unfinished capture {str(store)!r} holds other "
+                            "text than the corpus gives now; bring the corpus or tokenizer back as it was, or add "
+                            "--overwrite to start anew")
 
 
 def _silent(*_: Any, **__: Any) -> None:

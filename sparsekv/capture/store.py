@@ -43,8 +43,9 @@ class LayerCapture:
 
     keys_pre, values `[Hkv, N, d]`, queries_pre `[Hq, T, d]` in the store's dtype; query_positions `[Hq, T]` int64;
     cos, sin `[N, rotary_dim]` float32, full width in `layout`; scale: the model's softmax scaling; statistics `[Hq, T]`
-    each, see `capture/statistics.py`. Where only a share of the keys was stored, keys_pre and values are `[Hkv, M, d]`
-    and key_positions `[M]` int64 says which; otherwise it is None.
+    each, see `capture/statistics.py`, and where top keys were asked for `top_positions` and `top_scores` `[Hq, T, K]`.
+    Where only a share of the keys was stored, keys_pre and values are `[Hkv, M, d]` and key_positions `[M]` int64 says
+    which; otherwise it is None.
     """
 
     keys_pre: Tensor
@@ -213,8 +214,9 @@ def finished_document(store: Place, document: int) -> dict[str, Any] | None:
 
 def storage_bytes(
     *, num_documents: int, num_layers: int, heads_kv: int, heads_q: int, length: int, keys: int, queries: int, dim: int,
-    item: int,
+    item: int, top_keys: int = 0,
 ) -> int:
     """Size of a store before it is made: keys and values, queries, positions and statistics, rotary tables [bytes]."""
-    layer = 2 * heads_kv * keys * dim * item + heads_q * queries * (dim * item + 4 * (1 + len(STATISTICS)))
+    numbers = 1 + len(STATISTICS) + 2 * top_keys
+    layer = 2 * heads_kv * keys * dim * item + heads_q * queries * (dim * item + 4 * numbers)
     return num_documents * (num_layers * layer + length * (2 * dim * 4 + 4))

@@ -1,6 +1,7 @@
 """Run by test_restart.py in a process of its own, which is killed or joined with others: one tiny capture.
 
-Arguments: output, number of documents, devices; or `kill`, folder, number of documents, kills."""
+Arguments: output, number of documents, devices, machines; or `kill`, folder, number of documents, kills. Where the
+variable FULL_AT names a document, the disk is full when it is written."""
 
 import hashlib
 import os
@@ -15,6 +16,7 @@ from test_families import FAMILIES, SIZES, Words
 from transformers import AutoModelForCausalLM
 
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.shard import ShardWriter
 
 
 def tiny():
@@ -24,10 +26,11 @@ def tiny():
     return AutoModelForCausalLM.from_config(config(**{**SIZES, **extra})).eval()
 
 
-def capture(model, output: str, documents: int, devices: int = 1) -> None:
+def capture(model, output: str, documents: int, devices: int = 1, num_nodes: int = 1) -> None:
     run_capture(CaptureConfig(
         model="tiny", corpus="embedded", output=output, context_length=400, num_documents=documents,
-        queries_per_document=40, chunk_size=150, device="cpu", devices=devices), model=model, tokenizer=Words())
+        queries_per_document=40, chunk_size=150, device="cpu", devices=devices, num_nodes=num_nodes),
+        model=model, tokenizer=Words())
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -75,8 +78,16 @@ def kill(folder: Path, documents: int, kills: int) -> None:
 def main() -> None:
     if sys.argv[1] == "kill":
         return kill(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    model = tiny()
-    capture(model, sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    if full := os.environ.get("FULL_AT"):
+        original = ShardWriter.write
+
+        def write(shard: ShardWriter, *args: object, **kwargs: object) -> None:
+            if full in str(shard.file):
+                raise OSError(28, "No space left on device")
+            original(shard, *args, **kwargs)
+
+        ShardWriter.write = write
+    capture(tiny(), sys.argv[1], *map(int, sys.argv[2:]))
 
 
 if __name__ == "__main__":

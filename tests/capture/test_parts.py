@@ -63,12 +63,18 @@ def test_rotation_that_cannot_be_undone_is_refused(monkeypatch) -> None:
     assert sorted(probe(model)[0]) == [0, 1, 2] and file.apply_rotary_pos_emb is original
 
 
-def test_length_dependent_rotation_is_prefilled_in_one_piece(tmp_path, capsys) -> None:
-    model = tiny("phi3-partial-longrope")
+@pytest.mark.parametrize("name", ["phi3-partial-longrope", "llama-dynamic", "gemma3-dynamic"])
+def test_chunks_are_rotated_as_the_whole_window_is(name: str, tmp_path) -> None:
+    """Past the trained length the tables of these types depend on how long the text is."""
+    model = tiny(name)
+    rotary = model.get_decoder().rotary_emb
     a = captured(model, tmp_path / "a").read(1, 0)
     b = captured(model, tmp_path / "b", chunk_size=33).read(1, 0)
-    assert "longrope RoPE past 64 tokens depends on the length" in capsys.readouterr().err
-    assert torch.equal(a.cos, b.cos) and torch.equal(a.keys_pre, b.keys_pre)
+    assert torch.equal(a.cos, b.cos) and torch.equal(a.sin, b.sin)
+    torch.testing.assert_close(a.keys_pre, b.keys_pre, rtol=1e-4, atol=1e-5)
+    assert "forward" not in vars(rotary)
+    short = captured(model, tmp_path / "short", context_length=64).read(1, 0)
+    assert not torch.allclose(short.cos, a.cos[:64])
 
 
 def test_two_partial_attentions_merge_into_the_whole() -> None:
@@ -131,6 +137,40 @@ def test_a_model_from_disk_past_its_trained_length(tmp_path, capsys) -> None:
     assert load_config(str(tmp_path / "model")).num_hidden_layers == 3
     with pytest.raises(SparseKVError, match="no model at"):
         load_config(str(tmp_path / "nothing" / "here"))
+
+
+def test_a_model_spread_by_accelerate_is_captured_and_one_put_off_is_refused(tmp_path) -> None:
+    """`--device balanced`: accelerate's hooks around the layers; weights outside the GPUs are not captured."""
+    import accelerate
+
+    alone, spread = (captured(model, tmp_path / name, chunk_size=50) for name, model in (
+        ("alone", tiny("llama")),
+        ("spread", accelerate.dispatch_model(tiny("llama"), device_map={"model": "cpu", "lm_head": "cpu"},
+                                             main_device="cpu", force_hooks=True))))
+    assert spread.manifest == alone.manifest
+    with pytest.raises(SparseKVError, match=r"does not fit on the devices: .* --device balanced"):
+        captured(accelerate.cpu_offload(tiny("llama"), execution_device=torch.device("cpu")), tmp_path / "off")
+    assert not (tmp_path / "off").exists()
+    with pytest.raises(SparseKVError, match="cannot be joined with --devices"):
+        captured(tiny("llama"), tmp_path / "off", device="balanced", devices=2)
+
+
+def test_top_keys_are_estimated_and_belong_to_their_queries(tmp_path) -> None:
+    """With long-range sampling every head keeps other queries; the best key is the one the statistics name."""
+    options = {"query_sampling": "long_range", "long_range": 40, "top_keys": 7, "context_length": 400,
+               "queries_per_document": 60, "storage_dtype": "float16"}
+    store = captured(tiny("llama"), tmp_path / "s", **options)
+    found = store.read(1, 0, kv_heads=slice(1, 2)).statistics
+    assert found["top_positions"].shape == found["top_scores"].shape == (2, 60, 7)
+    assert torch.equal(found["top_positions"][..., 0], found["top1_position"])
+    torch.testing.assert_close(found["top_scores"][..., 0], found["top1_score"])
+    assert (found["top_scores"].diff(dim=-1) <= 0).all() and (found["top_positions"] >= 4).all()
+    assert (found["top_positions"] <= store.read(1, 0).query_positions[2:, :, None]).all()
+    sizes = {"num_documents": 1, "num_layers": 3, "heads_kv": 2, "heads_q": 4, "length": 400, "keys": 400,
+             "queries": 60, "dim": 16, "item": 2}
+    stored = sum(about["bytes"] for about in store.manifest["shards"].values())
+    assert abs(storage_bytes(**sizes, top_keys=7) - stored) < 0.06 * stored
+    assert storage_bytes(**sizes, top_keys=7) - storage_bytes(**sizes) == 3 * 4 * 60 * 7 * 8
 
 
 def test_documents_are_wrapped_in_the_chat_template() -> None:

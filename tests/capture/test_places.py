@@ -57,6 +57,18 @@ def test_a_remote_capture_goes_on_where_it_stopped(tmp_path, monkeypatch) -> Non
         fsspec.filesystem("memory").rm("/half", recursive=True)
 
 
+def test_documents_on_their_way_to_a_remote_store_must_fit_here(tmp_path, monkeypatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(SparseKVError, match=r"documents on their way to .* set TMPDIR to another folder"):
+        captured(tiny("llama"), "memory://small/store")
+
+
+def test_a_file_url_is_the_folder(tmp_path) -> None:
+    captured(tiny("llama"), f"file://{tmp_path}/s")
+    assert CaptureStore.open(tmp_path / "s").verify() == []
+
+
 def test_an_unknown_protocol_is_refused() -> None:
     with pytest.raises(SparseKVError, match="cannot be reached"):
         CaptureStore.open("nowhere://bucket/store")

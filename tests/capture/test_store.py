@@ -1,7 +1,7 @@
 """The store: resume, integrity, bad input."""
 
 import json
-import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,10 +12,11 @@ from test_families import Words, captured, tiny
 
 from sparsekv.capture.config import parse_numbers
 from sparsekv.capture.corpus import make_windows, read_documents
-from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.place import place
 from sparsekv.capture.shard import ShardWriter, checksum
 from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
+from sparsekv.inspection import InspectConfig, inspect_path
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -71,6 +72,18 @@ def test_a_slice_of_heads_is_the_slice(tmp_path) -> None:
     assert torch.equal(part.keys_pre, whole.keys_pre[1:2])
     assert torch.equal(part.queries_pre, whole.queries_pre[2:4])
     assert torch.equal(part.statistics["lse"], whole.statistics["lse"][2:4])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is mapped")
+def test_reading_a_head_leaves_the_other_heads_on_disk(tmp_path) -> None:
+    writer = ShardWriter(tmp_path / "big.safetensors", {"keys_pre": (torch.float32, (8, 1 << 18, 4))})
+    writer.write("keys_pre", torch.ones(8, 1 << 18, 4))
+    size = writer.close()["bytes"]
+    keys = place(tmp_path).open_shard("big.safetensors").get_tensor("keys_pre")
+    assert keys[3:5].sum() == 1 << 21
+    maps = Path("/proc/self/smaps").read_text().split("big.safetensors")[1:]
+    touched = sum(1024 * int(re.search(r"Rss: *([0-9]+) kB", part)[1]) for part in maps)
+    assert 0.24 * size < touched < 0.35 * size
 
 
 def test_long_range_sampling_prefers_queries_that_look_far(tmp_path) -> None:
@@ -195,9 +208,56 @@ def test_jsonl_and_parquet_are_read(tmp_path) -> None:
     assert [d.text for d in read_documents(str(tmp_path / "b.parquet"), text_column="body")] == ["three"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_read_only_folder_is_an_error(tmp_path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises((SparseKVError, PermissionError)):
-        run_capture(CaptureConfig(model="tiny", corpus="embedded", output=str(tmp_path / "s"), context_length=120),
-                    model=tiny("llama"), tokenizer=Words())
+@pytest.mark.parametrize("where", ["local", "memory://inspected/s"])
+def test_inspect_says_what_is_wrong_with_a_store(where: str, tmp_path, capsys) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    folder = str(tmp_path / "s") if where == "local" else where
+    files, root = fsspec.core.url_to_fs(folder)
+    try:
+        captured(tiny("llama"), folder, num_documents=2)
+        inspect_path(InspectConfig(path=folder, verify=True))
+        assert "verified: 8 shards are sound" in capsys.readouterr().out
+        cut, flipped = f"{root}/doc00000/layer000.safetensors", f"{root}/doc00001/layer002.safetensors"
+        files.pipe_file(cut, files.cat_file(cut)[:-1])
+        data = bytearray(files.cat_file(flipped))
+        data[len(data) // 2] ^= 1
+        files.pipe_file(flipped, bytes(data))
+        files.rm(f"{root}/doc00000/rotary.safetensors")
+        with pytest.raises(SparseKVError, match="is damaged") as found:
+            inspect_path(InspectConfig(path=folder, verify=True))
+        said = str(found.value)
+        assert all(name in said for name in (
+            "doc00000/layer000.safetensors: ", " bytes, expected ", "doc00000/rotary.safetensors: missing",
+            "doc00001/layer002.safetensors: contents changed")) and len(said.splitlines()) == 4
+        with pytest.raises(SparseKVError, match=r"layer000\.safetensors .* is damaged \(its size"):
+            CaptureStore.open(folder).read(0, 0)
+    finally:
+        if where != "local":
+            files.rm("/inspected", recursive=True)
+
+
+def test_a_capture_does_not_go_on_with_another_model_or_text(tmp_path, monkeypatch) -> None:
+    """The options are the same, the weights or the corpus are not: nothing is mixed, nothing lost."""
+    model, other = tiny("llama"), tiny("llama")
+    with torch.no_grad():
+        next(other.parameters()).mul_(1.5)
+    text = tmp_path / "text.txt"
+    text.write_text("abcdef " * 200)
+    options = {"num_documents": 2, "corpus": str(text)}
+
+    def breaks(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsekv.capture.run._complete", breaks)
+        with pytest.raises(SparseKVError, match="No space left"):
+            captured(model, tmp_path / "s", **options)
+    before = bytes_of(tmp_path / "s")
+    with pytest.raises(SparseKVError, match="unfinished capture of another model"):
+        captured(other, tmp_path / "s", **options)
+    text.write_text("ABCDEF " * 200)
+    with pytest.raises(SparseKVError, match=r"doc00000 of the unfinished capture .* holds other text than the corpus"):
+        captured(model, tmp_path / "s", **options)
+    assert bytes_of(tmp_path / "s") == before
+    text.write_text("abcdef " * 200)
+    assert captured(model, tmp_path / "s", **options).verify() == []
