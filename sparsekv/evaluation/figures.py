@@ -175,6 +175,7 @@ def _svg(figure: Any) -> Drawing:
     plt.close(figure)
     text = buffer.getvalue()
     text = text[text.index("<svg"):].replace(PLACEHOLDER, "currentColor")
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     made = Drawing(re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1))
     made.png = pixels.getvalue()
     return made

@@ -17,6 +17,7 @@ from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures, matched_ratio
 from sparsekv.evaluation.diagnostics import Diagnostics, measure
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
+from sparsekv.evaluation.requests import RULER_OFFLINE
 
 LENGTH = 256
 BUDGETS = (0.0, 0.05, 0.2, 0.5, 1.0)
@@ -239,15 +240,62 @@ def test_the_eval_report_maps_needles_and_takes_the_diagnostics_in(made, tokeniz
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
 
 
+PROBE = """<script>onload = () => {
+  const figures = [...document.querySelectorAll('figure')], clashes = [];
+  const drawn = figures.filter(f => {
+    const b = f.querySelector('svg').getBoundingClientRect();
+    return b.width > 300 && b.height > 150 && f.querySelectorAll('svg path').length > 3});
+  for (const f of figures) {
+    const texts = [...f.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
+    const frame = f.querySelector('svg').getBoundingClientRect();
+    for (const [i, [one, a]] of texts.entries()) {
+      if (a.left < frame.left - 1 || a.right > frame.right + 1) clashes.push(one + ' leaves the figure');
+      for (const [other, b] of texts.slice(i + 1))
+        if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+            Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3) clashes.push(one + ' on ' + other)}}
+  const root = document.documentElement;
+  document.title = `drawn ${drawn.length}, too wide ${root.scrollWidth > root.clientWidth}, clashes ${clashes}`}
+</script></body>"""
+
+
+def in_a_browser(page, tmp_path, *options: str) -> str:
+    """What the probe found on the page, on the screen of a laptop."""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", PROBE))
+    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1366,768",
+                           "--host-resolver-rules=MAP * ~NOTFOUND", *options, "--dump-dom", probed.as_uri()],
+                          capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.partition("<title>")[2].partition("</title>")[0]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser")
 def test_a_browser_draws_every_figure(made, tmp_path) -> None:
-    folder, _, _ = made
-    probe = ("<script>onload=()=>{document.title='drawn '+[...document.querySelectorAll('figure')].filter(f=>{"
-             "const b=f.querySelector('svg').getBoundingClientRect();"
-             "return b.width>300&&b.height>150&&f.querySelectorAll('svg path').length>3}).length}</script>")
-    page = tmp_path / "r.html"
-    page.write_text((folder / "out" / "report.html").read_text().replace("</body>", probe + "</body>"))
-    done = subprocess.run([BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()],
-                          capture_output=True, text=True, timeout=120, check=True)
-    assert f"<title>drawn {len(TITLES)}</title>" in done.stdout
+    for options in ((), ("--blink-settings=preferredColorScheme=0",)):
+        found = in_a_browser(made[0] / "out" / "report.html", tmp_path, *options)
+        assert found == f"drawn {len(TITLES)}, too wide false, clashes "
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no headless browser")
+def test_a_browser_draws_a_sweep(tmp_path) -> None:
+    from sparsekv.evaluation.report import write_report
+    from sparsekv.evaluation.run import suite_figures
+    from sparsekv.evaluation.suite import suite_tables
+    from sparsekv.evaluation.tables import LANE_A, LANE_B, score_rows
+
+    methods = dict.fromkeys(("full", *LANE_A, *LANE_B))
+    cells = [{"case": f"{task}@8192", "method": method, "budget": None if method in ("full", "streaming") else budget,
+              "indices": [0, 1, 2], "scores": [0.3 + 0.01 * i, 0.2, 0.9], "read": 0.03, "cache_tokens": 9.0,
+              "tokens": 7000, "seconds": 1.0, "answers": [""] * 3}
+             for task in RULER_OFFLINE for i, method in enumerate(methods) for budget in (0.01, 0.02, 0.03, 0.05, 0.1)]
+    needles = [{"case": case, "method": "none", "metric": "needle", "value": 0.5, "length": length, "depth": depth}
+               for case in ("full", "topk@0.01", "quest@0.05", "router@0.05") for length in (1024, 131072)
+               for depth in (0.0, 0.5, 1.0)]
+    rows = score_rows(cells)
+    figures = suite_figures(rows + needles)
+    assert [f.title for f in figures] == ["ruler@8192: score by budget, lane A", "ruler@8192: score by budget, lane B",
+                                          "Selectivity by task, 8192 tokens", "Needles by depth and length"]
+    tables, details = suite_tables(rows)
+    page = write_report(tmp_path / "r.html", "sweep", "", tables, figures, details)
+    assert in_a_browser(page, tmp_path) == "drawn 4, too wide false, clashes "
