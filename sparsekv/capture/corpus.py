@@ -44,8 +44,9 @@ def read_documents(
     corpus: str, *, split: str = "all", text_column: str | None = None, dataset_split: str = "train",
     dataset_config: str | None = None, streaming: bool = False,
 ) -> Iterator[Document]:
-    """The documents of `corpus`: `embedded`, a .txt, .md, .jsonl or .parquet file, a glob of such files, or the name of
-    a Hugging Face dataset (the only form that uses the network).
+    """The documents of `corpus`: `embedded`, a .txt, .md, .jsonl or .parquet file, a glob or folder of such files, a
+    folder in another form that `datasets` reads, or the name of a Hugging Face dataset (the only form that uses the
+    network).
 
     `split` keeps training and held-out text apart: by a hash of the document's name (20 % held out), or, where a local
     corpus has fewer than ten documents, by cutting each at 80 % of its characters. The two parts never overlap.
@@ -78,7 +79,8 @@ def make_windows(
     """Cut documents into `count` windows of exactly `length` tokens. The same seed gives the same windows anywhere.
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
-    a window is passed over. Documents come in an order shuffled by `seed` (streamed datasets in their own order).
+    a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
+    order shuffled by `seed` (after the first 10,000 in their own).
     Raises SparseKVError where the corpus has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
@@ -92,8 +94,10 @@ def make_windows(
     for document in _shuffled(documents, seed):
         text = document.text
         if chat_template:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+            text = _as_chat(text, tokenizer)
         ids = tokenizer(text if not pack else text.rstrip() + "\n\n", add_special_tokens=False)["input_ids"]
+        if chat_template and prefix and ids[:len(prefix)] == prefix:
+            ids = ids[len(prefix):]
         longest = max(longest, len(ids))
         if not pack:
             tokens, owners = [], []
@@ -111,6 +115,16 @@ def make_windows(
             f"has {len(windows)} documents of {length} tokens or more (the longest has {longest})")
     raise SparseKVError(f"the corpus is too short: it {what}; {count} windows were asked for. Use more text, a smaller "
                         "--context-length or --num-documents" + ("" if pack else ", or --pack") + ".")
+
+
+def _as_chat(text: str, tokenizer: Any) -> str:
+    """The text as a user's message, in the words of the model's template."""
+    try:
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
+    except Exception as error:  # templates raise whatever they like
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SparseKVError(f"the model's chat template could not be applied ({reason}); leave out "
+                            "--chat-template") from error
 
 
 def add_noise(windows: list[Window], count: int, tokenizer: Any, *, seed: int = 0) -> list[Window]:
@@ -208,11 +222,26 @@ def _dataset(
 ) -> Iterator[Document]:
     import datasets
 
+    number, label = -1, Path(name).name if Path(name).is_dir() else name  # where a folder lies decides nothing
     try:
-        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SparseKVError(f"no corpus {name!r}: it is neither 'embedded', a file or glob, nor a Hugging Face dataset "
-                            f"that could be opened ({reason})") from error
-    for number, record in enumerate(rows):
-        yield Document(f"{name}/{split}:{number}", _text(dict(record), column, name))
+        if (Path(name) / "state.json").is_file():
+            rows = datasets.load_from_disk(name)  # what Dataset.save_to_disk wrote: it has no splits
+        else:
+            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        for number, record in enumerate(rows):
+            yield Document(f"{label}/{split}:{number}", _text(dict(record), column, name))
+    except SparseKVError:
+        raise
+    except Exception as error:  # datasets, the hub and the readers of formats raise whatever they like
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if number >= 0:
+            message = f"the dataset {name!r} broke off after {number + 1} documents: {reason}"
+        elif isinstance(error, ValueError) and "split" in reason.lower():
+            message = f"the dataset {name!r} has no split {split!r}; name one with --dataset-split ({reason})"
+        elif isinstance(error, ValueError) and "config" in reason.lower():
+            message = (f"the dataset {name!r} has no configuration {config or 'by default'!r}; name one with "
+                       f"--dataset-config ({reason})")
+        else:
+            message = (f"no corpus {name!r}: it is neither 'embedded', a file or glob, nor a Hugging Face dataset "
+                       f"that could be opened ({reason})")
+        raise SparseKVError(message) from error
