@@ -112,7 +112,7 @@ def _command_function(row: Command) -> Callable[..., None]:
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
         shown = default is not inspect.Parameter.empty and default is not None
-        info = declare(help=field.metadata.get("help", ""), show_default=shown, **metadata)
+        info = declare(help=_escape(field.metadata.get("help", "")), show_default=shown, **metadata)  # [tokens]: no tag
         parameters.append(inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],
             default=default))

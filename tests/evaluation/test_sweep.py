@@ -290,3 +290,17 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) ->
                            ({}, "--resume")):
         with pytest.raises(SparseKVError, match=message):
             run_eval(EvalConfig(**{**options, "overwrite": bool(wrong), **wrong}))
+
+
+def test_help_names_every_task_and_the_units(monkeypatch, capsys) -> None:
+    from sparsekv.cli import main
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    monkeypatch.setattr(sys, "argv", ["sparsekv", "eval", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for word in ("needle", "perplexity", "ruler-offline", "babilong", "infinitebench", "longbench", "[tokens]",
+                 "[prompts]", "[seconds]", "--skip-missing", "--needle-depths", "--resume"):
+        assert word in text, word
