@@ -13,7 +13,6 @@ TILE_ELEMENTS = 4_000_000
 TOP_ELEMENTS = {False: 4_000_000, True: 64_000_000}  # by whether the device is CUDA: 256 MB of scores there
 BINS = 512
 TARGETS = (0.75, 0.95)
-PASSES = 3
 
 
 def query_statistics(
@@ -30,7 +29,7 @@ def query_statistics(
     - `top1_position` (int32), `top1_score`: the best key outside the sink, and its scaled score (−1 and −inf if none);
     - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1;
     - `cover75`, `cover95` (int32): the fewest keys that hold 75 % and 95 % of the attention, found by a search over
-      thresholds: exact but for keys whose scores lie within 0.1 nats of the last one counted.
+      thresholds: exact but for keys whose scores lie within 0.3 nats of the last one counted.
     """
     if queries_rot.is_cuda and queries_rot.dtype != torch.float64:
         return _on_device(queries_rot, keys_rot, positions, scale, sink_size, window_size)
@@ -157,8 +156,7 @@ def _name(target: float) -> str:
 def _on_device(
     queries: Tensor, keys: Tensor, positions: Tensor, scale: float, sink: int, window: int,
 ) -> dict[str, Tensor]:
-    """The same by kernels that keep scores in registers: one pass for the sums, three for the coverage counts."""
+    """The same by kernels that keep scores in registers: one pass for the sums, two for the coverage counts."""
     found = mass_summary(queries, keys, positions, scale=scale, sink_size=sink, window_size=window)
-    counts = coverage(queries, keys, positions, found["lse"], TARGETS, scale=scale, depth=search_depth(keys.shape[1]),
-                      passes=PASSES)
+    counts = coverage(queries, keys, positions, found["lse"], TARGETS, scale=scale, depth=search_depth(keys.shape[1]))
     return found | {_name(target): count for target, count in zip(TARGETS, counts, strict=True)}

@@ -16,9 +16,9 @@ from torch import Tensor
 ROWS = 64
 BLOCK = 64
 ABOVE_BLOCK = 32
+ABOVE_WARPS = 8
 PROGRAMS = 2048
 SLOTS = 128
-FIFTHS = 4
 STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
 
 
@@ -46,27 +46,29 @@ def mass_summary(
 
 def coverage(
     queries: Tensor, keys: Tensor, positions: Tensor, lse: Tensor, targets: tuple[float, float], *, scale: float,
-    depth: float, passes: int,
+    depth: float,
 ) -> tuple[Tensor, Tensor]:
-    """For two shares of the attention the fewest keys that hold it, int32 `[Hq, T]` each: by `passes` passes over the
-    keys, each of which keeps the fifth of the bracket of depths below the log-sum-exp in which the share is reached.
-    lse `[Hq, T]`; depth: the first bracket's end [nats]."""
+    """For two shares of the attention the fewest keys that hold it, int32 `[Hq, T]` each, by two passes over the keys.
+
+    lse `[Hq, T]`. The first pass sums above eight edges, which cut the depths `lse − s` from 0 to `depth` [nats] into
+    ninths; the second cuts the ninth in which a share is reached into fifths. Within a fifth depths count as even."""
     heads_q, count, dim = queries.shape
     queries, positions, lse = queries.contiguous(), positions.to(torch.int32), lse.contiguous()
     rows = heads_q * count
     span, splits = _stretches(heads_q, count, keys.shape[1])
     _, _, above, narrow = kernels()
     # low, high, and the mass and the number of keys above each of them
-    bracket = queries.new_zeros(6, 2, heads_q, count, dtype=torch.float32)
-    bracket[1], bracket[4], bracket[5] = depth, 1.0, positions + 1
-    part = queries.new_empty(splits, 4 * FIFTHS, rows, dtype=torch.float32)
+    bracket = queries.new_empty(6, 2, heads_q, count, dtype=torch.float32)
+    part = queries.new_empty(splits, 16, rows, dtype=torch.float32)
     found = queries.new_empty(2, heads_q, count, dtype=torch.int32)
-    for _ in range(passes):
+    for first in (True, False):
         above[(-(-count // ROWS), heads_q, splits)](
-            queries, keys, positions, bracket, lse, part, scale, count, rows, span, keys.stride(0), keys.stride(1),
-            GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=ABOVE_BLOCK, num_warps=8,
-            num_stages=2)
-        narrow[(-(-rows // SLOTS), 2)](bracket, part, found, *targets, rows, splits, SLOTS=SLOTS, num_warps=4)
+            queries, keys, positions, bracket, lse, part, scale, depth, count, rows, span, keys.stride(0),
+            keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=ABOVE_BLOCK,
+            FIRST=first, num_warps=ABOVE_WARPS, num_stages=2)
+        narrow[(-(-rows // SLOTS), 2)](
+            bracket, part, positions, found, *targets, depth, count, rows, splits, SLOTS=SLOTS, FIRST=first,
+            num_warps=4)
     return found[0], found[1]
 
 
@@ -193,10 +195,12 @@ def kernels() -> tuple[Any, ...]:
 
     @triton.jit
     def above_kernel(
-        q, k, positions, bracket, lse, part, scale, count, rows, span, k_head, k_token,
+        q, k, positions, bracket, lse, part, scale, depth, count, rows, span, k_head, k_token,
         GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+        FIRST: tl.constexpr,
     ):
-        """Share of the attention and number of keys of one stretch above the four inner edges of either bracket."""
+        """Share of the attention and number of keys of one stretch above eight edges: those between the ninths of the
+        whole depth, or those between the fifths of either bracket."""
         head = tl.program_id(1).to(tl.int64)
         stretch = tl.program_id(2).to(tl.int64)
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -208,10 +212,16 @@ def kernels() -> tuple[Any, ...]:
         slot = head * count + row
         plane = rows.to(tl.int64)
         norm = tl.load(lse + slot, mask=row < count, other=0.0)
-        low0 = tl.load(bracket + slot, mask=row < count, other=0.0)
-        low1 = tl.load(bracket + plane + slot, mask=row < count, other=0.0)
-        step0 = (tl.load(bracket + 2 * plane + slot, mask=row < count, other=0.0) - low0) * 0.2
-        step1 = (tl.load(bracket + 3 * plane + slot, mask=row < count, other=0.0) - low1) * 0.2
+        if FIRST:
+            step0 = tl.zeros([ROWS], tl.float32) + depth / 9
+            step1 = step0
+            low0 = tl.zeros([ROWS], tl.float32)
+            low1 = 4 * step0
+        else:
+            low0 = tl.load(bracket + slot, mask=row < count, other=0.0)
+            low1 = tl.load(bracket + plane + slot, mask=row < count, other=0.0)
+            step0 = (tl.load(bracket + 2 * plane + slot, mask=row < count, other=0.0) - low0) * 0.2
+            step1 = (tl.load(bracket + 3 * plane + slot, mask=row < count, other=0.0) - low1) * 0.2
         t0 = (norm - (low0 + step0))[:, None]
         t1 = (norm - (low0 + 2 * step0))[:, None]
         t2 = (norm - (low0 + 3 * step0))[:, None]
@@ -282,46 +292,70 @@ def kernels() -> tuple[Any, ...]:
         tl.store(base + 15 * plane, tl.sum(n7, 1), mask=row < count)
 
     @triton.jit
-    def narrow_kernel(bracket, part, found, goal0, goal1, rows, splits, SLOTS: tl.constexpr):
-        """Keep the fifth of the bracket in which the goal is reached; the count, interpolated within it."""
+    def narrow_kernel(
+        bracket, part, positions, found, goal0, goal1, depth, count, rows, splits,
+        SLOTS: tl.constexpr, FIRST: tl.constexpr,
+    ):
+        """Keep the ninth, then the fifth of it, in which the goal is reached; then count, within it by interpolation."""
         which = tl.program_id(1)
         goal = tl.where(which == 0, goal0, goal1)
         slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
         there = slot < rows
         plane = rows.to(tl.int64)
         at = bracket + which * plane + slot
-        low, high = tl.load(at, mask=there, other=0.0), tl.load(at + 2 * plane, mask=there, other=0.0)
-        mass_low = tl.load(at + 4 * plane, mask=there, other=0.0)
-        count_low = tl.load(at + 6 * plane, mask=there, other=0.0)
-        mass_high = tl.load(at + 8 * plane, mask=there, other=1.0)
-        count_high = tl.load(at + 10 * plane, mask=there, other=1.0)
-        step = (high - low) * 0.2
+        if FIRST:
+            low = tl.zeros([SLOTS], tl.float32)
+            high = low + depth
+            mass_low = low
+            count_low = low
+            mass_high = low + 1.0
+            count_high = (tl.load(positions + slot % count, mask=there, other=0) + 1).to(tl.float32)
+            step = low + depth / 9
+        else:
+            low = tl.load(at, mask=there, other=0.0)
+            high = tl.load(at + 2 * plane, mask=there, other=0.0)
+            mass_low = tl.load(at + 4 * plane, mask=there, other=0.0)
+            count_low = tl.load(at + 6 * plane, mask=there, other=0.0)
+            mass_high = tl.load(at + 8 * plane, mask=there, other=1.0)
+            count_high = tl.load(at + 10 * plane, mask=there, other=1.0)
+            step = (high - low) * 0.2
         start = low
         reached = tl.zeros([SLOTS], tl.int32)
-        for edge in tl.static_range(4):
+        for edge in tl.static_range(8 if FIRST else 4):
+            # planes of `part`: four masses and four numbers of either bracket
+            if FIRST:
+                index = (edge // 4) * 8 + edge % 4
+            else:
+                index = which * 8 + edge
             mass = tl.zeros([SLOTS], tl.float32)
             number = tl.zeros([SLOTS], tl.float32)
             for stretch in range(splits):
-                base = part + (stretch * 16 + which * 8 + edge) * plane + slot
+                base = part + (stretch * 16 + index) * plane + slot
                 mass += tl.load(base, mask=there, other=0.0)
                 number += tl.load(base + 4 * plane, mask=there, other=0.0)
-            depth = start + (edge + 1) * step
-            below = mass < goal
-            low = tl.where(below, depth, low)
-            mass_low, count_low = tl.where(below, mass, mass_low), tl.where(below, number, count_low)
+            here = start + (edge + 1) * step
+            below = (mass < goal) & (reached == 0)
             ends = (mass >= goal) & (reached == 0)
-            high = tl.where(ends, depth, high)
-            mass_high, count_high = tl.where(ends, mass, mass_high), tl.where(ends, number, count_high)
-            reached = tl.where(mass >= goal, 1, reached)
-        tl.store(at, low, mask=there)
-        tl.store(at + 2 * plane, high, mask=there)
-        tl.store(at + 4 * plane, mass_low, mask=there)
-        tl.store(at + 6 * plane, count_low, mask=there)
-        tl.store(at + 8 * plane, mass_high, mask=there)
-        tl.store(at + 10 * plane, count_high, mask=there)
-        between = count_high - count_low
-        more = tl.ceil((goal - mass_low) * between / tl.maximum(mass_high - mass_low, 1.17549435e-38) - 1e-6)
-        needed = count_low + tl.minimum(tl.maximum(more, 0.0), between)
-        tl.store(found + which * plane + slot, tl.maximum(needed, 1.0).to(tl.int32), mask=there)
+            low = tl.where(below, here, low)
+            mass_low = tl.where(below, mass, mass_low)
+            count_low = tl.where(below, number, count_low)
+            high = tl.where(ends, here, high)
+            mass_high = tl.where(ends, mass, mass_high)
+            count_high = tl.where(ends, number, count_high)
+            reached = tl.where(ends, 1, reached)
+        if FIRST:
+            tl.store(at, low, mask=there)
+            tl.store(at + 2 * plane, high, mask=there)
+            tl.store(at + 4 * plane, mass_low, mask=there)
+            tl.store(at + 6 * plane, count_low, mask=there)
+            tl.store(at + 8 * plane, mass_high, mask=there)
+            tl.store(at + 10 * plane, count_high, mask=there)
+        else:
+            width = tl.maximum(high - low, 1e-6)
+            share = (goal - mass_low) / tl.maximum(mass_high - mass_low, 1.17549435e-38)
+            share = tl.minimum(tl.maximum(share, 0.0), 1.0)
+            inward = -tl.log(tl.maximum(1.0 - share * (1.0 - tl.exp(-width)), 1e-30)) / width
+            needed = count_low + tl.ceil(tl.minimum(inward, 1.0) * (count_high - count_low) - 1e-4)
+            tl.store(found + which * plane + slot, tl.maximum(needed, 1.0).to(tl.int32), mask=there)
 
     return summary_kernel, merge_kernel, above_kernel, narrow_kernel

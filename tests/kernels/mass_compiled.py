@@ -8,14 +8,14 @@ from sparsekv.kernels import attention_mass
 
 POINTERS = {**dict.fromkeys(("positions", "best", "part_best", "found"), "*i32"),
             **dict.fromkeys(("out", "part", "bracket", "lse"), "*fp32"),
-            **dict.fromkeys(("scale", "goal0", "goal1"), "fp32")}
+            **dict.fromkeys(("scale", "depth", "goal0", "goal1"), "fp32")}
 
 
 def main() -> None:
     for capability, limit in ((80, 166_912), (90, 232_448)):
         for dim, group, dtype in ((64, 3, "bf16"), (256, 1, "fp32")):
             constants = {"GROUP": group, "ROWS": attention_mass.ROWS, "DIM": dim, "WIDTH": attention_mass._padded(dim),
-                         "BLOCK": attention_mass.ABOVE_BLOCK, "SLOTS": attention_mass.SLOTS}
+                         "BLOCK": attention_mass.ABOVE_BLOCK, "SLOTS": attention_mass.SLOTS, "FIRST": dtype == "fp32"}
             for kernel in attention_mass.kernels():
                 signature = {n: "constexpr" if n in constants else POINTERS.get(
                     n, f"*{dtype}" if n in ("q", "k") else "i32") for n in kernel.arg_names}
