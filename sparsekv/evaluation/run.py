@@ -138,6 +138,11 @@ def run_eval(config: EvalConfig) -> EvalResult:
         tables.append(Table("What every method reads and what it costs", HEADER, table_rows(lines, measured)))
     rows = with_origin(rows)
     (output / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    unscored = sorted({r["task"] for r in rows if r["metric"] == "score" and r["value"] is None
+                       and not r.get("infeasible")})
+    if unscored:
+        text.append(f"No scores yet of {', '.join(unscored)}: lm-eval scores them and is not installed here. Run `pip "
+                    "install 'sparsekv[eval]'` and the same command with --resume; no answer is lost.")
     if not complete:
         text.append("The time limit came first: the same command with --resume goes on.")
     (output / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")

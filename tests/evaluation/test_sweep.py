@@ -292,6 +292,25 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) ->
             run_eval(EvalConfig(**{**options, "overwrite": bool(wrong), **wrong}))
 
 
+def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, tokenizer, monkeypatch) -> None:
+    from sparsekv.evaluation import suite
+    from sparsekv.evaluation.run import EvalConfig, run_eval
+
+    make_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    asked = [Request("theirs", 0, i, TEXT, [], "lm-eval", 4, [], {"answer": "x"}) for i in range(2)]
+    options = {"model": str(tmp_path / "model"), "output": tmp_path / "out", "device": "cpu", "selectors": "topk",
+               "budgets": "0.5", "requests": save_requests(tmp_path / "r.jsonl", [*requests()[:1], *asked], {})}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    first = run_eval(EvalConfig(**options))
+    assert "No scores yet of theirs" in first.table and "with --resume" in first.table
+    monkeypatch.undo()
+    monkeypatch.setattr(suite, "score_answers", lambda requests, answers: [0.25 for _ in answers])
+    again = run_eval(EvalConfig(**options, resume=True))
+    assert "No scores yet" not in again.table
+    assert {r["value"] for r in again.rows if r["case"] == "theirs"} == {25.0}
+
+
 def test_help_names_every_task_and_the_units(monkeypatch, capsys) -> None:
     from sparsekv.cli import main
 
