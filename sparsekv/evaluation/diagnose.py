@@ -68,12 +68,12 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
         add_task(made, label, other)
     output.mkdir(parents=True, exist_ok=True)
     made.save(output / "diagnostics.json")
-    tables, figures = diagnostic_tables(made), diagnostic_figures(made)
-    text = "\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in tables)
-    (output / "table.md").write_text(text + "\n", encoding="utf-8")
+    (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
+    text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
+    (output / "table.md").write_text(f"{text}\n\n{more}\n", encoding="utf-8")
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
              f"tokens of {next(iter(made.tasks))}, {config.queries} queries a window and head.")
-    write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures)
+    write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)
     write_pngs(output, figures)
     return DiagnosticsResult(made, text, output)
 

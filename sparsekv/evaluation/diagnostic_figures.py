@@ -42,25 +42,28 @@ def matched_ratio(d: Diagnostics, budget: float) -> float | None:
     return None
 
 
-def diagnostic_tables(d: Diagnostics) -> list[Table]:
-    """Error by method and budget, by entropy quarter, router and completion, layers."""
+def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
+    """Error by method and budget, router, completion, texts; then, for a second look, entropy quarters and layers."""
     header = ["method", *("sink + tail" if b == 0 else f"{100 * b:g} %" for b in d.budgets)]
     tables = [Table("Relative output error", header, _lines(d.errors), "Mean over layers, heads and queries of the L2 "
                     "distance to full attention, by the share of the context retrieved."),
               Table("Attention read exactly", header, _lines(d.mass), "Share of a head's attention, sink and tail "
                     "included."),
               Table("Selectivity", header, _lines(d.read), "Share of the context read, sink and tail included.")]
-    for name, table in d.errors.items():
-        lines = [[q, *(f"{x:.3f}" for x in line)] for q, line in zip(QUARTILES, by_quartile(d, table), strict=True)]
-        tables.append(Table(f"Error by entropy of the head, {name}", header, lines, "Quarters of all heads by the "
-                            "normalised entropy of their mid region."))
     if d.recall:
         recall = {"mid mass over that of the best buckets": d.recall["oracle"],
                   "share of exact top-k's keys": d.recall["topk"]}
-        tables.append(Table("Router recall", header, _lines(recall)))
+        tables.append(Table("Router recall", header, _lines(recall), "At equal budgets; the best buckets are those with the most "
+                            "mid mass a key."))
     if d.completion:
         share = {"estimated by φ": d.completion["share"], "true": 1.0 - d.mass["topk"]}
-        tables.append(Table("Share of the attention left to completion, exact top-k", header, _lines(share)))
+        tables.append(Table("Share of the attention left to completion, exact top-k", header, _lines(share),
+                            "What φ puts on the keys that are not read, beside what is there."))
+    details = []
+    for name, table in d.errors.items():
+        lines = [[q, *(f"{x:.3f}" for x in line)] for q, line in zip(QUARTILES, by_quartile(d, table), strict=True)]
+        details.append(Table(f"Error by entropy of the head, {draw.shown(name)}", header, lines,
+                             "Quarters of all heads by the normalised entropy of their mid region."))
     names = [n for n in ("entropy", "mass_mid", "cover75", "cover95", "imbalance", "gap_mean", "gap_std")
              if n in d.heads]
     lines = [[str(layer), *(f"{float(d.heads[n][row].nanmean()):.4g}" for n in names)]
@@ -71,19 +74,21 @@ def diagnostic_tables(d: Diagnostics) -> list[Table]:
                for label, t in d.tasks.items()]
     tables.append(Table("Texts", ["text", *TASK_COLUMNS.values()], by_task, "Means over layers and heads; entropy of "
                         f"the mid region from 0 to 1, keys in tokens of {d.context_length}."))
-    tables.append(Table("Layers", ["layer", *(shown.get(n, n) for n in names)], lines, "Means over heads."))
-    return tables
+    details.append(Table("Layers", ["layer", *(shown.get(n, n) for n in names)], lines,
+                         "Means over heads; entropy from 0 to 1, keys in tokens, ŝ − s in nats."))
+    return tables, details
 
 
 def _lines(tables: dict[str, Tensor]) -> list[list[str]]:
-    return [[name.replace("+phi", " + φ"), *(f"{x:.3f}" for x in table.nanmean((0, 1)).tolist())]
+    return [[draw.shown(name), *(f"{x:.3f}" for x in table.nanmean((0, 1)).tolist())]
             for name, table in tables.items()]
 
 
 def diagnostic_figures(d: Diagnostics) -> list[Figure]:
     """Every figure there is data for."""
     made = [Figure("Error by budget", draw.error_lines(d.budgets, _means(d.errors)),
-                   "Relative error of the attention output, mean over layers and heads. Solid: completed.")]
+                   "Relative error of the attention output, mean over layers and heads. The colour says what is read, "
+                   "the line what completes it: dashed nothing, solid φ.")]
     entropy = {label: t["entropy_mid"] for label, t in d.tasks.items()}
     made.append(Figure("Entropy by layer", draw.by_layer(d.layers, entropy, "entropy of the mid region, 0 to 1",
                                                          band=_band(d.heads["entropy"])),

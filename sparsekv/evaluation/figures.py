@@ -65,7 +65,7 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
         line = sorted((r for r in known if r["method"] == method), key=lambda r: r["budget"] or 0.0)
         name, _, completion = method.partition("+")
         colour = METHOD_HUES.get(name, HUES["full"])
-        label = _shown(method)
+        label = shown(method)
         styles[label] = "-" if name in ("full", "streaming") else COMPLETION_STYLES.get(completion, "-")
         if line[0]["budget"] is None:
             axes.axhline(line[0]["value"], color=colour, linestyle=styles[label], linewidth=1.8)
@@ -101,7 +101,8 @@ def _end_labels(
     axes.set_xlim(-margin, last + margin)
 
 
-def _shown(method: str) -> str:
+def shown(method: str) -> str:
+    """A method's name for readers: `topk + φ`."""
     return method.replace("+phi", " + φ").replace("+", " + ").replace("  ", " ")
 
 
@@ -192,7 +193,7 @@ def error_lines(budgets: Sequence[float], errors: Mapping[str, Sequence[float]])
     ends, styles = [], {}
     for method, line in errors.items():
         selector, _, completion = method.partition("+")
-        colour, label = METHOD_HUES.get(selector, HUES["full"]), _shown(method)
+        colour, label = METHOD_HUES.get(selector, HUES["full"]), shown(method)
         styles[label] = COMPLETION_STYLES.get(completion, "-")
         axes.plot(_places(budgets), line, color=colour, linestyle=styles[label], marker="o", markersize=3,
                   linewidth=1.7)
