@@ -53,8 +53,8 @@ def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
     if d.recall:
         recall = {"mid mass over that of the best buckets": d.recall["oracle"],
                   "share of exact top-k's keys": d.recall["topk"]}
-        tables.append(Table("Router recall", header, _lines(recall), "At equal budgets; the best buckets are those with the most "
-                            "mid mass a key."))
+        tables.append(Table("Router recall", header, _lines(recall),
+                            "At equal budgets; the best buckets are those with the most mid mass a key."))
     if d.completion:
         share = {"estimated by φ": d.completion["share"], "true": 1.0 - d.mass["topk"]}
         tables.append(Table("Share of the attention left to completion, exact top-k", header, _lines(share),
