@@ -49,6 +49,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.capture.store import CaptureStore
     from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
     from sparsekv.evaluation.report import write_pngs, write_report
+    from sparsekv.evaluation.rows import provenance
     from sparsekv.evaluation.tables import markdown
     from sparsekv.hub import resolve_device
 
@@ -72,7 +73,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
     (output / "table.md").write_text(f"{text}\n\n{more}\n", encoding="utf-8")
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
-             f"tokens of {next(iter(made.tasks))}, {config.queries} queries a window and head.")
+             f"tokens of {next(iter(made.tasks))}, {config.queries} queries a window and head. {provenance()}")
     write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)
     write_pngs(output, figures)
     return DiagnosticsResult(made, text, output)

@@ -40,6 +40,12 @@ def origin() -> dict[str, str]:
     return {"machine": machine(), "command": command, "commit": commit()}
 
 
+def provenance() -> str:
+    """The same as a sentence under a report's title."""
+    here = origin()
+    return f"{here['machine']}; commit {here['commit']}; {here['command']}"
+
+
 def with_origin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with the machine, the command and the commit they come from; rows that know theirs keep it."""
     here = origin()

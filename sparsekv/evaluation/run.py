@@ -100,7 +100,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
     """
     from sparsekv.evaluation.decode import HEADER, markdown_table, table_rows
     from sparsekv.evaluation.report import Table, write_pngs, write_report
-    from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.rows import provenance, with_origin
     from sparsekv.evaluation.suite import run_suite, suite_tables, write_requests
     from sparsekv.evaluation.tables import markdown
     from sparsekv.hub import load_model
@@ -151,8 +151,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
         from sparsekv.evaluation.diagnostic_figures import diagnostic_figures
 
         figures += diagnostic_figures(asked.diagnostics)
-    write_report(output / "report.html", "sparsekv eval", f"{config.model}; tasks {config.tasks}.", tables, figures,
-                 details)
+    write_report(output / "report.html", "sparsekv eval", provenance(), tables, figures, details)
     write_pngs(output, figures)
     return EvalResult(rows, "\n\n".join(text), output)
 
