@@ -75,22 +75,24 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
     model, tokenizer = load_model(options.model, dtype="bfloat16", device=options.device)
     stores = {}
     held = options.heldout_documents
-    jobs = [("train", options.text, "train", options.documents, options.queries, 0),
-            ("heldout", options.text, "heldout", held, 256, 0), ("ood", "embedded", "all", held, 256, 0)]
-    if options.part == "quality" and options.noise_documents:
-        jobs.append(("noisy", options.text, "train", options.documents, options.queries, options.noise_documents))
-    for name, corpus, split, count, queries, noise in jobs:
+    written = options.generated_documents
+    jobs = [("train", options.text, "train", options.documents, options.queries, 0, 0),
+            ("heldout", options.text, "heldout", held, 256, 0, 0), ("ood", "embedded", "all", held, 256, 0, 0)]
+    if options.part == "quality" and options.noise_documents + written:
+        jobs.append(("mixed", options.text, "train", options.documents + written, options.queries,
+                     options.noise_documents, written))
+    for name, corpus, split, count, queries, noise, generated in jobs:
         stores[name] = run_capture(
             CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
                           layers=options.layers, context_length=options.length, num_documents=count,
-                          queries_per_document=queries, noise_documents=noise, seed=1),
+                          queries_per_document=queries, noise_documents=noise, generated_documents=generated, seed=1),
             model=model, tokenizer=tokenizer)
     return stores
 
 
 def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: Path, chosen: dict[str, Any],
           ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
-    """Routers from the text as it is, φ from the same windows with noise in some."""
+    """Routers from the text as it is, φ from the same windows with noise in some, and from what the model wrote."""
     common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
                               "device": options.device, "seed": options.seed}
     routers = {}
@@ -99,7 +101,7 @@ def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: 
         routers[kind] = train_router(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     began = time.perf_counter()
-    common["capture"] = str(stores.get("noisy", stores["train"]).path)
+    common["capture"] = str(stores.get("mixed", stores["train"]).path)
     phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi")))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
     return routers, phi
@@ -123,7 +125,8 @@ def quality(options: argparse.Namespace, device: str) -> None:
         best = max(("mlp", "hybrid"), key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
         tokens = rivals.reads()
         sizes = {"documents": options.documents, "noise_documents": options.noise_documents,
-                 "queries": options.queries, "length": options.length}
+                 "generated_documents": options.generated_documents, "queries": options.queries,
+                 "length": options.length}
         about = f"phi: {words(chosen['phi'])}; router ({best} is best): {words(chosen['router'])}; {words(sizes)}"
         shared = {"seed": options.seed, "options": about}
         rows, head_rows, began = [], [], time.perf_counter()
@@ -232,6 +235,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--documents", type=int, default=150)
     parser.add_argument("--noise-documents", type=int, default=30, help="of these, for φ: half random tokens")
+    parser.add_argument("--generated-documents", type=int, default=0, help="beside these, for φ: the model's own text")
     parser.add_argument("--queries", type=int, default=384)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)

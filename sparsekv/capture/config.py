@@ -28,6 +28,10 @@ class CaptureConfig:
     noise_documents: int = option(0, help="The first so many windows get stretches of random tokens in half of their "
                                           "length: for feature maps that serve texts unlike the corpus [windows].",
                                   min=0)
+    generated_documents: int = option(0, help="The first so many windows are text that the model writes itself, from "
+                                              "random first tokens: for feature maps that serve texts unlike the "
+                                              "corpus; --noise-documents counts from the windows after them [windows].",
+                                      min=0)
     queries_per_document: int = option(256, help="Queries sampled per window and query head [queries].", min=1)
     query_sampling: str = option("uniform", help="Which positions: uniform, or long_range (per head, queries whose "
                                                  "best key lies more than --long-range tokens away come first).")
@@ -73,6 +77,9 @@ def check_options(config: CaptureConfig) -> None:
             raise SparseKVError(f"unknown {name} {value!r}: expected one of {', '.join(allowed)}")
     if not 0.0 < config.key_fraction <= 1.0:
         raise SparseKVError(f"key fraction {config.key_fraction} is not above 0 and at most 1")
+    if config.generated_documents >= config.num_documents:
+        raise SparseKVError(f"--generated-documents {config.generated_documents} leaves none of the "
+                            f"{config.num_documents} windows to the corpus; ask for fewer, or for more --num-documents")
     if config.sink_size + config.window_size >= config.context_length:
         raise SparseKVError(f"sink ({config.sink_size}) and window ({config.window_size}) leave no middle in a context "
                             f"of {config.context_length} tokens; use a longer --context-length")

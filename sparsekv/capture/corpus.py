@@ -17,6 +17,7 @@ SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
 HELDOUT_PERCENT = 20
 NOISE_TOKENS = (16, 256)
+GENERATED = "generated"  # the source of a window that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
 
 

@@ -12,6 +12,7 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options
 from sparsekv.capture.corpus import Window, add_noise, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture, Plan
+from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.place import Place, place
 from sparsekv.capture.prepare import (
     begin_output,
@@ -61,9 +62,13 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_split=config.dataset_split, dataset_config=config.dataset_config,
                        streaming=config.streaming),
-        tokenizer, length=config.context_length, count=config.num_documents, seed=config.seed, pack=config.pack,
-        chat_template=config.chat_template)
+        tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
+        seed=config.seed, pack=config.pack, chat_template=config.chat_template)
     windows = add_noise(windows, config.noise_documents, tokenizer, seed=config.seed)
+    if config.generated_documents:
+        windows = ranks.first_does(lambda: generated_windows(
+            model, tokenizer, length=config.context_length, count=config.generated_documents,
+            seed=config.seed)) + windows
     plan = Plan(config, layers, ropes, heads, fingerprint["num_query_heads"] // fingerprint["num_kv_heads"])
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
     ranks.all_do(_told(store)(lambda: capture_documents(plan, model, windows, store, ranks)))

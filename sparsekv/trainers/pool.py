@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.capture.corpus import GENERATED
 from sparsekv.capture.rope import Layout, rotate
 from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
@@ -122,7 +123,8 @@ def load_pool(
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
     """Windows to train on and to validate on: the last `validation` are for validation, and those before that share a
-    source document with them are left out, unless that would cost more than half (a corpus of one long file).
+    source document with them are left out, unless that would cost more than half of those cut from the corpus (a corpus
+    of one long file).
 
     Raises SparseKVError where none are left to train on.
     """
@@ -132,7 +134,9 @@ def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], li
     cut = store.num_documents - validation
     held = _sources(store, range(cut, store.num_documents))
     apart = [i for i in range(cut) if held and held.isdisjoint(_sources(store, [i]))]
-    return apart if 2 * len(apart) >= cut else list(range(cut)), list(range(cut, store.num_documents))
+    written = sum(_sources(store, [i]) == {GENERATED} for i in range(cut))
+    enough = 2 * (len(apart) - written) >= cut - written
+    return apart if enough else list(range(cut)), list(range(cut, store.num_documents))
 
 
 def _sources(store: CaptureStore, documents: Iterable[int]) -> set[str]:

@@ -1,0 +1,65 @@
+"""Text that the frozen model writes itself, for windows unlike the corpus (data-free calibration: LLM-QAT, Liu et al.
+2023, §3.1; ours starts from any token of the vocabulary and keeps all of the distribution)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sparsekv.capture.corpus import GENERATED, Window
+from sparsekv.progress import progress
+
+ROWS, LENGTH = 256, 512
+
+
+def generated_windows(
+    model: Any, tokenizer: Any, *, length: int, count: int, seed: int = 0, rows: int = ROWS, row_length: int = LENGTH,
+) -> list[Window]:
+    """`count` windows of `length` tokens sampled from `model` at temperature 1, the same for the same seed, model and
+    kind of device.
+
+    `rows` rows of `row_length` tokens are written side by side and packed into windows one after another. A row begins
+    with a token drawn evenly from the vocabulary; where the model ends a text, the next begins the same way.
+    """
+    prefix = list(tokenizer("")["input_ids"])
+    body = length - len(prefix)
+    row_length = min(row_length, body)
+    wanted = math.ceil(count * body / row_length)
+    generator = torch.Generator(device=model.get_input_embeddings().weight.device).manual_seed(seed)
+    tokens: list[int] = []
+    with progress("generate", wanted * row_length, "tokens") as advance:
+        for first in range(0, wanted, rows):
+            written = _write(model, tokenizer, prefix, min(rows, wanted - first), row_length, generator, advance)
+            tokens += written.flatten().tolist()
+    return [Window(prefix + tokens[i * body:(i + 1) * body], (GENERATED,)) for i in range(count)]
+
+
+@torch.inference_mode()
+def _write(
+    model: Any, tokenizer: Any, prefix: list[int], rows: int, length: int, generator: torch.Generator, advance: Any,
+) -> torch.Tensor:
+    """`[rows, length]` token ids, none of them special; the model saw `prefix` before each row."""
+    from transformers import DynamicCache
+
+    device = generator.device
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long, device=device)
+    vocabulary = torch.arange(min(len(tokenizer), model.get_input_embeddings().num_embeddings), device=device)
+    vocabulary = vocabulary[~torch.isin(vocabulary, special)]
+
+    def begin() -> torch.Tensor:
+        return vocabulary[torch.randint(len(vocabulary), (rows, 1), generator=generator, device=device)]
+
+    cache, found = DynamicCache(config=model.config), [begin()]
+    asked = torch.cat([torch.tensor(prefix, dtype=torch.long, device=device).expand(rows, -1), found[0]], 1)
+    advance(rows)
+    for _ in range(length - 1):
+        logits = model(input_ids=asked, past_key_values=cache, use_cache=True).logits[:, -1]
+        # columns past the tokenizer's are no tokens
+        chance = logits[:, :len(tokenizer)].float().softmax(-1).to(device)
+        asked = torch.multinomial(chance, 1, generator=generator)
+        asked = torch.where(torch.isin(asked, special), begin(), asked)
+        found.append(asked)
+        advance(rows)
+    return torch.cat(found, 1)
