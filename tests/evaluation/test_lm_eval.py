@@ -186,8 +186,10 @@ def test_what_cannot_be_fetched_is_named_once_and_skipped(tmp_path, tokenizer, l
         raise ConnectionError(f"Couldn't reach {path!r}")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(SparseKVError, match=r"niah_single_2 \(Paul Graham's essays\) cannot.*--skip-missing"):
-        req.make_requests(["niah_single_2"], tmp_path, [1024], 1)
+    monkeypatch.setitem(req.DATA, "infinitebench_passkey", "what it is called")
+    with pytest.raises(SparseKVError, match=r"passkey \(what it is called\) cannot be fetched.*--skip-missing"):
+        req.make_requests(["infinitebench_passkey"], tmp_path, [1024], 1)
+    monkeypatch.setitem(req.DATA, "infinitebench_passkey", req.DATA["infinitebench_code_run"])
     with pytest.raises(SparseKVError, match=r"task coqa \(EleutherAI/coqa\)"):
         req.make_requests(["coqa"], tmp_path, [1024], 1)
     asked.clear()
