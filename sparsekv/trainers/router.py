@@ -40,6 +40,9 @@ class RouterConfig(TrainingOptions):
                                      "from each request's own bucket means) or hybrid (mean_key plus a trained one).")
     router_scope: str = option("kv_head", help="One query model per kv_head (shared by its group) or per query_head.")
     hidden_size: int = option(1024, help="Hidden width of the query model [units].", min=8)
+    output_rank: int = option(0, help="Rank R of the query model's output matrix, trained as a product of two and "
+                                      "multiplied out when saved: fewer weights to fit, the same size and speed; "
+                                      "0 = full.", min=0)
     validate_every: int = option(250, help="Measure the mass reached at 5 % on validation windows before training, "
                                            "every so many steps and after it, and keep every head's best weights: a "
                                            "hybrid starts as mean_key and cannot end below it there; 0 keeps the "
@@ -117,6 +120,9 @@ def _check(config: RouterConfig, store: CaptureStore, documents: int) -> str:
     if store.context_length * documents < config.num_buckets:
         raise SparseKVError(f"the capture has fewer keys a head than the {config.num_buckets} buckets asked for; use "
                             "fewer buckets or a larger capture")
+    if config.output_rank >= min(config.hidden_size, config.num_buckets):
+        raise SparseKVError(f"--output-rank {config.output_rank} does not limit a matrix of {config.hidden_size} "
+                            f"hidden units by {config.num_buckets} buckets; use a lower rank, or 0 for none")
     if config.key_space == "auto":
         return "pre" if store.context_length >= LONG_CONTEXT else "rot"
     return config.key_space
@@ -174,7 +180,8 @@ class RouterTask(Task):
         seeds = [(config.seed * 997 + part.layer) * 4096 + (part.first + h) * per_kv + g
                  for part in parts for h in range(part.heads) for g in range(per_kv)]
         dim = pool.queries.shape[3]
-        self.router = by_head(lambda heads: BucketRouter(heads, dim, config.num_buckets, config.hidden_size), seeds)
+        self.router = by_head(lambda heads: BucketRouter(heads, dim, config.num_buckets, config.hidden_size,
+                                                         config.output_rank), seeds)
         if config.scores == "hybrid":
             torch.nn.init.zeros_(self.router.w2)
         distance = (pool.positions - pool.best).transpose(0, 1).flatten(1)

@@ -79,15 +79,29 @@ def test_router_learns_and_survives_the_disk(store, tmp_path, scores: str, space
     assert "12 buckets" in shown and "layer   2:" in shown and "LlamaForCausalLM" in shown
 
 
-def test_folding_batch_norm_changes_nothing() -> None:
+@pytest.mark.parametrize("rank", [0, 4])
+def test_folding_batch_norm_changes_nothing(rank: int) -> None:
     torch.manual_seed(0)
-    router = BucketRouter(3, 8, 10, 16)
+    router = BucketRouter(3, 8, 10, 16, rank)
     x = torch.randn(3, 50, 8) * 4 + 1
     for _ in range(20):
         router(x)
     router.eval()
     logits = router_logits(x.transpose(0, 1), router.fold()).transpose(0, 1)
     torch.testing.assert_close(logits, router(x), rtol=1e-4, atol=1e-4)
+    assert torch.linalg.matrix_rank(router.fold().w2).tolist() == [rank or 10] * 3
+
+
+@pytest.mark.parametrize("scores", ["mlp", "hybrid"])
+def test_the_output_matrix_of_a_router_may_be_of_low_rank(store, tmp_path, scores: str) -> None:
+    options = {"capture": str(store.path), "num_buckets": 12, "hidden_size": 24, "batch_size": 32, "long_range": 20,
+               "max_steps": 40, "scores": scores, "key_space": "rot", "validate_every": 0}
+    train_router(RouterConfig(output=str(tmp_path / "a"), output_rank=3, **options))
+    weights = RouterArtifact.load(tmp_path / "a").weights
+    assert weights is not None and weights.w2.shape == (3, 2, 24, 12)
+    assert (torch.linalg.matrix_rank(weights.w2) == 3).all()
+    with pytest.raises(SparseKVError, match="does not limit"):
+        train_router(RouterConfig(output=str(tmp_path / "b"), output_rank=12, **options))
 
 
 def test_log_kernel_is_the_log_of_the_inner_product() -> None:
