@@ -14,7 +14,6 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
 from sparsekv.models import estimators, offline
-from sparsekv.models.feature_map import log_phi
 from sparsekv.trainers.kmeans import spherical_kmeans
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
@@ -120,11 +119,10 @@ def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> tuple[Tensor, Tensor
     """Log weights of the learned maps: with the gate forced on, and gated."""
     maps = phi.layer(layer)
     assert maps is not None, f"the feature maps have no layer {layer}"
-    log_k = maps.log_phi_k(seen.keys[None])[0]
-    log_q = log_phi(seen.queries, maps.query_map)
+    logits = maps.maps.surrogate(seen.queries, seen.keys, seen.scene.context, scale=seen.scale,
+                                 sink_size=phi.config.sink_size)
     shift = phi.shift[phi.config.layers.index(layer)][:, None, None]
-    return (estimators.feature_logits(seen.scene, log_q + shift, log_k),
-            estimators.feature_logits(seen.scene, log_q + maps.offset[:, None, None], log_k))
+    return logits + shift, logits + maps.offset[:, None, None]
 
 
 def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tensor, dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
-from sparsekv.models.feature_map import FeatureMapWeights, log_phi
+from sparsekv.models.feature_map import FeatureMapWeights, Maps
 
 KIND = "phi"
 
@@ -28,32 +28,43 @@ class PhiArtifactConfig:
     window_size: int
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
+    centred: bool = False
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate."""
 
-    query_map: FeatureMapWeights
-    key_map: FeatureMapWeights
+    maps: Maps
     offset: Tensor
 
-    def log_phi_q(self, q_rot: Tensor) -> Tensor:
-        """`[B, Hq, T, d]` with RoPE -> `[B, Hq, T, r]`; a head whose gate is 0 gives -inf."""
-        return log_phi(q_rot, self.query_map) + self.offset[:, None, None]
+    @property
+    def query_map(self) -> FeatureMapWeights:
+        return self.maps.query
 
-    def log_phi_k(self, k_rot: Tensor) -> Tensor:
+    @property
+    def centred(self) -> bool:
+        """Whether queries and keys want the request's mean key."""
+        return self.maps.centred is not None
+
+    def log_phi_q(self, q_rot: Tensor, centre: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """`[B, Hq, T, d]` with RoPE -> `[B, Hq, T, r]`; a head whose gate is 0 gives -inf. centre `[B, Hkv, d]`."""
+        return self.maps.log_phi_q(q_rot, centre, scale) + self.offset[:, None, None]
+
+    def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
         """`[B, Hkv, N, d]` with RoPE -> `[B, Hkv, N, r]`."""
-        return log_phi(k_rot, self.key_map)
+        return self.maps.log_phi_k(k_rot, centre)
+
+    def to(self, device: Any) -> PhiLayer:
+        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offset.to(device))
 
 
 class PhiArtifact:
-    """query_map and key_map with leading dimensions `[L, Hq]` and `[L, Hkv]`; shift, gate `[L, Hq]`: the completion's
+    """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift, gate `[L, Hq]`: the completion's
     mass is multiplied by `gate · exp(shift)`."""
 
-    def __init__(self, config: PhiArtifactConfig, query_map: FeatureMapWeights, key_map: FeatureMapWeights,
-                 shift: Tensor, gate: Tensor, path: Path | None = None):
-        self.config, self.query_map, self.key_map = config, query_map, key_map
+    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None):
+        self.config, self.maps = config, maps
         self.shift, self.gate, self.path = shift, gate, path
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
@@ -62,11 +73,10 @@ class PhiArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
-        query_map, key_map = (FeatureMapWeights(*(w[row] for w in m)) for m in (self.query_map, self.key_map))
-        return PhiLayer(query_map, key_map, self.shift[row] + self.gate[row].log())
+        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log())
 
     def save(self, path: str | Path) -> None:
-        tensors = {f"{part}.{k}": w for part, m in (("query_map", self.query_map), ("key_map", self.key_map))
+        tensors = {f"{part}_map.{k}": w for part, m in self.maps._asdict().items() if m is not None
                    for k, w in m._asdict().items()}
         save_artifact(path, asdict(self.config), {**tensors, "shift": self.shift, "gate": self.gate})
 
@@ -77,16 +87,18 @@ class PhiArtifact:
         names = {f.name for f in fields(PhiArtifactConfig)}
         config = PhiArtifactConfig(**{k: v for k, v in raw.items() if k in names})
         layers, where = len(config.layers), str(path)
+        d, w, r = config.model["head_dim"], config.width, config.num_features
+        half = r // 2 if config.centred else 0
+        heads_q, heads_kv = config.model["num_query_heads"], config.model["num_kv_heads"]
         maps = []
-        for part, heads in (("query_map", config.model["num_query_heads"]), ("key_map", config.model["num_kv_heads"])):
-            d, w, r = config.model["head_dim"], config.width, config.num_features
+        for part, heads, made in (("query", heads_q, r), ("key", heads_kv, r - half), ("centred", heads_kv, half)):
             shapes = {"w_in": (d, w), "b_in": (w,), "w_a": (w, w), "b_a": (w,), "w_b": (w, w), "alpha": (1,),
-                      "w_out": (w, r), "b_out": (r,)}
-            maps.append(FeatureMapWeights(**{
-                k: take(tensors, f"{part}.{k}", (layers, heads, *shape), where) for k, shape in shapes.items()}))
-        heads = config.model["num_query_heads"]
-        shift, gate = (take(tensors, name, (layers, heads), where) for name in ("shift", "gate"))
-        return cls(config, maps[0], maps[1], shift, gate, Path(path))
+                      "w_out": (w, made), "b_out": (made,)}
+            if made:
+                maps.append(FeatureMapWeights(**{k: take(tensors, f"{part}_map.{k}", (layers, heads, *shape), where)
+                                                 for k, shape in shapes.items()}))
+        shift, gate = (take(tensors, name, (layers, heads_q), where) for name in ("shift", "gate"))
+        return cls(config, Maps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -94,11 +106,13 @@ class PhiArtifact:
                           ignore=("rope",))
 
     def to(self, device: Any) -> PhiArtifact:
-        query_map, key_map = (FeatureMapWeights(*(w.to(device) for w in m)) for m in (self.query_map, self.key_map))
-        return PhiArtifact(self.config, query_map, key_map, self.shift.to(device), self.gate.to(device), self.path)
+        return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
+                           self.gate.to(device), self.path)
 
     def summary(self) -> str:
         c = self.config
-        lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}, width {c.width}; "
+        half = ", half of them centred" if c.centred else ""
+        lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}{half}, "
+                 f"width {c.width}",
                  f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads", *describe(c.quality)]
         return "\n".join(lines)

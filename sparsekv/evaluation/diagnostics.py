@@ -21,7 +21,6 @@ from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import assign_buckets, router_logits
 from sparsekv.models import estimators, offline
-from sparsekv.models.feature_map import FeatureMapWeights
 from sparsekv.models.offline import NEG_INF, Scene
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 1
@@ -204,7 +203,7 @@ def _examine(
         q, positions = queries[:, part], item.query_positions[:1, part].to(device)
         scene = offline.make_scene(q, keys, values, positions, scale=item.scale, sink_size=made.sink_size,
                                    window_size=made.window_size)
-        logits = None if phi is None else _phi_logits(scene, q, keys, phi)
+        logits = None if phi is None else _phi_logits(scene, q, keys, phi, item.scale, made.sink_size)
         estimates = _rivals(scene, q, keys, made, item.scale) if rivals else {}
         _examine_selection(total, scene, made, logits, estimates)
         if router is not None:
@@ -215,9 +214,10 @@ def _examine(
         total.add("curves", "mass", curve, len(part))
 
 
-def _phi_logits(scene: Scene, queries: Tensor, keys: Tensor, phi: PhiLayer) -> Tensor:
-    phi = _placed(phi, queries.device)
-    return estimators.feature_logits(scene, phi.log_phi_q(queries[None])[0], phi.log_phi_k(keys[None])[0])
+def _phi_logits(scene: Scene, queries: Tensor, keys: Tensor, phi: PhiLayer, scale: float, sink_size: int) -> Tensor:
+    phi = phi.to(queries.device)
+    logits = phi.maps.surrogate(queries, keys, scene.context, scale=scale, sink_size=sink_size)
+    return logits + phi.offset[:, None, None]
 
 
 def _rivals(
@@ -361,12 +361,13 @@ def _times(item: LayerCapture, phi: PhiLayer, device: torch.device) -> dict[str,
     cache and evaluate it; medians over one query of all heads."""
     from sparsekv.kernels import phi_cache, phi_partial, phi_remainder
 
-    phi = _placed(phi, device)
+    phi = phi.to(device)
     keys, values = item.keys_rot()[None].to(device), item.values.float()[None].to(device)
     query = item.queries_rot()[None, :, -1:].to(device)
     heads, length, dim = keys.shape[1:]
     count = max(1, math.ceil(TIMED_BUDGET * length))
-    cache = phi_cache(phi.log_phi_k(keys), values)
+    centre = (keys.mean(2),) if phi.centred else ()
+    cache = phi_cache(phi.log_phi_k(keys, *centre), values)
     tokens = torch.randperm(length)[:count].to(device).expand(1, heads, count)
     index = tokens[..., None].expand(1, heads, count, dim)
 
@@ -380,8 +381,9 @@ def _times(item: LayerCapture, phi: PhiLayer, device: torch.device) -> dict[str,
         return scores.softmax(-1) @ held[1]
 
     def complete() -> Tensor:
-        rest = phi_remainder(cache, phi.log_phi_k(held[0]), held[1], tokens >= 0)
-        return phi_partial(phi.log_phi_q(query)[:, :, 0], rest, full_z=cache.z)[0]
+        rest = phi_remainder(cache, phi.log_phi_k(held[0], *centre), held[1], tokens >= 0)
+        asked = phi.log_phi_q(query, centre[0] if centre else None, item.scale)[:, :, 0]
+        return phi_partial(asked, rest, full_z=cache.z)[0]
 
     return {"budget": TIMED_BUDGET, **{f.__name__: _median_time(f, device) for f in (load, attend, complete)}}
 
@@ -395,11 +397,6 @@ def _median_time(call: Callable[[], Any], device: torch.device, repeats: int = 3
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
     return sorted(taken[3:])[repeats // 2]
-
-
-def _placed(phi: PhiLayer, device: torch.device) -> PhiLayer:
-    query_map, key_map = (FeatureMapWeights(*(w.to(device) for w in m)) for m in (phi.query_map, phi.key_map))
-    return PhiLayer(query_map, key_map, phi.offset.to(device))
 
 
 def _statistics(store: CaptureStore, documents: int) -> dict[str, list[float]]:

@@ -296,7 +296,7 @@ def kernels() -> tuple[Any, ...]:
         bracket, part, positions, found, goal0, goal1, depth, count, rows, splits,
         SLOTS: tl.constexpr, FIRST: tl.constexpr,
     ):
-        """Keep the ninth, then the fifth of it, in which the goal is reached; then count, within it by interpolation."""
+        """Keep the ninth, then its fifth, in which the goal is reached; then count, within it by interpolation."""
         which = tl.program_id(1)
         goal = tl.where(which == 0, goal0, goal1)
         slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)

@@ -47,8 +47,8 @@ def phi_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiS
     program."""
     if q.is_cuda and weights.w_in.dtype == q.dtype and max(weights.w_in.shape[-1], store.m.shape[-1]) <= 256:
         return launch_query(q, weights, offset, store)
-    logs = reference.log_phi(q[:, :, None].to(weights.w_in.dtype), weights)[:, :, 0] + offset[:, None]
-    return reference.phi_query(logs, store, q.dtype)
+    logs = reference.add_centre(reference.log_phi(q[:, :, None], weights), q[:, :, None], store.centre)[:, :, 0]
+    return reference.phi_query(logs + offset[:, None], store, q.dtype)
 
 
 def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
@@ -62,11 +62,12 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
     c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
     base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
     query_kernel[(batch * heads_q,)](
-        q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]), a, c, whole, base,
-        heads_q, store.m.shape[1], q.stride(0), q.stride(1), dim, width, features, ROWS=16,
+        q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
+        store.m if store.centre is None else store.centre.contiguous(), a, c, whole, base, heads_q, store.m.shape[1],
+        q.stride(0), q.stride(1), dim, width, features, CENTRED=store.centre is not None, ROWS=16,
         DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)),
         FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
-    return PhiRest(a, c, whole, base, *store[3:])
+    return PhiRest(a, c, whole, base, *store[3:6])
 
 
 def _power_of_two(n: int) -> int:

@@ -52,7 +52,10 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 class PhiStore(NamedTuple):
     """The stable cache of a request, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`, with what the keys that are read are
     taken out by: features `[B, Hkv, N, r]` of every key, linear, relative to m (`phi_features`); or, for whole
-    buckets, the sums of each, bucket_z `[B, Hkv, C, r]` and bucket_s `[B, Hkv, C, r, d]` (`phi_bucket_sums`)."""
+    buckets, the sums of each, bucket_z `[B, Hkv, C, r]` and bucket_s `[B, Hkv, C, r, d]` (`phi_bucket_sums`).
+
+    centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the key that was taken off the keys
+    before their second half of features; a query adds its product with it to its own second half."""
 
     m: Tensor
     z: Tensor
@@ -60,6 +63,7 @@ class PhiStore(NamedTuple):
     features: Tensor | None = None
     bucket_z: Tensor | None = None
     bucket_s: Tensor | None = None
+    centre: Tensor | None = None
 
 
 class PhiRest(NamedTuple):
@@ -91,7 +95,7 @@ def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = No
     c = t.amax(-1)
     a = torch.exp(t - torch.where(torch.isinf(c), torch.zeros_like(c), c)[..., None]).to(dtype or t.dtype)
     exact = a.to(z.dtype)
-    return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), *store[3:])
+    return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), *store[3:6])
 
 
 def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
@@ -366,6 +370,33 @@ def log_phi(x: Tensor, weights: FeatureMapWeights) -> Tensor:
     inner = F.gelu(h @ weights.w_a + weights.b_a[..., None, :], approximate="tanh")
     h = h + weights.alpha[..., None] * (inner @ weights.w_b)
     return h @ weights.w_out + weights.b_out[..., None, :]
+
+
+def log_phi_keys(
+    keys: Tensor, key_map: FeatureMapWeights, centred_map: FeatureMapWeights | None = None,
+    centre: Tensor | None = None,
+) -> Tensor:
+    """`log φ_k` of keys `[..., H, N, d]` with RoPE. With a centred map the second half of the features is that map's of
+    `k − k̄`, k̄ = centre `[..., H, d]`: attention to the others hangs on what tells keys apart, and what they share is
+    the query's to add, exactly (`add_centre`). Ours, not the paper's."""
+    logs = log_phi(keys, key_map)
+    if centred_map is None:
+        return logs
+    assert centre is not None, "maps with a centred half need the mean key of the request"
+    moved = keys.to(key_map.w_in.dtype) - centre[..., None, :].to(key_map.w_in.dtype)
+    return torch.cat([logs, log_phi(moved, centred_map)], dim=-1)
+
+
+def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
+    """`log φ_q [..., Hq, T, r]` with `q · centre` added to the second half of the features: queries `[..., Hq, T, d]`,
+    centre `[..., Hkv, d]`, the mean key times the softmax scale, so that `exp(scale · q·k̄)` is exact. None adds
+    nothing."""
+    if centre is None:
+        return log_phi_q
+    group = queries.shape[-3] // centre.shape[-2]
+    shared = torch.einsum("...td,...d->...t", queries.to(centre.dtype), centre.repeat_interleave(group, dim=-2))
+    half = log_phi_q.shape[-1] // 2
+    return torch.cat([log_phi_q[..., :half], log_phi_q[..., half:] + shared[..., None].to(log_phi_q.dtype)], dim=-1)
 
 
 class PhiCache(NamedTuple):

@@ -3,12 +3,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels.reference import FeatureMapWeights, log_phi
+from sparsekv.kernels.reference import FeatureMapWeights, add_centre, log_phi, log_phi_keys
 
-__all__ = ["FeatureMap", "FeatureMapWeights", "log_kernel", "log_phi"]
+__all__ = ["FeatureMap", "FeatureMapWeights", "Maps", "log_kernel", "log_phi"]
+
+
+class Maps(NamedTuple):
+    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
+    the map that makes the second half of φ_k's features from `k − k̄`."""
+
+    query: FeatureMapWeights
+    key: FeatureMapWeights
+    centred: FeatureMapWeights | None = None
+
+    def log_phi_q(self, queries: Tensor, centre: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """`[..., Hq, T, d]` with RoPE -> `[..., Hq, T, r]`. centre `[..., Hkv, d]`: the mean key, if half centred."""
+        logs = log_phi(queries, self.query)
+        return logs if self.centred is None or centre is None else add_centre(logs, queries, scale * centre)
+
+    def log_phi_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
+        """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`."""
+        return log_phi_keys(keys, self.key, self.centred, centre)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Maps:
+        """With every tensor changed."""
+        return Maps(*(None if m is None else FeatureMapWeights(*(change(w) for w in m))  # type: ignore[arg-type]
+                      for m in self))
+
+    def heads(self, asked: slice, held: slice) -> Maps:
+        """Those of some query heads and KV heads."""
+        parts = (asked, held, held)
+        return Maps(*(None if m is None else FeatureMapWeights(*(w[part] for w in m))  # type: ignore[arg-type]
+                      for m, part in zip(self, parts, strict=True)))
+
+    def surrogate(
+        self, queries: Tensor, keys: Tensor, context: Tensor, *, scale: float, sink_size: int, steps: int = 8,
+    ) -> Tensor:
+        """`ŝ` of every query and key, as a request has it: `[Hq, T, d]`, `[Hkv, N, d]` -> `[Hq, T, N]`.
+
+        context `[Hq or 1, T]`: visible keys of every query. The mean key is that of a prefill, after the sink, which
+        ended at most `1/steps` of the window before the query."""
+        log_q = log_phi(queries, self.query)
+
+        def logits(asked: Tensor, made: Tensor) -> Tensor:
+            grouped = asked.reshape(keys.shape[0], -1, asked.shape[-1])
+            return log_kernel(grouped, made).reshape(*queries.shape[:2], -1)
+
+        if self.centred is None:
+            return logits(log_q, self.log_phi_k(keys))
+        length = keys.shape[1]
+        ended = (context * steps // length).clamp(1, steps - 1) * length // steps
+        found = torch.zeros(*queries.shape[:2], length, dtype=log_q.dtype, device=keys.device)
+        for end in ended.unique().tolist():
+            centre = keys[:, min(sink_size, end - 1):end].mean(1)
+            part = logits(add_centre(log_q, queries, scale * centre), self.log_phi_k(keys, centre))
+            found = torch.where((ended == end)[..., None], part, found)
+        return found
 
 
 def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
@@ -47,3 +103,24 @@ class FeatureMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return log_phi(x, self.weights())
+
+
+class CentredMap(nn.Module):
+    """φ_k of `heads` heads with a centred half: `features` of which the second half sees `k − k̄`."""
+
+    def __init__(self, heads: int, dim: int, features: int, width: int):
+        super().__init__()
+        half = features // 2
+        self.plain, self.centred = (FeatureMap(heads, dim, n, width) for n in (features - half, half))
+
+    @torch.no_grad()
+    def whiten(self, sample: Tensor) -> None:
+        """As `FeatureMap.whiten`, the centred half with the mean of the sample taken off."""
+        self.plain.whiten(sample)
+        self.centred.whiten(sample - sample.mean(1, keepdim=True))
+
+    def forward(self, x: Tensor, centre: Tensor) -> Tensor:
+        """x `[heads, ..., d]`, centre of the same number of dimensions."""
+        shape = (x.shape[0], -1, x.shape[-1])
+        logs = [self.plain(x.reshape(shape)), self.centred((x - centre).reshape(shape))]
+        return torch.cat(logs, -1).reshape(*x.shape[:-1], -1)

@@ -59,9 +59,11 @@ class PhiCompletion(Completion):
     """The stable cache of feature sums, minus the selection (completion paper §4.4, appendix C).
 
     `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
+    Maps with a centred half (`layer.centred`) also want the request's mean key: that of the mid region when the cache
+    was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew.
     """
 
-    row_state = ("cache", "features", "store")
+    row_state = ("cache", "features", "store", "centre", "centre_of")
 
     def __init__(self, layer: Any):
         self.layer = layer
@@ -69,12 +71,20 @@ class PhiCompletion(Completion):
         self.features: Tensor | None = None
         self.store: PhiStore | None = None
         self.maps: FeatureMapWeights | None = None
+        self.centre: Tensor | None = None
+        self.centre_of: Tensor | None = None
 
     def build(self, view: LayerView) -> None:
         self.cache, self.features, self.store = self._kept(view), None, None
         if self.cache is not None:
             return
+        if getattr(self.layer, "centred", False):
+            self.centre, self.centre_of = _mean_key(view), view.regions.mid_sizes
         self._add(view, view.regions.mid_first, view.regions.mid_last)
+
+    def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
+        """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""
+        return self.layer.log_phi_k(keys, *(() if self.centre is None else (fold(self.centre, queries),)))
 
     def _kept(self, view: LayerView) -> PhiCache | None:
         """The cache saved with a prefix, if it is of these maps and this mid region."""
@@ -82,18 +92,35 @@ class PhiCompletion(Completion):
         if "phi.m" not in saved:
             return None
         mid = torch.stack([view.regions.mid_first, view.regions.mid_last])
-        mark = self.layer.log_phi_k(view.keys[:, :, :1])
+        if ("phi.centre" in saved) != getattr(self.layer, "centred", False):
+            return None
+        if "phi.centre" in saved:
+            self.centre, self.centre_of = saved["phi.centre"], saved["phi.centre_of"]
+        mark = self._log_k(view.keys[:, :, :1])
         if not torch.equal(saved["phi.mid"], mid) or saved["phi.mark"].shape != mark.shape or not torch.allclose(
                 saved["phi.mark"], mark):
             return None
         return PhiCache(saved["phi.m"], saved["phi.z"], saved["phi.s"])
 
+    def saved(self, regions: Regions, first_key: Tensor) -> dict[str, Tensor]:
+        """What a saved prefix keeps, by name: read back by `build` where maps and mid region are the same. first_key
+        `[B, Hkv, 1, d]`: by its features maps are told apart."""
+        assert self.cache is not None
+        found = {**self.cache._asdict(), "mid": torch.stack([regions.mid_first, regions.mid_last]),
+                 "mark": self._log_k(first_key)}
+        if self.centre is not None and self.centre_of is not None:
+            found |= {"centre": self.centre, "centre_of": self.centre_of}
+        return found
+
     def extend(self, view: LayerView, old: Regions) -> None:
+        if self.centre_of is not None and bool((view.regions.mid_sizes > 2 * self.centre_of).any()):
+            return self.build(view)
         self.features = None
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         self._add(view, *joined)
         if self.store is not None:
             self.store = self._stored(view, self.store, *joined)
+        return None
 
     def fused(self, view: LayerView, queries: Queries) -> tuple[FeatureMapWeights, Tensor, PhiStore] | None:
         """Maps, offset and store for the attention kernel, which then completes by itself: one query a row, keys on a
@@ -120,7 +147,7 @@ class PhiCompletion(Completion):
             b = min(a + BLOCK, int(last.max()))
             positions = torch.arange(a, b, device=m.device)
             inside = (positions >= first[:, None]) & (positions < last[:, None])
-            new = phi_features(self.layer.log_phi_k(view.keys[:, :, a:b]), m) * inside[:, None, :, None]
+            new = phi_features(self._log_k(view.keys[:, :, a:b]), m) * inside[:, None, :, None]
             new = new.to(view.keys.dtype)
             if held is not None and held.features is not None:
                 # rows whose mid region ends later than the others' already hold some of these
@@ -130,14 +157,15 @@ class PhiCompletion(Completion):
                 parts.append(new)
             z = z + new.float().sum(2)
             s = s + (new.mT @ view.values[:, :, a:b].to(new.dtype)).float()
-        return PhiStore(m, z, s, torch.cat(parts, dim=2))
+        centre = None if self.centre is None else view.scale * self.centre
+        return PhiStore(m, z, s, torch.cat(parts, dim=2), centre=centre)
 
     def _add(self, view: LayerView, first: Tensor, last: Tensor) -> None:
         """Sum the tokens `first[b] <= i < last[b]` into the cache, a block at a time."""
         low, high = int(first.min()), int(last.max())
         for a in list(range(low, high, BLOCK)) or [low]:
             b = max(a, min(a + BLOCK, high))
-            logs = self.layer.log_phi_k(view.keys[:, :, a:b])
+            logs = self._log_k(view.keys[:, :, a:b])
             positions = torch.arange(a, b, device=logs.device)
             inside = (positions >= first[:, None]) & (positions < last[:, None])
             logs = logs.masked_fill(~inside[:, None, :, None], float("-inf"))
@@ -146,7 +174,8 @@ class PhiCompletion(Completion):
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
-        log_q = queries.folded(self.layer.log_phi_q(queries.rot))
+        log_q = queries.folded(self.layer.log_phi_q(queries.rot, *(
+            () if self.centre is None else (self.centre, view.scale))))
         tokens = selection.as_tokens()
         cache = PhiCache(*(fold(x, queries.count) for x in self.cache))
         if tokens.shape[-1] == 0:
@@ -167,20 +196,30 @@ class PhiCompletion(Completion):
         rows, heads, width = tokens.shape
         if selection.rows is not None:
             keys, values = selection.rows
-            return (self.layer.log_phi_k(keys).reshape(rows, heads, width, -1),
+            return (self._log_k(keys, rows // view.keys.shape[0]).reshape(rows, heads, width, -1),
                     values.reshape(rows, heads, width, -1))
         index = tokens.clamp(min=0).reshape(rows, view.num_kv_heads, lists * width)
         values = gather_rows(view.values, index)
         mid = int(view.regions.mid_last.max())
         if index.shape[-1] * (rows // view.keys.shape[0]) >= mid:
             if self.features is None:
-                self.features = torch.cat([self.layer.log_phi_k(view.keys[:, :, a:min(a + BLOCK, mid)])
+                self.features = torch.cat([self._log_k(view.keys[:, :, a:min(a + BLOCK, mid)])
                                            for a in range(0, mid, BLOCK)], dim=2)
             logs = gather_rows(self.features, index)
         else:
-            logs = self.layer.log_phi_k(gather_rows(view.keys, index))
+            logs = self._log_k(gather_rows(view.keys, index), rows // view.keys.shape[0])
         return logs.reshape(rows, heads, width, -1), values.reshape(rows, heads, width, -1)
 
     def cost_tokens(self, view: LayerView) -> float:
         features, dim = self.cache.m.shape[-1], view.keys.shape[-1]  # type: ignore[union-attr]
         return features * (dim + 2) / (2 * dim)
+
+
+def _mean_key(view: LayerView) -> Tensor:
+    """Mean of the mid region's keys, `[B, Hkv, d]` float32; zero where there are none."""
+    mask = view.regions.mid_mask()
+    total = torch.zeros((*view.keys.shape[:2], view.keys.shape[-1]), dtype=torch.float32, device=view.keys.device)
+    for a in range(0, mask.shape[1], BLOCK):
+        keys, inside = view.keys[:, :, a:a + BLOCK], mask[:, None, a:a + BLOCK, None].to(view.keys.device)
+        total += torch.where(inside, keys, 0).sum(2, dtype=torch.float32)
+    return total / view.regions.mid_sizes.clamp(min=1)[:, None, None].to(total.device)

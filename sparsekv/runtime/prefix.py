@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -53,9 +52,8 @@ def _built(layer: SparseLayer, i: int) -> dict[str, Tensor]:
         found |= {f"{i}.index.centroids": selector.centroids, f"{i}.index.assignment": selector.assignment}
     if isinstance(completion, PhiCompletion) and completion.cache is not None:
         regions = layer.state.regions
-        found |= {f"{i}.phi.{k}": v for k, v in completion.cache._asdict().items()}
-        found |= {f"{i}.phi.mid": torch.stack([regions.mid_first, regions.mid_last]),
-                  f"{i}.phi.mark": completion.layer.log_phi_k(layer.keys[:, :, :1].to(regions.starts.device))}
+        found |= {f"{i}.phi.{k}": v for k, v in completion.saved(
+            regions, layer.keys[:, :, :1].to(regions.starts.device)).items()}
     return found
 
 

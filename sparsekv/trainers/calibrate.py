@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.models.feature_map import FeatureMapWeights, log_kernel, log_phi
+from sparsekv.models.feature_map import Maps
 from sparsekv.models.offline import Scene, apply_weights, make_scene, top_k
 from sparsekv.trainers.pool import Pool
 
@@ -33,13 +33,6 @@ def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Sce
     return scene, queries, keys
 
 
-def surrogate(queries: Tensor, keys: Tensor, query_map: FeatureMapWeights, key_map: FeatureMapWeights) -> Tensor:
-    """`ŝ` of every query and key: `[Hq, T, d]`, `[Hkv, N, d]` -> `[Hq, T, N]`."""
-    log_q, log_k = log_phi(queries, query_map), log_phi(keys, key_map)
-    logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k)
-    return logits.reshape(*queries.shape[:2], -1)
-
-
 def errors(scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
     """Relative output error without completion `[Hq]`, and with it, its logits shifted by each of `shifts`: `[S, Hq]`.
 
@@ -61,9 +54,7 @@ def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     return apply_weights(logits.softmax(-1).nan_to_num(0.0), scene.values), logits.logsumexp(-1)
 
 
-def calibrate(
-    pool: Pool, query_map: FeatureMapWeights, key_map: FeatureMapWeights, *, shift: bool, limit: int = 64,
-) -> dict[str, Tensor]:
+def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
     """Tables `[Lq]` from a pool of validation windows: `shift`, the one with the least error over all cases relative to
     no completion (zero unless asked for); `<case> error` and `<case> + phi error`; `mass_ratio` `Σŵ / Σw` (geometric
     mean over queries); `gap_pXX`, quantiles of `ŝ − s` over mid keys. The last two are after the shift."""
@@ -72,13 +63,13 @@ def calibrate(
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
         heads = slice(first, min(first + pieces_at_once(pool, limit), pool.heads_kv))
         asked = slice(heads.start * pool.group, heads.stop * pool.group)
-        maps = FeatureMapWeights(*(w[asked] for w in query_map)), FeatureMapWeights(*(w[heads] for w in key_map))
+        own = maps.heads(asked, heads)
         none: dict[str, Tensor] = {}
         completed: dict[str, Tensor] = {}
         ratio, gaps = torch.zeros((), device=shifts.device), []
         for document in range(pool.documents):
             scene, queries, keys = pick_scene(pool, document, heads, limit)
-            logits = surrogate(queries, keys, *maps)
+            logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
             for case, fraction in CASES.items():
                 alone, many = errors(scene, logits, None if fraction is None else top_k(scene, fraction), shifts)
                 none[case] = none.get(case, 0.0) + alone / pool.documents

@@ -13,10 +13,11 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights, log_kernel
+from sparsekv.kernels.reference import add_centre
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMapWeights, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene, surrogate
+from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -24,12 +25,17 @@ from sparsekv.trainers.work import Run
 
 WATCHED_DOCUMENTS, WATCHED_QUERIES = 2, 16
 SHORTEST_WINDOW = 1 / 16
+CENTRES = (0.5, 0.625, 0.75, 0.875, 1.0)
+"""Shares of a window whose mean key a centred half is trained with: at run time it is taken anew when the mid region
+has doubled."""
 
 
 @dataclass(frozen=True)
 class PhiConfig(TrainingOptions):
     num_features: int = option(0, help="Features r of a map; 0 takes the head dimension [features].", min=0)
     width: int = option(128, help="Hidden width of a map [units].", min=8)
+    centred: bool = option(True, help="Half of the features see keys without the request's mean key, whose score is "
+                                      "added exactly (not in the paper).")
     keys_per_step: int = option(512, help="Keys per head and step, spread over the mid region; 0 takes all [keys].",
                                 min=0)
     documents_per_step: int = option(1, help="Windows that a step's queries and keys come from [windows].", min=1)
@@ -75,16 +81,15 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         pool = load_pool(store, parts, train, device=run.device, values=config.output_weight > 0)
         held = load_pool(store, parts, validation, device=run.device)
         run.start()
-        query_map, key_map, history = train_maps(
+        maps, history = train_maps(
             config, pool, held, parts, run.out, run.device,
             label="train phi" if len(run.groups) == 1 else f"phi {index + 1}/{len(run.groups)}",
             quiet=run.ranks.rank > 0, max_seconds=run.seconds_left(index))
         run.log(index, history)
         del pool
-        result = {f"{name}.{k}": w for name, m in (("query_map", query_map), ("key_map", key_map))
+        result = {f"{name}.{k}": w for name, m in maps._asdict().items() if m is not None
                   for k, w in m._asdict().items()}
-        run.keep(parts, result | {f"card.{k}": v for k, v in calibrate(
-            held, query_map, key_map, shift=config.calibrate).items()})
+        run.keep(parts, result | {f"card.{k}": v for k, v in calibrate(held, maps, shift=config.calibrate).items()})
         del held
     made: list[PhiArtifact] = []
 
@@ -93,17 +98,17 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         gate = choose_gates(card) if config.calibrate else torch.ones_like(card["shift"])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
-        query_map, key_map = (FeatureMapWeights(*(tensors[f"{n}.{k}"] for k in FeatureMapWeights._fields))
-                              for n in ("query_map", "key_map"))
+        maps = Maps(*(FeatureMapWeights(*(tensors[f"{n}.{k}"] for k in FeatureMapWeights._fields))
+                      for n in Maps._fields if f"{n}.w_in" in tensors))
         quality: dict[str, Any] = {name: float(v.mean()) for name, v in card.items()}
         quality["per_head"] = {name: [[round(x, 4) for x in row] for row in v.tolist()]
                                for name, v in {**card, "gate": gate}.items()}
         made.append(PhiArtifact(
             PhiArtifactConfig(
-                model=store.model, layers=store.layers, num_features=query_map.b_out.shape[-1], width=config.width,
-                sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
+                centred=config.centred, sink_size=store.config["sink_size"], window_size=store.config["window_size"],
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            query_map, key_map, card["shift"], gate, run.out))
+            maps, card["shift"], gate, run.out))
         made[0].save(run.out)
 
     run.finish(assemble)
@@ -113,15 +118,13 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
 def train_maps(
     config: PhiConfig, pool: Pool, held: Pool, parts: list[Part], output: Path, device: str, *,
     label: str = "train phi", quiet: bool = False, max_seconds: float | None = None,
-) -> tuple[FeatureMapWeights, FeatureMapWeights, dict[str, list[float]]]:
+) -> tuple[Maps, dict[str, list[float]]]:
     """The maps of all query heads `[Lq, ...]` and KV heads `[Lk, ...]`, and the metrics. `held` is the pool of the
     validation windows, with values."""
     task = PhiTask(config, pool, held, parts)
     history = fit(task, config, output=output, description=label, device=device, name=f"phi-{parts[0].name}",
                   max_seconds=max_seconds, quiet=quiet)
-    query_map, key_map = (FeatureMapWeights(*(w.detach() for w in m.weights()))
-                          for m in (task.query_maps, task.key_maps))
-    return query_map, key_map, history
+    return task.maps().map(Tensor.detach), history
 
 
 class PhiTask(Task):
@@ -139,7 +142,8 @@ class PhiTask(Task):
         seeds = [(config.seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
         self.query_maps = by_head(lambda heads: FeatureMap(heads, dim, features, config.width),
                                   [s * 64 + 1 + g for s in seeds for g in range(pool.group)])
-        self.key_maps = by_head(lambda heads: FeatureMap(heads, dim, features, config.width), [s * 64 for s in seeds])
+        kind = CentredMap if config.centred else FeatureMap
+        self.key_maps = by_head(lambda heads: kind(heads, dim, features, config.width), [s * 64 for s in seeds])
         self.query_maps.whiten(pool.queries[0].float().cpu())
         self.key_maps.whiten(pool.keys[0].float().cpu())
         self.loss = KLHuber(config.temperature, config.band, config.far, 1.0, config.top_weight, config.far_weight,
@@ -147,6 +151,10 @@ class PhiTask(Task):
         self.output = OutputError()
         self.mid = pool.keys.shape[2] - pool.sink_size - pool.window_size
         device = pool.keys.device
+        if config.centred:
+            keys, sink = pool.keys, pool.sink_size
+            ends = [sink + max(1, round(share * self.mid)) for share in CENTRES]
+            self.centres = torch.stack([keys[:, :, sink:end].mean(2, dtype=torch.float32) for end in ends])
         self.flat = {"queries": pool.queries.flatten(0, 2), "keys": pool.keys.flatten(0, 2),
                      "positions": pool.positions.flatten()}
         if config.output_weight:
@@ -154,6 +162,13 @@ class PhiTask(Task):
             self.flat |= {"values": pool.values.flatten(0, 2), "anchor_out": out.flatten(0, 2),
                           "anchor_lse": lse.flatten()}
         self.heads = {n: torch.arange(n, device=device)[None, :, None] for n in (pool.heads_q, pool.heads_kv)}
+
+    def maps(self) -> Maps:
+        """The weights as they are."""
+        keys = self.key_maps
+        if isinstance(keys, CentredMap):
+            return Maps(self.query_maps.weights(), keys.plain.weights(), keys.centred.weights())
+        return Maps(self.query_maps.weights(), keys.weights())
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Windows `[count, D]`, queries `[count, D, B/D]` and keys `[count, D, K/D]` by place."""
@@ -176,6 +191,8 @@ class PhiTask(Task):
         columns = (start + at * (span / number)).long().clamp(max=self.mid - 1)
         found = {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
                  "key": columns + pool.sink_size, "log_count": torch.tensor([span / number]).log()}
+        if o.centred:
+            found["centre"] = torch.randint(len(CENTRES), (documents,), generator=generator)
         if o.position_shift:
             found["shift"] = (o.position_shift * (2 * torch.rand(documents, generator=generator) - 1)).round()
         return found
@@ -183,13 +200,23 @@ class PhiTask(Task):
     def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
         pool, documents = self.pool, draw["document"].shape[0]
         queries, keys = self._rows("queries", draw["query"], draw), self._rows("keys", draw["key"], draw)
+        centre = None
+        if "centre" in draw:
+            centre = self.centres[draw["centre"], draw["document"]].transpose(0, 1)[:, :, None]  # [Lk, D, 1, d]
         if "shift" in draw:
             queries, keys = pool.moved(queries, draw["shift"]), pool.moved(keys, draw["shift"])
+            centre = None if centre is None else pool.moved(centre, draw["shift"])
         group, count = pool.group, draw["query"].shape[1]
         shape = (pool.heads_kv, group, documents, count)
-        log_q, log_k = self.query_maps(queries.flatten(1, 2)), self.key_maps(keys.flatten(1, 2))
-        grouped = log_q.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)  # [Lk, D, group * count, r]
-        student = log_kernel(grouped, log_k.reshape(pool.heads_kv, documents, -1, log_k.shape[-1])).float()
+        log_q = self.query_maps(queries.flatten(1, 2)).reshape(*shape, -1)
+        if centre is None:
+            log_k = self.key_maps(keys.flatten(1, 2)).reshape(pool.heads_kv, documents, keys.shape[2], -1)
+        else:
+            log_k = self.key_maps(keys, centre)
+            log_q = add_centre(log_q.flatten(0, 1).transpose(0, 1), queries.transpose(0, 1),
+                               pool.scale * centre[:, :, 0].transpose(0, 1)).transpose(0, 1).reshape(log_q.shape)
+        grouped = log_q.transpose(1, 2).flatten(2, 3)  # [Lk, D, group * count, r]
+        student = log_kernel(grouped, log_k).float()
         with torch.autocast(queries.device.type, enabled=False):
             asked = queries.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)
             teacher = (asked @ keys.mT) * pool.scale
@@ -224,6 +251,7 @@ class PhiTask(Task):
         zero = torch.zeros(1, device=self.held.keys.device)
         for document in range(min(WATCHED_DOCUMENTS, self.held.documents)):
             scene, queries, keys = pick_scene(self.held, document, slice(0, self.held.heads_kv), WATCHED_QUERIES)
-            logits = surrogate(queries, keys, self.query_maps.weights(), self.key_maps.weights())
+            logits = self.maps().surrogate(queries, keys, scene.context, scale=self.held.scale,
+                                           sink_size=self.held.sink_size)
             found.append(errors(scene, logits, None, zero)[1][0])
         return torch.stack(found).mean(0).reshape(self.held.heads_kv, -1).mean(1)

@@ -159,9 +159,11 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
         offset, q = torch.randn(heads_q, device=DEVICE), random(2, heads_q, dim)
         offset[0] = float("-inf")
         cache = reference.phi_cache(torch.randn_like(logs), v.float())
-        store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE))
+        centre = torch.randn(2, heads, dim, device=DEVICE) * dim**-0.5
+        store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre)
         mine = ops.phi_query(q, maps, offset, store)
         log_q = reference.log_phi(q.double()[:, :, None], reference.FeatureMapWeights(*(w.double() for w in maps)))
+        log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)
         right = reference.phi_query(log_q[:, :, 0] + offset[:, None],
                                     reference.PhiStore(*(x.double() for x in store[:4])))
         scaled = [x.base.double() * x.c.double().exp()[..., None] for x in (mine, right)]

@@ -17,7 +17,7 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import RouterWeights
-from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights
+from sparsekv.models.feature_map import FeatureMap, Maps
 from sparsekv.runtime.plan import DENSE_BYTES
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -58,8 +58,8 @@ def artifacts(model, *, buckets: int = 8, space: str = "rot", scores: str = "mlp
     router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
                                                  router_scope="kv_head", **common), centroids, weights)
     maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
-    maps = [FeatureMapWeights(*(w.detach().reshape(layers, -1, *w.shape[1:]) for w in m)) for m in maps]
-    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), *maps,
+    maps = Maps(*maps).map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
+    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), maps,
                       torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
     return router, phi
 

@@ -8,10 +8,11 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import RouterWeights
-from sparsekv.models.feature_map import FeatureMap, FeatureMapWeights
+from sparsekv.models.feature_map import FeatureMap, Maps
 
 
-def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hybrid", features: int = 12):
+def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hybrid", features: int = 12,
+              centred: bool = True):
     torch.manual_seed(1)
     mark = model_fingerprint(model)
     layers, heads_q, heads_kv, dim = mark["num_layers"], mark["num_query_heads"], mark["num_kv_heads"], mark["head_dim"]
@@ -23,8 +24,9 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hyb
                                 torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
                                                  router_scope="kv_head", **common), centroids, weights)
-    maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
-    maps = [FeatureMapWeights(*(w.detach().reshape(layers, -1, *w.shape[1:]) for w in m)) for m in maps]
-    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), *maps,
+    sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
+    maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
+    maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
+    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, centred=centred, **common), maps,
                       torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
     return router, phi
