@@ -63,6 +63,9 @@ def _load(
         raise SparseKVError(f"{spec} is an encoder-decoder model; sparsekv works on decoder-only models")
     if rope_scaling:
         _set_rope(config, rope_scaling)
+    text = config.get_text_config()
+    if (getattr(text, "sliding_window", None) or 0) >= text.max_position_embeddings:
+        text.sliding_window = None  # Phi-3's 128k models name a window that no context reaches
     chosen = "float32" if dtype == "auto" and device == "cpu" else dtype
     model: Any = AutoModelForCausalLM.from_pretrained(
         source, config=config, dtype=chosen if chosen == "auto" else getattr(torch, chosen),
@@ -131,12 +134,19 @@ def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
         raise SparseKVError(f"rope scaling must be a JSON object, found {rope_scaling!r}")
     text = config.get_text_config()
     present = dict(getattr(text, "rope_parameters", None) or {})
-    if rope_scaling.get("rope_type") not in (None, "default"):
-        rope_scaling = {"original_max_position_embeddings": text.max_position_embeddings, **rope_scaling}
-    text.rope_parameters = {**present, **rope_scaling}
-    factor = rope_scaling.get("factor")
-    if factor:
-        text.max_position_embeddings = int(rope_scaling["original_max_position_embeddings"] * factor)
+    kind, factor = rope_scaling.get("rope_type", present.get("rope_type")), rope_scaling.get("factor")
+    if factor and kind in (None, "default"):
+        raise SparseKVError(f"rope scaling {json.dumps(rope_scaling)} has a factor but no rope_type; expected for "
+                            'example {"rope_type": "yarn", "factor": 4.0}')
+    trained = rope_scaling.get("original_max_position_embeddings", text.max_position_embeddings)
+    if kind not in (None, "default"):
+        rope_scaling = {"original_max_position_embeddings": trained, **rope_scaling}
+    if "full_attention" in present:  # parameters by kind of layer: the global ones are meant
+        text.rope_parameters = {**present, "full_attention": {**present["full_attention"], **rope_scaling}}
+    else:
+        text.rope_parameters = {**present, **rope_scaling}
+    if factor and kind != "dynamic":  # dynamic scaling begins past the positions that the model names
+        text.max_position_embeddings = int(trained * factor)
 
 
 def _repair_gguf_tokens(model: Any, tokenizer: Any) -> None:

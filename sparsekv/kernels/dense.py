@@ -19,7 +19,7 @@ def causal_attention(
     """Exact attention of the last q of k positions: query `[B, Hq, q, d]`, key and value `[B, Hkv, k, d]` -> as query.
 
     window: keys further back than this are not seen (sliding-window layers). starts `[B]`: first real token of a
-    left-padded row. Memory grows with `q·k` only where rows are padded or a chunk follows a cache on a CPU.
+    left-padded row. Memory grows with `q·k` only where rows are padded.
     """
     q_len, k_len = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
@@ -38,8 +38,7 @@ def causal_attention(
         from torch.nn.attention.bias import causal_lower_right
 
         return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(q_len, k_len), **options)
-    mask = torch.ones(q_len, k_len, dtype=torch.bool, device=query.device).tril(k_len - q_len)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+    return _sliding(query, key, value, k_len, options)
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
