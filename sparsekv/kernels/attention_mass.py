@@ -15,8 +15,8 @@ from torch import Tensor
 
 ROWS = 64
 BLOCK = 64
-ABOVE_BLOCK = 32
-ABOVE_WARPS = 8
+ABOVE_BLOCK = 16
+ABOVE_WARPS = 4
 PROGRAMS = 2048
 SLOTS = 128
 STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")

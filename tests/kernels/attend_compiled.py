@@ -13,7 +13,7 @@ POINTERS = {
     **dict.fromkeys(("starts", "tail_starts", "lengths"), "*i64"),
     **dict.fromkeys(("tokens", "offsets", "buckets", "counts", "chosen"), "*i32"), "mask": "*i8",
     **dict.fromkeys(("partial", "partial_lse", "partial_rest", "partial_rest_mass", "out_lse", "logits", "shift_q", "z",
-                     "s", "c", "m", "offset", "whole", "base"), "*fp32"),
+                     "s", "c", "m", "offset", "whole", "base", "centre"), "*fp32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }
 HALF = ("q", "k", "v", "out", "x", "w", "b", "y", "means", "listed_k", "listed_v", "features", "feature_q", "a", "logs",
@@ -43,7 +43,8 @@ def main() -> None:
                                                    "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS),
                     (routing_triton.rank_kernel, {"ROWS": group if group != 3 else 4, "PADDED": 1024, "KEPT": 32,
                                                   "COUNTED": True, "DENSITY": False}, routing.RANK_WARPS),
-                    (completion_triton.query_kernel, {"DIM": width, "WIDTH": 128}, completion.QUERY_WARPS),
+                    (completion_triton.query_kernel, {"DIM": width, "WIDTH": 128, "CENTRED": True},
+                     completion.QUERY_WARPS),
                     (completion_triton.cache_kernel, {"DIM": width, "MASKED": True, "BLOCK": completion.BLOCK},
                      completion.CACHE_WARPS)):
                 constants = {n: v for n, v in {**shared, **own}.items() if n in kernel.arg_names}

@@ -50,7 +50,7 @@ def child(*words: str, wait: bool = True) -> subprocess.Popen:
 def tensors(artifact) -> dict[str, torch.Tensor]:
     if isinstance(artifact, RouterArtifact):
         return {"centroids": artifact.centroids, **(artifact.weights._asdict() if artifact.weights else {})}
-    maps = {f"{n}{k}": w for n, m in (("q", artifact.query_map), ("k", artifact.key_map))
+    maps = {f"{n}.{k}": w for n, m in artifact.maps._asdict().items() if m is not None
             for k, w in m._asdict().items()}
     return {**maps, "shift": artifact.shift, "gate": artifact.gate}
 
@@ -173,9 +173,9 @@ def test_options_of_the_trainers(store, tmp_path) -> None:
     torch.testing.assert_close(saved.weights.w2, other.weights.w2, rtol=0.07, atol=1e-3)
     maps = train("phi", str(store.path), str(tmp_path / "p"))
     for i, options in enumerate(({"ema": 0.95}, {"documents_per_step": 2}, {"random_windows": 1.0},
-                                 {"keys_per_step": 0}, {"position_shift": 9})):
+                                 {"keys_per_step": 0}, {"position_shift": 9}, {"centred": False})):
         other = train("phi", str(store.path), str(tmp_path / f"p{i}"), **options)
-        assert not torch.equal(other.query_map.w_in, maps.query_map.w_in), options
+        assert not torch.equal(other.maps.query.w_in, maps.maps.query.w_in), options
 
 
 def test_contradictions_are_refused(store, tmp_path) -> None:
