@@ -76,11 +76,9 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
     stores = {}
     held = options.heldout_documents
     written = options.generated_documents
-    jobs = [("train", options.text, "train", options.documents, options.queries, 0, 0),
+    jobs = [("train", options.text, "train", options.documents + written, options.queries, options.noise_documents,
+             written),
             ("heldout", options.text, "heldout", held, 256, 0, 0), ("ood", "embedded", "all", held, 256, 0, 0)]
-    if options.part == "quality" and options.noise_documents + written:
-        jobs.append(("mixed", options.text, "train", options.documents + written, options.queries,
-                     options.noise_documents, written))
     for name, corpus, split, count, queries, noise, generated in jobs:
         stores[name] = run_capture(
             CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
@@ -92,7 +90,7 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
 
 def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: Path, chosen: dict[str, Any],
           ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
-    """Routers from the text as it is, φ from the same windows with noise in some, and from what the model wrote."""
+    """Routers and φ from windows of the text and of what the model wrote."""
     common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
                               "device": options.device, "seed": options.seed}
     routers = {}
@@ -101,7 +99,6 @@ def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: 
         routers[kind] = train_router(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     began = time.perf_counter()
-    common["capture"] = str(stores.get("mixed", stores["train"]).path)
     phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi")))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
     return routers, phi
@@ -234,8 +231,8 @@ def main() -> None:
     parser.add_argument("--text")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--documents", type=int, default=150)
-    parser.add_argument("--noise-documents", type=int, default=0, help="of these, for φ: half random tokens")
-    parser.add_argument("--generated-documents", type=int, default=64, help="beside these, for φ: the model's own text")
+    parser.add_argument("--noise-documents", type=int, default=0, help="of these: half random tokens")
+    parser.add_argument("--generated-documents", type=int, default=64, help="beside these: the model's own text")
     parser.add_argument("--queries", type=int, default=384)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)
