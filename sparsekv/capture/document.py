@@ -195,15 +195,13 @@ class DocumentCapture:
             statistics = {name: s.gather(1, chosen) for name, s in statistics.items()}
             positions = positions.gather(1, chosen)
             top = tuple(t.gather(1, chosen[..., None].expand(-1, -1, config.top_keys)) for t in top)
-        # all are of four bytes: one copy
-        named = {"query_positions": positions, **statistics}
-        numbers = torch.stack([t.view(torch.int32) for t in named.values()])
-        dtypes, jobs, shard = {n: t.dtype for n, t in named.items()}, list(layer.jobs), layer.shard
+        # all are of four bytes: one copy, and one piece of the file
+        numbers = torch.stack([positions, *(statistics[name].view(torch.int32) for name in STATISTICS)])
+        jobs, shard = list(layer.jobs), layer.shard
 
         def write(host: list[Tensor]) -> None:
             shard.write("queries_pre", host[0])
-            for (name, dtype), tensor in zip(dtypes.items(), host[1], strict=True):
-                shard.write(name, tensor.view(dtype))
+            shard.write_side_by_side(["query_positions", *STATISTICS], host[1])
             for name, tensor in zip(("top_positions", "top_scores"), host[2:], strict=False):
                 shard.write(name, tensor)
 

@@ -21,7 +21,7 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class ShardWriter:
-    """A safetensors file of tensors whose shapes are known before their contents.
+    """A safetensors file of tensors whose shapes are known before their contents, in the order they are given in.
 
     Pieces may come in any order and from any thread. Only a file all of whose pieces were written means anything; its
     bytes depend on the tensors alone.
@@ -31,7 +31,7 @@ class ShardWriter:
         self.file = file
         self._layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
         header, at = {}, 0
-        for name, (dtype, shape) in sorted(tensors.items()):
+        for name, (dtype, shape) in tensors.items():
             size = math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
             self._layout[name] = (at, dtype, shape)
@@ -55,6 +55,20 @@ class ShardWriter:
         for outer in range(math.prod(shape[:axis])):
             start = self._start + offset + outer * shape[axis] * row + at * row
             _write_all(self._handle, data[outer * span:(outer + 1) * span], start)
+
+    def write_side_by_side(self, names: list[str], stacked: Tensor) -> None:
+        """Write tensors that follow each other in the file in one piece: stacked `[len(names), *shape]`, on the CPU,
+        with the tensors' bytes."""
+        at, _, shape = self._layout[names[0]]
+        for row, name in enumerate(names):
+            place, dtype, its = self._layout[name]
+            size = math.prod(shape) * stacked.element_size()
+            if (place, its, dtype.itemsize) != (at + row * size, shape, stacked.element_size()):
+                raise ValueError(f"{name} does not follow {names[0]} in {self.file.name}")
+        if stacked.shape != (len(names), *shape):
+            raise ValueError(f"{tuple(stacked.shape)} is not {len(names)} times {shape}")
+        data = memoryview(stacked.contiguous().view(-1).view(torch.uint8).numpy().data)
+        _write_all(self._handle, data, self._start + at)
 
     def close(self) -> dict[str, Any]:
         """Size and SHA-256 of the whole file."""

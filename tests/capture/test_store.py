@@ -36,7 +36,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(tmp_path, monkeypatch)
 
     monkeypatch.setattr(ShardWriter, "write", fails)
     attempts = 0
-    for allowed in (1, 60, 30, 20, 70, 40, 1000):
+    for allowed in (1, 20, 10, 6, 22, 14, 1000):
         left[0] = allowed
         attempts += 1
         try:
