@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--documents", type=int, default=150)
     parser.add_argument("--noise-documents", type=int, default=0, help="of these: half random tokens")
-    parser.add_argument("--generated-documents", type=int, default=64, help="beside these: the model's own text")
+    parser.add_argument("--generated-documents", type=int, default=48, help="beside these: the model's own text")
     parser.add_argument("--queries", type=int, default=384)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)
