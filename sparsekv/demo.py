@@ -48,7 +48,7 @@ class DemoConfig:
     continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
     num_buckets: int = option(256, help="Buckets of the router [buckets].", min=2)
     router_steps: int = option(150, help="Training steps of the router [steps].", min=1)
-    phi_steps: int = option(310, help="Training steps of the feature maps [steps].", min=1)
+    phi_steps: int = option(220, help="Training steps of the feature maps [steps].", min=1)
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="auto, cpu or cuda.")
     seed: int = option(0, help="Seed of every random choice.")
@@ -97,7 +97,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         scores="hybrid", kmeans_iterations=6, max_steps=config.router_steps, batch_size=64,
         long_range=config.context_length // 8, device=config.device, seed=config.seed))
     train_phi(PhiConfig(
-        capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=384,
+        capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=352,
         output_weight=3.0, device=config.device, seed=config.seed))
     trained = time.perf_counter() - started
 

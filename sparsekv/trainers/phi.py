@@ -154,7 +154,9 @@ class PhiTask(Task):
         if config.centred:
             keys, sink = pool.keys, pool.sink_size
             ends = [sink + max(1, round(share * self.mid)) for share in CENTRES]
-            self.centres = torch.stack([keys[:, :, sink:end].mean(2, dtype=torch.float32) for end in ends])
+            # window by window: a mean in float32 holds its input in float32
+            self.centres = torch.stack([torch.stack([one[:, sink:end].mean(1, dtype=torch.float32) for one in keys])
+                                        for end in ends])
         self.flat = {"queries": pool.queries.flatten(0, 2), "keys": pool.keys.flatten(0, 2),
                      "positions": pool.positions.flatten()}
         if config.output_weight:
