@@ -76,9 +76,7 @@ class PhiArtifact:
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log())
 
     def save(self, path: str | Path) -> None:
-        tensors = {f"{part}_map.{k}": w for part, m in self.maps._asdict().items() if m is not None
-                   for k, w in m._asdict().items()}
-        save_artifact(path, asdict(self.config), {**tensors, "shift": self.shift, "gate": self.gate})
+        save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
 
     @classmethod
     def load(cls, path: str | Path) -> PhiArtifact:

@@ -127,4 +127,3 @@ def say_skipped(skipped: dict[int, str]) -> None:
         by_reason.setdefault(reason, []).append(layer)
     for reason, layers in by_reason.items():
         print(f"layers {', '.join(map(str, layers))} are skipped: {reason}", file=sys.stderr)
-

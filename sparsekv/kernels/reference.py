@@ -372,21 +372,6 @@ def log_phi(x: Tensor, weights: FeatureMapWeights) -> Tensor:
     return h @ weights.w_out + weights.b_out[..., None, :]
 
 
-def log_phi_keys(
-    keys: Tensor, key_map: FeatureMapWeights, centred_map: FeatureMapWeights | None = None,
-    centre: Tensor | None = None,
-) -> Tensor:
-    """`log φ_k` of keys `[..., H, N, d]` with RoPE. With a centred map the second half of the features is that map's of
-    `k − k̄`, k̄ = centre `[..., H, d]`: attention to the others hangs on what tells keys apart, and what they share is
-    the query's to add, exactly (`add_centre`). Ours, not the paper's."""
-    logs = log_phi(keys, key_map)
-    if centred_map is None:
-        return logs
-    assert centre is not None, "maps with a centred half need the mean key of the request"
-    moved = keys.to(key_map.w_in.dtype) - centre[..., None, :].to(key_map.w_in.dtype)
-    return torch.cat([logs, log_phi(moved, centred_map)], dim=-1)
-
-
 def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
     """`log φ_q [..., Hq, T, r]` with `q · centre` added to the second half of the features: queries `[..., Hq, T, d]`,
     centre `[..., Hkv, d]`, the mean key times the softmax scale, so that `exp(scale · q·k̄)` is exact. None adds

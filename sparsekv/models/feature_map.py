@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels.reference import FeatureMapWeights, add_centre, log_phi, log_phi_keys
+from sparsekv.kernels.reference import FeatureMapWeights, add_centre, log_phi
 
 __all__ = ["FeatureMap", "FeatureMapWeights", "Maps", "log_kernel", "log_phi"]
 
@@ -28,13 +28,31 @@ class Maps(NamedTuple):
         return logs if self.centred is None or centre is None else add_centre(logs, queries, scale * centre)
 
     def log_phi_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
-        """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`."""
-        return log_phi_keys(keys, self.key, self.centred, centre)
+        """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. With a centred map the second half of the features is
+        that map's of `k − k̄`, k̄ = centre `[..., Hkv, d]`: attention to the others hangs on what tells keys apart, and
+        what they share is the query's to add, exactly (`add_centre`). Ours, not the paper's."""
+        logs = log_phi(keys, self.key)
+        if self.centred is None:
+            return logs
+        assert centre is not None, "maps with a centred half need the mean key of the request"
+        dtype = self.key.w_in.dtype
+        return torch.cat([logs, log_phi(keys.to(dtype) - centre[..., None, :].to(dtype), self.centred)], dim=-1)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Maps:
         """With every tensor changed."""
         return Maps(*(None if m is None else FeatureMapWeights(*(change(w) for w in m))  # type: ignore[arg-type]
                       for m in self))
+
+    def named(self) -> dict[str, Tensor]:
+        """Every tensor under the name it has in an artifact."""
+        return {f"{part}_map.{k}": w for part, m in self._asdict().items() if m is not None
+                for k, w in m._asdict().items()}
+
+    @classmethod
+    def from_named(cls, tensors: dict[str, Tensor]) -> Maps:
+        """The maps whose tensors these are, among others."""
+        return cls(*(FeatureMapWeights(*(tensors[f"{part}_map.{k}"] for k in FeatureMapWeights._fields))
+                     for part in cls._fields if f"{part}_map.w_in" in tensors))
 
     def heads(self, asked: slice, held: slice) -> Maps:
         """Those of some query heads and KV heads."""

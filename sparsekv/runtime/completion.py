@@ -114,13 +114,13 @@ class PhiCompletion(Completion):
 
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.centre_of is not None and bool((view.regions.mid_sizes > 2 * self.centre_of).any()):
-            return self.build(view)
+            self.build(view)
+            return
         self.features = None
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         self._add(view, *joined)
         if self.store is not None:
             self.store = self._stored(view, self.store, *joined)
-        return None
 
     def fused(self, view: LayerView, queries: Queries) -> tuple[FeatureMapWeights, Tensor, PhiStore] | None:
         """Maps, offset and store for the attention kernel, which then completes by itself: one query a row, keys on a

@@ -14,7 +14,7 @@ from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import add_centre
-from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMapWeights, Maps, log_kernel
+from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene
@@ -87,9 +87,8 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
             quiet=run.ranks.rank > 0, max_seconds=run.seconds_left(index))
         run.log(index, history)
         del pool
-        result = {f"{name}.{k}": w for name, m in maps._asdict().items() if m is not None
-                  for k, w in m._asdict().items()}
-        run.keep(parts, result | {f"card.{k}": v for k, v in calibrate(held, maps, shift=config.calibrate).items()})
+        card = calibrate(held, maps, shift=config.calibrate)
+        run.keep(parts, maps.named() | {f"card.{k}": v for k, v in card.items()})
         del held
     made: list[PhiArtifact] = []
 
@@ -98,8 +97,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         gate = choose_gates(card) if config.calibrate else torch.ones_like(card["shift"])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
-        maps = Maps(*(FeatureMapWeights(*(tensors[f"{n}.{k}"] for k in FeatureMapWeights._fields))
-                      for n in Maps._fields if f"{n}.w_in" in tensors))
+        maps = Maps.from_named(tensors)
         quality: dict[str, Any] = {name: float(v.mean()) for name, v in card.items()}
         quality["per_head"] = {name: [[round(x, 4) for x in row] for row in v.tolist()]
                                for name, v in {**card, "gate": gate}.items()}
@@ -210,17 +208,16 @@ class PhiTask(Task):
             centre = None if centre is None else pool.moved(centre, draw["shift"])
         group, count = pool.group, draw["query"].shape[1]
         shape = (pool.heads_kv, group, documents, count)
-        log_q = self.query_maps(queries.flatten(1, 2)).reshape(*shape, -1)
+        log_q = self.query_maps(queries.flatten(1, 2))
+        # the queries of a group side by side: [Lk, D, group * count, r or d]
+        grouped, asked = (x.reshape(*shape, -1).transpose(1, 2).flatten(2, 3) for x in (log_q, queries))
         if centre is None:
             log_k = self.key_maps(keys.flatten(1, 2)).reshape(pool.heads_kv, documents, keys.shape[2], -1)
         else:
             log_k = self.key_maps(keys, centre)
-            log_q = add_centre(log_q.flatten(0, 1).transpose(0, 1), queries.transpose(0, 1),
-                               pool.scale * centre[:, :, 0].transpose(0, 1)).transpose(0, 1).reshape(log_q.shape)
-        grouped = log_q.transpose(1, 2).flatten(2, 3)  # [Lk, D, group * count, r]
+            grouped = add_centre(grouped, asked, pool.scale * centre[:, :, 0])
         student = log_kernel(grouped, log_k).float()
         with torch.autocast(queries.device.type, enabled=False):
-            asked = queries.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)
             teacher = (asked @ keys.mT) * pool.scale
         positions = self._rows("positions", draw["query"], draw).reshape(shape).transpose(1, 2).flatten(2, 3)
         mask = draw["key"][None, :, None] <= positions[..., None] - pool.window_size

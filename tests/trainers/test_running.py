@@ -50,9 +50,7 @@ def child(*words: str, wait: bool = True) -> subprocess.Popen:
 def tensors(artifact) -> dict[str, torch.Tensor]:
     if isinstance(artifact, RouterArtifact):
         return {"centroids": artifact.centroids, **(artifact.weights._asdict() if artifact.weights else {})}
-    maps = {f"{n}.{k}": w for n, m in artifact.maps._asdict().items() if m is not None
-            for k, w in m._asdict().items()}
-    return {**maps, "shift": artifact.shift, "gate": artifact.gate}
+    return {**artifact.maps.named(), "shift": artifact.shift, "gate": artifact.gate}
 
 
 def assert_same(one, other, tolerance: float) -> None:
