@@ -58,7 +58,7 @@ def train(options: argparse.Namespace, model: object, tokenizer: object) -> None
     train_phi(PhiConfig(
         capture=str(store.path), output=str(out / "phi"), overwrite=True, max_steps=options.phi_steps,
         width=options.width, num_features=options.features, batch_size=options.phi_batch,
-        keys_per_step=options.phi_keys, lr=2e-3, weight_decay=0.01, output_weight=3.0, position_shift=64,
+        keys_per_step=options.phi_keys, lr=2e-3, weight_decay=0.01, output_weight=1.0, position_shift=64,
         validation_documents=options.validation, layer_group=options.layer_group, device=options.device))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
 
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
-    parser.add_argument("--phi-steps", type=int, default=6000)
+    parser.add_argument("--phi-steps", type=int, default=4000)
     parser.add_argument("--phi-batch", type=int, default=96)
     parser.add_argument("--phi-keys", type=int, default=2048)
     parser.add_argument("--features", type=int, default=64)

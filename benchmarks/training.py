@@ -17,6 +17,7 @@ heads, d = 128) and one prompt of 131 072 synthetic tokens.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -35,16 +36,16 @@ from benchmarks._training import Rivals, check, measure, measure_routers
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import CaptureStore
+from sparsekv.capture.store import MANIFEST, CaptureStore
 from sparsekv.hub import load_model, resolve_device
 from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.pool import split_documents
 from sparsekv.trainers.router import RouterConfig, train_router
 
-KINDS = ("mlp", "mean_key", "hybrid")
+KINDS = ("mlp", "hybrid")
 VALIDATION = 4
-PHI = {"max_steps": 10000, "batch_size": 192, "keys_per_step": 4096, "width": 256, "lr": 2e-3, "weight_decay": 0.01,
-       "output_weight": 3.0, "position_shift": 64}
+PHI = {"max_steps": 17000, "batch_size": 192, "keys_per_step": 4096, "width": 256, "lr": 2e-3, "weight_decay": 0.01,
+       "output_weight": 1.0, "position_shift": 64}
 ROUTER = {"num_buckets": 4096, "hidden_size": 512, "max_steps": 3000, "long_range": 0, "key_space": "rot",
           "layer_group": 1}
 # 10 000 steps of 1000 queries a query head: 40 000 steps of 1000 queries a KV head of four
@@ -80,6 +81,9 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
              written),
             ("heldout", options.text, "heldout", held, 256, 0, 0), ("ood", "embedded", "all", held, 256, 0, 0)]
     for name, corpus, split, count, queries, noise, generated in jobs:
+        if (folder / name / MANIFEST).is_file():
+            stores[name] = CaptureStore.open(folder / name)
+            continue
         stores[name] = run_capture(
             CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
                           layers=options.layers, context_length=options.length, num_documents=count,
@@ -90,24 +94,40 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
 
 def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: Path, chosen: dict[str, Any],
           ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
-    """Routers and φ from windows of the text and of what the model wrote."""
+    """Routers and φ from windows of the text and of what the model wrote. Routers that an earlier run left in the
+    folder are used again."""
     common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
                               "device": options.device, "seed": options.seed}
     routers = {}
     for kind in KINDS:
         began = time.perf_counter()
-        routers[kind] = train_router(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
+        if (folder / kind / "config.json").is_file():
+            routers[kind] = RouterArtifact.load(folder / kind)
+        else:
+            routers[kind] = train_router(
+                RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
+    routers["mean_key"] = without_training(routers["hybrid"])
     began = time.perf_counter()
-    phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi")))
+    phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi"), overwrite=True))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
     return routers, phi
+
+
+def without_training(hybrid: RouterArtifact) -> RouterArtifact:
+    """The same buckets without the residual."""
+    return RouterArtifact(dataclasses.replace(hybrid.config, scores="mean_key"), hybrid.centroids, None)
+
+
+def folder_of(options: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
+    """Where stores and artifacts lie: a temporary folder, or one that stays."""
+    return contextlib.nullcontext(options.keep) if options.keep else tempfile.TemporaryDirectory()
 
 
 def quality(options: argparse.Namespace, device: str) -> None:
     chosen = {"router": overridden(ROUTER, options.router, RouterConfig),
               "phi": overridden(PHI, options.phi, PhiConfig)}
-    with tempfile.TemporaryDirectory() as place:
+    with folder_of(options) as place:
         folder, began = Path(place), time.perf_counter()
         stores = capture(options, folder)
         print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
@@ -146,7 +166,7 @@ def quality(options: argparse.Namespace, device: str) -> None:
 
 def routers_alone(options: argparse.Namespace, device: str) -> None:
     chosen = overridden(ROUTER, options.router, RouterConfig)
-    with tempfile.TemporaryDirectory() as place:
+    with folder_of(options) as place:
         folder, began = Path(place), time.perf_counter()
         stores = capture(options, folder)
         print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
@@ -155,9 +175,7 @@ def routers_alone(options: argparse.Namespace, device: str) -> None:
         began = time.perf_counter()
         hybrid = train_router(RouterConfig(**common, output=str(folder / "hybrid"), scores="hybrid"))
         print(f"hybrid in {time.perf_counter() - began:.0f} s", flush=True)
-        # the same buckets without the residual
-        untrained = RouterArtifact(dataclasses.replace(hybrid.config, scores="mean_key"), hybrid.centroids, None)
-        routers = {"mean_key": untrained, "hybrid": hybrid}
+        routers = {"mean_key": without_training(hybrid), "hybrid": hybrid}
         about = (f"router: {words(chosen)} documents={options.documents} queries={options.queries} "
                  f"length={options.length} layers={options.layers}")
         rows = [row(prefix + case, method, metric, round(value, 4), UNITS[metric], seed=options.seed, options=about)
@@ -230,10 +248,12 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--keep", help="folder in which stores and artifacts stay; another run goes on with its stores "
+                                       "and routers and trains the maps anew")
     parser.add_argument("--documents", type=int, default=150)
     parser.add_argument("--noise-documents", type=int, default=0, help="of these: half random tokens")
     parser.add_argument("--generated-documents", type=int, default=48, help="beside these: the model's own text")
-    parser.add_argument("--queries", type=int, default=384)
+    parser.add_argument("--queries", type=int, default=768)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--layers", default="1,6,11,16,21,26")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.progress import progress
+from sparsekv.trainers.muon import Muon
 from sparsekv.trainers.options import TrainingOptions
 
 WARMUP = 0.05
@@ -39,6 +40,8 @@ class Task(nn.Module):
     ema = 0.0
     weight_decay = 0.0
     betas = (0.9, 0.999)
+    muon = False
+    """Whether matrices take Muon's steps; vectors take Adam's."""
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Random choices of the steps `first..first + count`, on the CPU, one row a step. They depend on nothing but
@@ -96,15 +99,20 @@ def fit(
 
 
 class Stepper:
-    """A task, its optimiser, averaged and best weights, and the step it has come to."""
+    """A task, its optimisers, averaged and best weights, and the step it has come to."""
 
     def __init__(self, task: Task, options: TrainingOptions, device: str):
         self.task, self.options = task, options
         self.device = torch.device(device)
         self.rate = torch.tensor(0.0, device=self.device)
         cuda = self.device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(task.parameters(), lr=self.rate, betas=task.betas, fused=True,
-                                           weight_decay=task.weight_decay, capturable=cuda)
+        matrices = [p for p in task.parameters() if task.muon and p.dim() == 3]
+        rest = [p for p in task.parameters() if not (task.muon and p.dim() == 3)]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(rest, lr=self.rate, betas=task.betas, fused=True, weight_decay=task.weight_decay,
+                              capturable=cuda)]
+        if matrices:
+            self.optimizers.append(Muon(matrices, lr=self.rate, weight_decay=task.weight_decay))
         self.average = [p.detach().clone() for p in task.parameters()] if task.ema else []
         self.best: dict[str, Tensor] = {}
         self.best_error, self.waited, self.done, self.stopped = torch.empty(0), 0, 0, False
@@ -154,7 +162,7 @@ class Stepper:
         return means
 
     def _capture(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         torch.cuda.synchronize(self.device)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -167,12 +175,13 @@ class Stepper:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16",
                             cache_enabled=False):
             losses = self.task.losses(draw)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         # a head's gradient must not depend on how many others there are
         (losses["loss"].sum() / 100).backward()
         if self.options.gradient_clip:
             clip_by_head(self.task, self.options.gradient_clip / 100)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         with torch.no_grad():
             for mean, now in zip(self.average, self.task.parameters(), strict=False):
                 mean.lerp_(now, 1 - decay)
@@ -181,6 +190,10 @@ class Stepper:
                     self.sums[name] = torch.zeros((), device=self.device)
                 self.sums[name].add_(value.detach().float().mean())
             self.row.add_(1)
+
+    def _clear(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def validate(self) -> float:
         """Measure, keep every head's best weights, and decide whether to stop. Returns the mean error."""
@@ -224,14 +237,15 @@ class Stepper:
     def state(self) -> dict[str, Any]:
         return {"done": self.done, "stopped": self.stopped, "waited": self.waited, "best_error": self.best_error,
                 "best": self.best, "average": self.average, "history": self.history, "task": self.task.state_dict(),
-                "optimizer": self.optimizer.state_dict()}
+                "optimizers": [o.state_dict() for o in self.optimizers]}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         found = checkpoint["training"]
         self.task.load_state_dict(found["task"])
-        self.optimizer.load_state_dict(found["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate
+        for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate
         self.average = [a.to(self.device) for a in found["average"]]
         self.best = found["best"]
         for name in ("done", "stopped", "waited", "best_error", "history"):

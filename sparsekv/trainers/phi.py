@@ -25,6 +25,7 @@ from sparsekv.trainers.work import Run
 
 WATCHED_DOCUMENTS, WATCHED_QUERIES = 2, 16
 SHORTEST_WINDOW = 1 / 16
+OPTIMIZERS = ("muon", "adam")
 CENTRES = (0.5, 0.625, 0.75, 0.875, 1.0)
 """Shares of a window whose mean key a centred half is trained with: at run time it is taken anew when the mid region
 has doubled."""
@@ -44,7 +45,9 @@ class PhiConfig(TrainingOptions):
     position_shift: int = option(0, help="Move all positions of a step by a random number of at most this, queries "
                                          "and keys alike: attention stays, what the maps see does not; 0 = off "
                                          "[tokens].", min=0)
-    lr: float = option(3e-3, help="Peak learning rate (Adam, warm-up, cosine to zero).")
+    optimizer: str = option("muon", help="muon: orthogonalised steps for matrices, Adam's for the rest (not in the "
+                                         "paper); adam: for all.")
+    lr: float = option(3e-3, help="Peak learning rate (warm-up, cosine to zero).")
     weight_decay: float = option(0.0, help="Decoupled weight decay.")
     ema: float = option(0.0, help="Average the weights with this decay a step and keep the average; 0 keeps the last "
                                   "weights.", min=0.0, max=0.99999)
@@ -64,6 +67,8 @@ class PhiConfig(TrainingOptions):
 def train_phi(config: PhiConfig) -> PhiArtifact:
     """Train, calibrate on held-out windows, save. Raises SparseKVError for a bad store, options or output."""
     config.check()
+    if config.optimizer not in OPTIMIZERS:
+        raise SparseKVError(f"unknown optimizer {config.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     store = CaptureStore.open(config.capture)
     store.require_whole("training")
     train, validation = split_documents(store, config.validation_documents)
@@ -134,7 +139,7 @@ class PhiTask(Task):
     def __init__(self, config: PhiConfig, pool: Pool, held: Pool, parts: list[Part]):
         super().__init__()
         self.config, self.pool, self.held = config, pool, held
-        self.ema, self.weight_decay = config.ema, config.weight_decay
+        self.ema, self.weight_decay, self.muon = config.ema, config.weight_decay, config.optimizer == "muon"
         dim = pool.keys.shape[3]
         features = config.num_features or dim
         seeds = [(config.seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
