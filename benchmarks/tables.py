@@ -138,7 +138,7 @@ def training() -> str:
     return "\n".join(parts)
 
 
-def _cell(values: dict[tuple[str, str, str], float], *key: str) -> str:
+def _cell(values: dict[Any, float], *key: Any) -> str:
     return f"{values[key]:.3f}" if key in values else "–"
 
 
@@ -192,12 +192,72 @@ def partitions() -> str:
             f"by the attention they receive.\n\n{table([n for n in names if n not in base], middle)}\n")
 
 
+def router_lengths() -> str:
+    """Mass share of the paper's router and of the untrained score, by length, tail and key space; where the order of
+    the two turns."""
+    rows = load("router_lengths")
+    values = {(r["domain"], r["metric"], r["length"], r["tail"], r["space"], r["method"]): r["value"] for r in rows}
+    cells = sorted({(r["length"], r["tail"]) for r in rows})
+    spaces = list(dict.fromkeys(r["space"] for r in rows))
+    metrics = sorted({r["metric"] for r in rows}, key=lambda m: float(m.split("@")[1]))
+    methods = [m for m in ("mlp", "mean_key", "hybrid", "oracle") if any(r["method"] == m for r in rows)]
+    titles = {"heldout": "Held-out text", "ood": "Out of domain"}
+    at = "mass_share@0.05"
+
+    def percent(metric: str) -> str:
+        return f"{float(metric.split('@')[1]):.0%}".replace("%", " %")
+
+    def gaps(domain: str, metric: str) -> dict[str, float]:
+        """By cell and space, by how much `mlp` is above `mean_key`."""
+        pairs = {f"{length} / {tail} / {space}": [values.get((domain, metric, length, tail, space, m))
+                                                  for m in ("mlp", "mean_key")]
+                 for length, tail in cells for space in spaces}
+        return {where: a - b for where, (a, b) in pairs.items() if a is not None and b is not None}
+
+    def turned(domain: str, metric: str) -> str:
+        found = gaps(domain, metric)
+        return ", ".join(where for where, gap in found.items() if gap > 0) or ("nowhere" if found else "–")
+
+    def words(domain: str) -> str:
+        found = gaps(domain, at)
+        if not found:
+            return ""
+        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+        return (f"{titles[domain]}, at 5 %: `mlp` is above `mean_key` at {sum(g > 0 for g in found.values())} of "
+                f"{len(found)} combinations of length, tail and space: {turned(domain, at)}. The difference of the two "
+                f"runs from {found[least]:+.3f} ({least}) to {found[most]:+.3f} ({most}).\n")
+
+    # a long table may come from several commands
+    origins = "; ".join(dict.fromkeys(f"`{r['command']}` at {r['commit']}" for r in rows))
+    machines = " and ".join(dict.fromkeys(r["machine"] for r in rows))
+    parts = [f"# The paper's router against the untrained score\n\n{machines}; {origins}. Settings: "
+             f"{rows[0]['options']}.\n",
+             "Past 8192 tokens with yarn. Share of the mid region's attention mass in the buckets that make up a part "
+             "of the context, for queries of the second half of a window, mean over layers, heads, documents and "
+             "queries. `mlp`: the paper's query model; `mean_key`: no training, from the request's own bucket means; "
+             "`hybrid`: their sum, trained; `oracle`: buckets by their mass. Space: the keys that are clustered and "
+             "that the query model belongs to, `pre` without RoPE, `rot` with it. Trained on the first 80 % of the "
+             "text, judged on its last 20 % and on Python's documentation.\n",
+             "## Where the order turns\n", *filter(None, map(words, titles)),
+             "By budget, length / tail / space where `mlp` is above `mean_key`:\n\n" + markdown(
+                 ["budget", *titles.values()],
+                 [[percent(m), *(turned(domain, m) for domain in titles)] for m in metrics
+                  if any(r["metric"] == m and r["method"] == "mlp" for r in rows)]) + "\n"]
+    for domain, title in titles.items():
+        table = [[f"{length}, tail {tail}", *(_cell(values, domain, at, length, tail, s, m)
+                                              for s in spaces for m in methods)] for length, tail in cells]
+        parts.append(f"## {title}, at 5 %\n\n" + markdown(
+            ["tokens", *(f"{s}: {m}" for s in spaces for m in methods)], table) + "\n")
+    return "\n".join(parts)
+
+
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
 if __name__ == "__main__":
     decode_figure()
-    for name, draw in (("decode", decode), ("training", training), ("partitions", partitions)):
+    for name, draw in (("decode", decode), ("training", training), ("partitions", partitions),
+                       ("router_lengths", router_lengths)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")

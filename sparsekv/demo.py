@@ -98,7 +98,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
         long_range=config.context_length // 8, device=config.device, seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=352,
-        output_weight=3.0, device=config.device, seed=config.seed))
+        optimizer="adam", output_weight=3.0, device=config.device, seed=config.seed))
     trained = time.perf_counter() - started
 
     rows, errors = _decode(config, model, tokenizer, heldout, out)

@@ -11,7 +11,7 @@ def test_steps_are_nearly_orthogonal_and_keep_the_singular_vectors(shape: tuple[
     torch.manual_seed(0)
     x = torch.randn(shape)
     u, _, v = torch.linalg.svd(x, full_matrices=False)
-    inner = u.mT @ orthogonal(x) @ v.mT
+    inner = u.mT @ orthogonal(x, steps=5) @ v.mT
     values = inner.diagonal(dim1=-2, dim2=-1)
     assert values.min() > 0.5 and values.max() < 1.3
     assert (inner - torch.diag_embed(values)).abs().max() < 1e-3
@@ -29,7 +29,8 @@ def test_a_head_moves_as_with_torchs_own_muon(shape: tuple[int, int]) -> None:
     singles = [torch.nn.Parameter(h.clone()) for h in heads]
     mine = Muon([ours], lr=torch.tensor(0.1), weight_decay=0.3)
     # torch's "match_rms_adamw" is a root mean square of 0.2
-    theirs = theirs_type(singles, lr=0.1 * RMS / 0.2, weight_decay=0.3 * 0.2 / RMS, adjust_lr_fn="match_rms_adamw")
+    theirs = theirs_type(singles, lr=0.1 * RMS / 0.2, weight_decay=0.3 * 0.2 / RMS, adjust_lr_fn="match_rms_adamw",
+                         ns_steps=3)
     for _ in range(4):
         gradient = torch.randn(3, *shape)
         ours.grad = gradient.clone()
