@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.kernels.collisions import collisions
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
-
-TABLES_AT_ONCE = 32
 
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
@@ -66,19 +65,8 @@ class MagicPIG(Selector):
         return (bits * 2 ** torch.arange(self.bits, device=x.device, dtype=torch.int16)).sum(-1, dtype=torch.int16)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        batch, _, count, _ = queries.rot.shape
-        end = self.codes.shape[2]
-        codes = self._hash(queries.rot.float())
-        rows = []
-        for h in range(view.num_kv_heads):
-            own = codes[:, h * view.group:(h + 1) * view.group].flatten(1, 2)
-            hits = torch.zeros(batch, own.shape[1], end, dtype=torch.int16, device=own.device)
-            for t in range(0, self.tables, TABLES_AT_ONCE):
-                some = slice(t, t + TABLES_AT_ONCE)
-                same = self.codes[:, h, None, :, some] == own[:, :, None, some]
-                hits += same.sum(-1, dtype=torch.int16)
-            rows.append(hits.unflatten(1, (view.group, count)))
-        sampled = (torch.cat(rows, dim=1) >= 2) & view.regions.mid_mask()[:, None, None, :end]
+        sampled = collisions(self.codes, self._hash(queries.rot.float()))
+        sampled &= view.regions.mid_mask()[:, None, None, :self.codes.shape[2]]
         tokens, share = self._list(view, sampled)
         log_weights = self._log_weights(view, queries, tokens) - share.log()[:, :, None]
         return Selection(tokens=tokens, log_weights=log_weights)
