@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
@@ -115,14 +115,15 @@ class Rivals:
         }
 
 
-def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> tuple[Tensor, Tensor]:
-    """Log weights of the learned maps: with the gate forced on, and gated."""
+def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> Callable[[float], dict[str, Tensor]]:
+    """Log weights of the learned maps for a share of the context that is read: with the gate forced on, and gated."""
     maps = phi.layer(layer)
     assert maps is not None, f"the feature maps have no layer {layer}"
     logits = maps.maps.surrogate(seen.queries, seen.keys, seen.scene.context, scale=seen.scale,
                                  sink_size=phi.config.sink_size)
-    shift = phi.shift[phi.config.layers.index(layer)][:, None, None]
-    return logits + shift, logits + maps.offset[:, None, None]
+    forced = PhiLayer(maps.maps, phi.shift[phi.config.layers.index(layer)], maps.shares)
+    return lambda share: {name: logits + which.at(share).offset[:, None, None]
+                          for name, which in (("phi", forced), ("phi_gated", maps))}
 
 
 def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tensor, dict[str, Tensor]]:
@@ -182,14 +183,14 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
         for document in range(store.num_documents):
             seen = view(store, store.read(layer, document), device)
             scene = seen.scene
-            forced, gated = phi_logits(phi, layer, seen)
-            for name, value in calibration(scene, forced).items():
+            learned = phi_logits(phi, layer, seen)
+            for name, value in calibration(scene, learned(0.0)["phi"]).items():
                 per_layer = heads.setdefault(name, [[] for _ in store.layers])
                 per_layer[row].append(value)
-            fixed = {"phi": forced, "phi_gated": gated}
             untrained = rivals(layer, seen)
             for case, read in cases(routers, best, layer, seen).items():
-                estimates = {**fixed, **{name: rival(read) for name, rival in untrained.items()}}
+                share = float(case.partition("@")[2] or 0)
+                estimates = {**learned(share), **{name: rival(read) for name, rival in untrained.items()}}
                 for method, logits in (("none", None), *estimates.items()):
                     error = offline.relative_error(scene, offline.output(scene, read, logits))
                     sums.setdefault((case, method, "rel_err"), []).append(error.mean())

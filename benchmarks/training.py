@@ -44,8 +44,8 @@ from sparsekv.trainers.router import RouterConfig, train_router
 
 KINDS = ("mlp", "hybrid")
 VALIDATION = 4
-PHI = {"max_steps": 17000, "batch_size": 192, "keys_per_step": 4096, "width": 256, "lr": 2e-3, "weight_decay": 0.01,
-       "output_weight": 1.0, "position_shift": 64}
+PHI = {"max_steps": 17000, "batch_size": 192, "keys_per_step": 4096, "documents_per_step": 2, "width": 256, "lr": 2e-3,
+       "weight_decay": 0.01, "output_weight": 1.0, "position_shift": 64}
 ROUTER = {"num_buckets": 4096, "hidden_size": 512, "max_steps": 3000, "long_range": 0, "key_space": "rot",
           "layer_group": 1}
 # 10 000 steps of 1000 queries a query head: 40 000 steps of 1000 queries a KV head of four

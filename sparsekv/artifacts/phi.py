@@ -29,14 +29,37 @@ class PhiArtifactConfig:
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
     centred: bool = False
+    read_shares: list[float] = field(default_factory=lambda: [0.0])
+    """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
-    """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate."""
+    """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
+    `[S, Hq]`: what it is when that share of the context is read beside sink and tail."""
 
     maps: Maps
-    offset: Tensor
+    offsets: Tensor
+    shares: tuple[float, ...] = (0.0,)
+
+    @property
+    def offset(self) -> Tensor:
+        return self.offsets[0]
+
+    def at(self, share: float) -> PhiLayer:
+        """Calibrated for a share of the context that is read: the best keys are the ones the maps underestimate, so
+        that what is left without them wants another shift. Linear between the shares measured. Ours, not the
+        paper's."""
+        after = sum(s <= share for s in self.shares)
+        if after in (0, len(self.shares)):
+            row = self.offsets[max(0, after - 1)]
+        elif self.shares[after - 1] == share:
+            row = self.offsets[after - 1]
+        else:
+            low, high = self.shares[after - 1], self.shares[after]
+            part = (share - low) / (high - low)
+            row = (1 - part) * self.offsets[after - 1] + part * self.offsets[after]
+        return PhiLayer(self.maps, row[None], (share,))
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -56,12 +79,12 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
-        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offset.to(device))
+        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offsets.to(device), self.shares)
 
 
 class PhiArtifact:
-    """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift, gate `[L, Hq]`: the completion's
-    mass is multiplied by `gate · exp(shift)`."""
+    """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
+    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
 
     def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None):
         self.config, self.maps = config, maps
@@ -73,7 +96,8 @@ class PhiArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
-        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log())
+        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
+                        tuple(self.config.read_shares))
 
     def save(self, path: str | Path) -> None:
         save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
@@ -95,7 +119,8 @@ class PhiArtifact:
             if made:
                 maps.append(FeatureMapWeights(**{k: take(tensors, f"{part}_map.{k}", (layers, heads, *shape), where)
                                                  for k, shape in shapes.items()}))
-        shift, gate = (take(tensors, name, (layers, heads_q), where) for name in ("shift", "gate"))
+        shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
+        gate = take(tensors, "gate", (layers, heads_q), where)
         return cls(config, Maps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:

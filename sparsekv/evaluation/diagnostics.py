@@ -32,6 +32,7 @@ GAP_KEYS = 512
 SCATTER_POINTS = 2000
 TIMED_BUDGET = 0.01
 SCORES_AT_ONCE = 100_000_000
+Logits = Callable[[float], Tensor]
 
 
 @dataclass
@@ -209,15 +210,16 @@ def _examine(
         if router is not None:
             _examine_router(total, scene, made, _routed(scene, item, part, q, keys, router), logits)
         if logits is not None:
-            _examine_map(total, scene, logits)
+            _examine_map(total, scene, logits(0.0))
         made.fractions, curve = offline.mass_curve(scene)
         total.add("curves", "mass", curve, len(part))
 
 
-def _phi_logits(scene: Scene, queries: Tensor, keys: Tensor, phi: PhiLayer, scale: float, sink_size: int) -> Tensor:
+def _phi_logits(scene: Scene, queries: Tensor, keys: Tensor, phi: PhiLayer, scale: float, sink_size: int) -> Logits:
+    """`ŝ` of all keys, calibrated for the share of the context that is read."""
     phi = phi.to(queries.device)
     logits = phi.maps.surrogate(queries, keys, scene.context, scale=scale, sink_size=sink_size)
-    return logits + phi.offset[:, None, None]
+    return lambda share: logits + phi.at(share).offset[:, None, None]
 
 
 def _rivals(
@@ -245,34 +247,36 @@ def _rivals(
 
 
 def _examine_selection(
-    total: Sums, scene: Scene, made: Diagnostics, logits: Tensor | None,
+    total: Sums, scene: Scene, made: Diagnostics, logits: Logits | None,
     rivals: dict[str, Callable[[Tensor], Tensor]],
 ) -> None:
     """Exact top-k at every budget: errors, mass, completion share."""
     count = scene.full.shape[1]
     reads = [offline.top_k(scene, b) for b in made.budgets]
-    _errors(total, scene, "topk", reads, logits)
+    _errors(total, scene, "topk", dict(zip(made.budgets, reads, strict=True)), logits)
     for name, estimate in rivals.items():
         errors = [offline.relative_error(scene, offline.output(scene, r, estimate(r))) for r in reads]
         total.add("errors", f"topk+{name}", torch.stack(errors, -1), count)
     if logits is not None:
         shares = []
-        for read in reads:
+        for budget, read in zip(made.budgets, reads, strict=True):
             exact = scene.anchors | read
             z_exact, z_rest = (x.logsumexp(-1) for x in (
-                scene.scores.masked_fill(~exact, NEG_INF), logits.masked_fill(~(scene.mid & ~exact), NEG_INF)))
+                scene.scores.masked_fill(~exact, NEG_INF), logits(budget).masked_fill(~(scene.mid & ~exact), NEG_INF)))
             shares.append(torch.sigmoid(z_rest - z_exact).mean(-1))
         total.add("completion", "share", torch.stack(shares, -1), count)
 
 
-def _errors(total: Sums, scene: Scene, name: str, reads: list[Tensor], logits: Tensor | None) -> None:
+def _errors(total: Sums, scene: Scene, name: str, reads: dict[float, Tensor], logits: Logits | None) -> None:
+    """reads: what is read by budget."""
     count = scene.full.shape[1]
     weights = scene.scores.softmax(-1)
     for label, estimate in ((name, None), (f"{name}+phi", logits)):
         if label == name or estimate is not None:
-            errors = [offline.relative_error(scene, offline.output(scene, r, estimate)) for r in reads]
+            errors = [offline.relative_error(scene, offline.output(scene, r, None if estimate is None else estimate(b)))
+                      for b, r in reads.items()]
             total.add("errors", label, torch.stack(errors, -1), count)
-    exact = [scene.anchors | r for r in reads]
+    exact = [scene.anchors | r for r in reads.values()]
     total.add("mass", name, torch.stack([(weights * e).sum(-1).mean(-1) for e in exact], -1), count)
     total.add("read", name, torch.stack([(e.sum(-1) / scene.context).mean(-1).expand(weights.shape[0])
                                          for e in exact], -1), count)
@@ -317,10 +321,10 @@ def _routed(
     return Routed(bucket, ranked[0], ranked[1], sizes[:, -1])
 
 
-def _examine_router(total: Sums, scene: Scene, made: Diagnostics, routed: Routed, logits: Tensor | None) -> None:
+def _examine_router(total: Sums, scene: Scene, made: Diagnostics, routed: Routed, logits: Logits | None) -> None:
     count = scene.full.shape[1]
     reads = [offline.top_buckets(scene, routed.bucket, routed.density, b) for b in made.budgets]
-    _errors(total, scene, "router", reads, logits)
+    _errors(total, scene, "router", dict(zip(made.budgets, reads, strict=True)), logits)
     recall, overlap = [], []
     for read, budget in zip(reads, made.budgets, strict=True):
         best = offline.top_buckets(scene, routed.bucket, routed.oracle, budget)

@@ -33,6 +33,9 @@ class Completion:
         """The mid region grew from `old` to `view.regions`."""
         self.build(view)
 
+    def reads(self, share: float) -> None:
+        """A step will read this share of the context beside sink and tail."""
+
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """`(out [B·T, Hq, d], lse [B·T, Hq])` over the remainder; lse = -inf where it estimates nothing."""
         raise NotImplementedError
@@ -66,7 +69,7 @@ class PhiCompletion(Completion):
     row_state = ("cache", "features", "store", "centre", "centre_of")
 
     def __init__(self, layer: Any):
-        self.layer = layer
+        self.layer = self.calibrated = layer
         self.cache: PhiCache | None = None
         self.features: Tensor | None = None
         self.store: PhiStore | None = None
@@ -81,6 +84,10 @@ class PhiCompletion(Completion):
         if getattr(self.layer, "centred", False):
             self.centre, self.centre_of = _mean_key(view), view.regions.mid_sizes
         self._add(view, view.regions.mid_first, view.regions.mid_last)
+
+    def reads(self, share: float) -> None:
+        if hasattr(self.calibrated, "at"):
+            self.layer = self.calibrated.at(share)
 
     def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
         """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""

@@ -68,7 +68,7 @@ class Plan:
             if maps is not None and self.layers is not None:
                 gate = self.layers[layer_idx].gate
                 maps = None if gate is None else maps._replace(
-                    offset=maps.offset + torch.tensor(gate, device=maps.offset.device).log())
+                    offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
             return None if maps is None else PhiCompletion(maps)
         if self.completion_kind == "centroid":
             from sparsekv.runtime.centroid import CentroidCompletion

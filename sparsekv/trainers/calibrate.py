@@ -1,5 +1,5 @@
-"""What feature maps do on held-out windows: errors at every case, the shift of `ŝ` that serves a head best, and the
-heads where completion is switched off."""
+"""What feature maps do on held-out windows: errors at every case, the shift of `ŝ` that serves a head best in each, and
+the heads where completion is switched off."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SCORES_AT_ONCE = 200_000_000
 GAP_KEYS = 512
 NEG_INF = float("-inf")
+
+
+def stacked_shifts(tables: dict[str, Tensor]) -> Tensor:
+    """The shifts of all cases, `[..., S, Hq]` from tables `[..., Hq]`; their order is that of `CASES`."""
+    return torch.stack([tables[f"{case} shift"] for case in CASES], -2)
 
 
 def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
@@ -55,9 +60,9 @@ def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
-    """Tables `[Lq]` from a pool of validation windows: `shift`, the one with the least error over all cases relative to
-    no completion (zero unless asked for); `<case> error` and `<case> + phi error`; `mass_ratio` `Σŵ / Σw` (geometric
-    mean over queries); `gap_pXX`, quantiles of `ŝ − s` over mid keys. The last two are after the shift."""
+    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with least error there
+    (zero unless asked for), `<case> error` and, shifted, `<case> + phi error`; `mass_ratio` `Σŵ / Σw` (geometric mean
+    over queries) and `gap_pXX`, quantiles of `ŝ − s` over mid keys, both after the first case's shift."""
     shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
     tables: dict[str, list[Tensor]] = {}
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
@@ -80,14 +85,14 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
             columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
             gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
             gaps.append(gap.flatten(1))
-        relative = torch.stack([completed[c] / none[c].clamp(min=1e-6) for c in CASES]).mean(0)
-        best = relative.argmin(0, keepdim=True)
-        chosen = shifts[best[0]]
-        found = {"shift": chosen, "mass_ratio": (ratio + chosen).exp()}
+        best = {case: completed[case].argmin(0) for case in CASES}
+        chosen = shifts[best[next(iter(CASES))]]
+        found = {"mass_ratio": (ratio + chosen).exp()}
         quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
         for case in CASES:
-            found |= {f"{case} error": none[case], f"{case} + phi error": completed[case].gather(0, best)[0]}
+            found |= {f"{case} shift": shifts[best[case]], f"{case} error": none[case],
+                      f"{case} + phi error": completed[case].gather(0, best[case][None])[0]}
         for name, value in found.items():
             tables.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in tables.items()}

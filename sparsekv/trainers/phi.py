@@ -17,7 +17,7 @@ from sparsekv.kernels.reference import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene
+from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene, stacked_shifts
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -60,8 +60,8 @@ class PhiConfig(TrainingOptions):
     under_weight: float = option(0.2, help="λ of the Huber term on underestimated mass (not in the paper; 0 = off).")
     output_weight: float = option(0.0, help="λ of the output's own relative error, with sink and tail exact and with "
                                             "the best 2 % of the keys exact too (not in the paper; 0 = off).", min=0.0)
-    calibrate: bool = option(True, help="Fit a shift per head on the validation windows, and switch completion off "
-                                        "for heads it does not help.")
+    calibrate: bool = option(True, help="Fit shifts per head on the validation windows, one for every share of the "
+                                        "context that is read, and switch completion off for heads it does not help.")
 
 
 def train_phi(config: PhiConfig) -> PhiArtifact:
@@ -99,7 +99,8 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        gate = choose_gates(card) if config.calibrate else torch.ones_like(card["shift"])
+        shift = stacked_shifts(card)
+        gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
         maps = Maps.from_named(tensors)
@@ -109,9 +110,10 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         made.append(PhiArtifact(
             PhiArtifactConfig(
                 model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
-                centred=config.centred, sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
+                sink_size=store.config["sink_size"], window_size=store.config["window_size"],
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            maps, card["shift"], gate, run.out))
+            maps, shift, gate, run.out))
         made[0].save(run.out)
 
     run.finish(assemble)

@@ -60,7 +60,7 @@ def artifacts(model, *, buckets: int = 8, space: str = "rot", scores: str = "mlp
     maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
     maps = Maps(*maps).map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
     phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), maps,
-                      torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
+                      torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 
 

@@ -28,5 +28,5 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hyb
     maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
     phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, centred=centred, **common), maps,
-                      torch.zeros(layers, heads_q), torch.ones(layers, heads_q))
+                      torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi

@@ -219,6 +219,11 @@ class Selector:
         when the mid region last grew, so that a step waits for no device."""
         return self._budget(view)[0]
 
+    def read_share(self, view: LayerView) -> float:
+        """About the share of the context that a step reads beside sink and tail. Waits for no device."""
+        budget = self.token_budget or 0.0
+        return float(budget) if isinstance(budget, float) else min(1.0, budget / max(1, view.length))
+
     def widest_budget(self, view: LayerView) -> int:
         """The largest of `budget_tokens`."""
         return self._budget(view)[1]

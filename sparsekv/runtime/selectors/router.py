@@ -80,6 +80,9 @@ class Router(Selector):
             raise SparseKVError(f"probes must be between 1 and the router's {self._buckets()} buckets, found "
                                 f"{self.probes}")
 
+    def read_share(self, view: LayerView) -> float:
+        return super().read_share(view) if self.probes is None else self.probes / self._buckets()
+
     def _buckets(self) -> int:
         return self.num_buckets if self.partition == "request" else self.artifact.centroids.shape[-2]
 

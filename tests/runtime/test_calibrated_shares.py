@@ -1,0 +1,56 @@
+"""The shift of a completed step is that of the share of the context it reads."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.artifacts.phi import PhiArtifact
+
+SHARES = [0.0, 0.02, 0.1]
+
+
+@pytest.fixture
+def made():
+    model = make_model()
+    router, phi = artifacts(model)
+    layers, _, heads = phi.shift.shape
+    shift = torch.tensor([0.0, -1.0, -3.0])[None, :, None].repeat(layers, 1, heads)
+    config = dataclasses.replace(phi.config, read_shares=SHARES)
+    gate = phi.gate.clone()
+    gate[:, 1] = 0.0
+    return model, router, PhiArtifact(config, phi.maps, shift, gate)
+
+
+@pytest.mark.parametrize(("share", "shift"), [
+    (0.0, 0.0), (0.01, -0.5), (0.02, -1.0), (0.06, -2.0), (0.1, -3.0), (0.5, -3.0)])
+def test_shifts_are_interpolated_between_the_shares_measured(made, share: float, shift: float) -> None:
+    offset = made[2].layer(0).at(share).offset
+    assert torch.isneginf(offset[1]) and not offset.isnan().any()
+    torch.testing.assert_close(offset[0], torch.tensor(shift))
+
+
+@pytest.mark.parametrize(("options", "shift"), [
+    ({"selector": "streaming"}, 0.0), ({"selector": "topk", "token_budget": 0.02}, -1.0),
+    ({"selector": "topk", "token_budget": 8}, -2.0), ({"selector": "router", "token_budget": 0.1}, -3.0),
+    ({"selector": "router", "probes": 1}, -3.0)])
+def test_a_step_takes_the_shift_of_what_it_reads(made, options: dict, shift: float) -> None:
+    model, router, phi = made
+    length = round(8 / 0.06)
+    ids = torch.randint(1, 95, (1, length + 1), generator=torch.Generator().manual_seed(0))
+    with sparsekv.attach(model, router=router if options["selector"] == "router" else None, phi=phi, completion="phi",
+                         dense_below=0, **options) as attachment:
+        cache = attachment.prefill(ids[:, :-1])
+        model(ids[:, -1:], past_key_values=cache)
+        offset = cache.layers[1].state.completion.layer.offset
+    torch.testing.assert_close(offset[0], torch.tensor(shift), atol=0.02, rtol=0)
+
+
+def test_the_table_is_saved_and_loaded(made, tmp_path) -> None:
+    made[2].save(tmp_path / "phi")
+    loaded = PhiArtifact.load(tmp_path / "phi")
+    assert loaded.config.read_shares == SHARES
+    torch.testing.assert_close(loaded.shift, made[2].shift)
