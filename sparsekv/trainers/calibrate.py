@@ -25,13 +25,13 @@ def stacked_shifts(tables: dict[str, Tensor]) -> Tensor:
 
 
 def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
-    """At most `limit` queries past the first third of a window, for some KV heads: their attention, and queries and
-    keys with RoPE in float32."""
+    """At most `limit` queries of a window's last third, for some KV heads: their attention, and queries and keys with
+    RoPE in float32. Late ones, because a query that decodes has its whole context before it."""
     keys = pool.keys[document, heads].float()
     asked = slice((heads.start or 0) * pool.group, (heads.stop or pool.heads_kv) * pool.group)
     total = pool.queries.shape[2]
     limit = max(1, min(limit, total, SCORES_AT_ONCE // (keys.shape[0] * pool.group * keys.shape[1])))
-    some = torch.linspace(total // 3, total - 1, limit, device=keys.device).long()
+    some = torch.linspace(2 * total // 3, total - 1, limit, device=keys.device).long()
     queries = pool.queries[document, asked][:, some].float()
     scene = make_scene(queries, keys, pool.values[document, heads].float(), pool.positions[document, asked][:, some],
                        scale=pool.scale, sink_size=pool.sink_size, window_size=pool.window_size)
