@@ -146,7 +146,7 @@ def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tenso
     count = total(mid.to(keys.dtype))
     logits = torch.zeros_like(count)
     if trained.scores != "mlp":
-        logits = total(torch.where(mid, scene.scores, 0.0)) / count.clamp(min=1) + count.clamp(min=1e-3).log()
+        logits = total(torch.where(mid, scene.scores, 0.0)) / count.clamp(min=1) + count.log()
     if trained.weights is not None:
         weights = RouterWeights(*(w.to(keys.device) for w in trained.weights))
         logits = logits + router_logits(queries.transpose(0, 1), weights).transpose(0, 1)
@@ -155,7 +155,7 @@ def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tenso
         return x.reshape(heads_kv, scene.group, *x.shape[1:]).sum(1)
 
     per_key = {name: shared(p) / shared(count).clamp(min=1) for name, p in (
-        ("router", logits.softmax(-1)), ("oracle", offline.bucket_mass(scene, bucket, buckets)))}
+        ("router", logits.softmax(-1).nan_to_num(0.0)), ("oracle", offline.bucket_mass(scene, bucket, buckets)))}
     return bucket, {**per_key, "kmeans": shared(offline.grouped(queries, centroids))}
 
 
