@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
+from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
@@ -121,7 +121,7 @@ def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> Callable[[float], di
     assert maps is not None, f"the feature maps have no layer {layer}"
     logits = maps.maps.surrogate(seen.queries, seen.keys, seen.scene.context, scale=seen.scale,
                                  sink_size=phi.config.sink_size)
-    forced = PhiLayer(maps.maps, phi.shift[phi.config.layers.index(layer)], maps.shares)
+    forced = maps._replace(offsets=phi.shift[phi.config.layers.index(layer)])
     return lambda share: {name: logits + which.at(share).offset[:, None, None]
                           for name, which in (("phi", forced), ("phi_gated", maps))}
 

@@ -252,7 +252,7 @@ def main() -> None:
     rows = []
     for length in options.lengths:
         began = time.perf_counter()
-        rope = json.dumps({"rope_type": "yarn", "factor": float(-(-length // NATIVE))}) if length > NATIVE else None
+        rope = yarn(length)
         model, tokenizer = load_model(options.model, dtype="bfloat16", device=options.device, rope_scaling=rope)
         with tempfile.TemporaryDirectory() as place:
             stores = [run_capture(
@@ -272,6 +272,11 @@ def main() -> None:
         print(f"{length} tokens in {time.perf_counter() - began:.0f} s", flush=True)
     print_table(rows)
     print(write_rows("partitions", rows, options.output))
+
+
+def yarn(length: int) -> str | None:
+    """Rope scaling of a context past the model's own positions."""
+    return json.dumps({"rope_type": "yarn", "factor": float(-(-length // NATIVE))}) if length > NATIVE else None
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._training import measure_routers
+from benchmarks.partitions import NATIVE, SINK, yarn
 from benchmarks.training import without_training
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
@@ -38,7 +39,6 @@ from sparsekv.trainers.router import RouterConfig, train_router
 SPACES = ("pre", "rot")
 SCORES = ("mlp", "hybrid")
 DOMAINS = ("heldout", "ood")
-SINK, NATIVE = 4, 8192
 AT = "mass_share@0.05"
 SETTINGS = ("layers", "tokens", "validation", "queries", "buckets", "hidden", "steps", "heldout_documents", "seed")
 
@@ -47,10 +47,6 @@ def settings(options: argparse.Namespace) -> str:
     """What every row of a table must have in common."""
     names = {"model": Path(options.model).name, "text": Path(options.text).name}
     return " ".join(f"{k}={v}" for k, v in (names | {name: getattr(options, name) for name in SETTINGS}).items())
-
-
-def yarn(length: int) -> str | None:
-    return json.dumps({"rope_type": "yarn", "factor": float(-(-length // NATIVE))}) if length > NATIVE else None
 
 
 def capture(options: argparse.Namespace, length: int, tail: int, loaded: tuple[Any, Any], folder: Path,

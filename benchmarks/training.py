@@ -81,7 +81,8 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
              written),
             ("heldout", options.text, "heldout", held, 256, 0, 0), ("ood", "embedded", "all", held, 256, 0, 0)]
     for name, corpus, split, count, queries, noise, generated in jobs:
-        if (folder / name / MANIFEST).is_file():
+        manifest = folder / name / MANIFEST
+        if manifest.is_file() and json.loads(manifest.read_text())["complete"]:
             stores[name] = CaptureStore.open(folder / name)
             continue
         stores[name] = run_capture(
@@ -94,24 +95,25 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
 
 def train(options: argparse.Namespace, stores: dict[str, CaptureStore], folder: Path, chosen: dict[str, Any],
           ) -> tuple[dict[str, RouterArtifact], PhiArtifact]:
-    """Routers and φ from windows of the text and of what the model wrote. Routers that an earlier run left in the
-    folder are used again."""
+    """Routers and φ from windows of the text and of what the model wrote."""
     common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
                               "device": options.device, "seed": options.seed}
     routers = {}
     for kind in KINDS:
         began = time.perf_counter()
-        if (folder / kind / "config.json").is_file():
-            routers[kind] = RouterArtifact.load(folder / kind)
-        else:
-            routers[kind] = train_router(
-                RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
+        routers[kind] = router_of(RouterConfig(**common, **chosen["router"], output=str(folder / kind), scores=kind))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     routers["mean_key"] = without_training(routers["hybrid"])
     began = time.perf_counter()
     phi = train_phi(PhiConfig(**common, **chosen["phi"], output=str(folder / "phi"), overwrite=True))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
     return routers, phi
+
+
+def router_of(config: RouterConfig) -> RouterArtifact:
+    """Trained now, unless an earlier run left it in its folder."""
+    found = (Path(config.output) / "config.json").is_file()
+    return RouterArtifact.load(config.output) if found else train_router(config)
 
 
 def without_training(hybrid: RouterArtifact) -> RouterArtifact:
@@ -139,7 +141,7 @@ def quality(options: argparse.Namespace, device: str) -> None:
         routers, phi = train(options, stores, folder, chosen)
         phi = phi.to(device)
         # the best is chosen by what the trainer saw of its own validation windows
-        best = max(("mlp", "hybrid"), key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
+        best = max(KINDS, key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
         tokens = rivals.reads()
         sizes = {"documents": options.documents, "noise_documents": options.noise_documents,
                  "generated_documents": options.generated_documents, "queries": options.queries,
@@ -173,7 +175,7 @@ def routers_alone(options: argparse.Namespace, device: str) -> None:
         common: dict[str, Any] = {"capture": str(stores["train"].path), "validation_documents": VALIDATION,
                                   "device": options.device, "seed": options.seed, **chosen}
         began = time.perf_counter()
-        hybrid = train_router(RouterConfig(**common, output=str(folder / "hybrid"), scores="hybrid"))
+        hybrid = router_of(RouterConfig(**common, output=str(folder / "hybrid"), scores="hybrid"))
         print(f"hybrid in {time.perf_counter() - began:.0f} s", flush=True)
         routers = {"mean_key": without_training(hybrid), "hybrid": hybrid}
         about = (f"router: {words(chosen)} documents={options.documents} queries={options.queries} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,15 +51,12 @@ class PhiLayer(NamedTuple):
         """Calibrated for a share of the context that is read: the best keys are the ones the maps underestimate, so
         that what is left without them wants another shift. Linear between the shares measured. Ours, not the
         paper's."""
-        after = sum(s <= share for s in self.shares)
-        if after in (0, len(self.shares)):
-            row = self.offsets[max(0, after - 1)]
-        elif self.shares[after - 1] == share:
-            row = self.offsets[after - 1]
-        else:
-            low, high = self.shares[after - 1], self.shares[after]
-            part = (share - low) / (high - low)
-            row = (1 - part) * self.offsets[after - 1] + part * self.offsets[after]
+        after = bisect_right(self.shares, share)
+        low, high = max(after - 1, 0), min(after, len(self.shares) - 1)
+        row = self.offsets[low]
+        if low < high and self.shares[low] < share:  # 0 times a closed gate's -inf would be no number
+            part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
+            row = (1 - part) * row + part * self.offsets[high]
         return PhiLayer(self.maps, row[None], (share,))
 
     @property

@@ -252,14 +252,14 @@ def _examine_selection(
 ) -> None:
     """Exact top-k at every budget: errors, mass, completion share."""
     count = scene.full.shape[1]
-    reads = [offline.top_k(scene, b) for b in made.budgets]
-    _errors(total, scene, "topk", dict(zip(made.budgets, reads, strict=True)), logits)
+    reads = {b: offline.top_k(scene, b) for b in made.budgets}
+    _errors(total, scene, "topk", reads, logits)
     for name, estimate in rivals.items():
-        errors = [offline.relative_error(scene, offline.output(scene, r, estimate(r))) for r in reads]
+        errors = [offline.relative_error(scene, offline.output(scene, r, estimate(r))) for r in reads.values()]
         total.add("errors", f"topk+{name}", torch.stack(errors, -1), count)
     if logits is not None:
         shares = []
-        for budget, read in zip(made.budgets, reads, strict=True):
+        for budget, read in reads.items():
             exact = scene.anchors | read
             z_exact, z_rest = (x.logsumexp(-1) for x in (
                 scene.scores.masked_fill(~exact, NEG_INF), logits(budget).masked_fill(~(scene.mid & ~exact), NEG_INF)))
@@ -323,10 +323,10 @@ def _routed(
 
 def _examine_router(total: Sums, scene: Scene, made: Diagnostics, routed: Routed, logits: Logits | None) -> None:
     count = scene.full.shape[1]
-    reads = [offline.top_buckets(scene, routed.bucket, routed.density, b) for b in made.budgets]
-    _errors(total, scene, "router", dict(zip(made.budgets, reads, strict=True)), logits)
+    reads = {b: offline.top_buckets(scene, routed.bucket, routed.density, b) for b in made.budgets}
+    _errors(total, scene, "router", reads, logits)
     recall, overlap = [], []
-    for read, budget in zip(reads, made.budgets, strict=True):
+    for budget, read in reads.items():
         best = offline.top_buckets(scene, routed.bucket, routed.oracle, budget)
         recall.append(offline.mass_share(scene, read) / offline.mass_share(scene, best).clamp(min=1e-9))
         top = offline.top_k(scene, budget)

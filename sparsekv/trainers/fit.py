@@ -162,7 +162,7 @@ class Stepper:
         return means
 
     def _capture(self) -> None:
-        self._clear()
+        self.task.zero_grad()
         torch.cuda.synchronize(self.device)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -175,7 +175,7 @@ class Stepper:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16",
                             cache_enabled=False):
             losses = self.task.losses(draw)
-        self._clear()
+        self.task.zero_grad()
         # a head's gradient must not depend on how many others there are
         (losses["loss"].sum() / 100).backward()
         if self.options.gradient_clip:
@@ -190,10 +190,6 @@ class Stepper:
                     self.sums[name] = torch.zeros((), device=self.device)
                 self.sums[name].add_(value.detach().float().mean())
             self.row.add_(1)
-
-    def _clear(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
 
     def validate(self) -> float:
         """Measure, keep every head's best weights, and decide whether to stop. Returns the mean error."""
