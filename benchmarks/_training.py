@@ -36,16 +36,17 @@ class View(NamedTuple):
 
 
 def view(store: CaptureStore, item: LayerCapture, device: str, count: int = MEASURED_QUERIES) -> View:
+    item = item.to(device)
     late = item.query_positions >= store.context_length // 2
     count = min(count, int(late.sum(1).min()))
     pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
     rows = pick[..., None].expand(-1, -1, store.head_dim)
-    queries, queries_pre = (q.gather(1, rows).to(device) for q in (item.queries_rot(), item.queries_pre.float()))
-    keys = item.keys_rot().to(device)
-    scene = offline.make_scene(queries, keys, item.values.float().to(device),
-                               item.query_positions.gather(1, pick).to(device), scale=item.scale,
-                               sink_size=store.config["sink_size"], window_size=store.config["window_size"])
-    return View(scene, queries, queries_pre, keys, item.keys_pre.float().to(device), item.scale)
+    queries, queries_pre = (q.gather(1, rows) for q in (item.queries_rot(), item.queries_pre.float()))
+    keys = item.keys_rot()
+    scene = offline.make_scene(queries, keys, item.values.float(), item.query_positions.gather(1, pick),
+                               scale=item.scale, sink_size=store.config["sink_size"],
+                               window_size=store.config["window_size"])
+    return View(scene, queries, queries_pre, keys, item.keys_pre.float(), item.scale)
 
 
 class Rivals:

@@ -153,26 +153,26 @@ def shares(scene: offline.Scene, bucket: Tensor, buckets: int, budgets: tuple[fl
     return found
 
 
-def late_scenes(item: LayerCapture, tails: tuple[int, ...], count: int, device: str) -> dict[int, offline.Scene]:
+def late_scenes(item: LayerCapture, tails: tuple[int, ...], count: int) -> dict[int, offline.Scene]:
     """By tail, the attention of `count` queries of the second half."""
     places = item.query_positions[0]
     late = (places >= item.keys_pre.shape[1] // 2).nonzero()[:, 0]
     some = late[torch.linspace(0, len(late) - 1, min(count, len(late))).long()]
-    queries, keys = item.queries_rot()[:, some].to(device), item.keys_rot().to(device)
-    values = item.values[..., :1].float().to(device)  # the shares need no values
-    return {tail: offline.make_scene(queries, keys, values, places[some][None].to(device), scale=item.scale,
+    queries, keys = item.queries_rot()[:, some], item.keys_rot()
+    values = item.values[..., :1].float()  # the shares need no values
+    return {tail: offline.make_scene(queries, keys, values, places[some][None], scale=item.scale,
                                      sink_size=SINK, window_size=tail) for tail in tails}
 
 
-def received(item: LayerCapture, device: str, count: int = 64) -> Tensor:
+def received(item: LayerCapture, count: int = 64) -> Tensor:
     """Attention that each key receives from the sampled queries, `[Hkv, N]`, sink and a tail of 16 left out."""
-    scene = late_scenes(item, (16,), count, device)[16]
+    scene = late_scenes(item, (16,), count)[16]
     weights = scene.scores.softmax(-1).masked_fill(~scene.mid, 0.0).sum(1)
     return weights.reshape(item.keys_pre.shape[0], -1, weights.shape[-1]).sum(1)
 
 
-def spaces(item: LayerCapture, device: str) -> dict[str, Tensor]:
-    return {"pre": item.keys_pre.float().to(device), "rot": item.keys_rot().to(device)}
+def spaces(item: LayerCapture) -> dict[str, Tensor]:
+    return {"pre": item.keys_pre.float(), "rot": item.keys_rot()}
 
 
 def study(train: CaptureStore, heldout: CaptureStore, options: argparse.Namespace, device: str) -> dict[Any, float]:
@@ -182,16 +182,16 @@ def study(train: CaptureStore, heldout: CaptureStore, options: argparse.Namespac
     tails = tuple(t for t in TAILS if t < length // 4)
     middle = MIDDLE if MIDDLE in options.buckets else max(options.buckets)
     for layer in train.layers:
-        items = [train.read(layer, document) for document in range(train.num_documents)]
-        held = [spaces(item, device) for item in items]
+        items = [train.read(layer, document).to(device) for document in range(train.num_documents)]
+        held = [spaces(item) for item in items]
         pool = Pool({s: torch.cat([h[s] for h in held], 1) for s in ("pre", "rot")},
-                    torch.cat([received(item, device) for item in items], 1))
+                    torch.cat([received(item) for item in items], 1))
         del held
         known: dict[tuple[str, int], Partition] = {}
         for document in range(heldout.num_documents):
-            item = heldout.read(layer, document)
-            keys = spaces(item, device)
-            scenes = late_scenes(item, tails, options.queries, device)
+            item = heldout.read(layer, document).to(device)
+            keys = spaces(item)
+            scenes = late_scenes(item, tails, options.queries)
             for tail, scene in scenes.items():
                 exact = torch.stack([offline.mass_share(scene, offline.top_k(scene, b)).mean() for b in BUDGETS])
                 share = torch.where(scene.mid, scene.scores.softmax(-1), 0.0).sum(-1).mean()

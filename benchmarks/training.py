@@ -44,7 +44,7 @@ from sparsekv.trainers.router import RouterConfig, train_router
 
 KINDS = ("mlp", "hybrid")
 VALIDATION = 4
-PHI = {"max_steps": 17000, "batch_size": 192, "keys_per_step": 4096, "documents_per_step": 2, "width": 256, "lr": 2e-3,
+PHI = {"max_steps": 22000, "batch_size": 192, "keys_per_step": 4096, "documents_per_step": 2, "width": 256, "lr": 2e-3,
        "weight_decay": 0.01, "output_weight": 1.0, "position_shift": 64}
 ROUTER = {"num_buckets": 4096, "hidden_size": 512, "max_steps": 3000, "long_range": 0, "key_space": "rot",
           "layer_group": 1}
@@ -254,7 +254,7 @@ def main() -> None:
                                        "and routers and trains the maps anew")
     parser.add_argument("--documents", type=int, default=150)
     parser.add_argument("--noise-documents", type=int, default=0, help="of these: half random tokens")
-    parser.add_argument("--generated-documents", type=int, default=48, help="beside these: the model's own text")
+    parser.add_argument("--generated-documents", type=int, default=64, help="beside these: the model's own text")
     parser.add_argument("--queries", type=int, default=768)
     parser.add_argument("--heldout-documents", type=int, default=8)
     parser.add_argument("--length", type=int, default=8192)

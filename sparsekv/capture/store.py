@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,15 @@ class LayerCapture:
     scale: float
     statistics: dict[str, Tensor]
     key_positions: Tensor | None = None
+
+    def to(self, device: str | torch.device) -> LayerCapture:
+        """The same on a device."""
+        moved: dict[str, Any] = {"statistics": {k: x.to(device) for k, x in self.statistics.items()}}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                moved[field.name] = value.to(device)
+        return replace(self, **moved)
 
     def keys_rot(self) -> Tensor:
         """Keys with RoPE, `[Hkv, N, d]` float32."""

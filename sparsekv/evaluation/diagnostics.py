@@ -152,8 +152,8 @@ def measure(
         maps = None if phi is None else phi.layer(layer)
         routing = None if router is None else router.layer(layer)
         for document in range(count):
-            item = store.read(layer, document)
-            _examine(total, item, made, routing, maps, queries, rivals, torch.device(device))
+            item = store.read(layer, document).to(device)
+            _examine(total, item, made, routing, maps, queries, rivals)
             advance()
         sums.append(total)
     made.tasks = {Path(str(store.config["corpus"])).name: _statistics(store, count)}
@@ -193,15 +193,15 @@ class Sums:
 
 def _examine(
     total: Sums, item: LayerCapture, made: Diagnostics, router: RouterLayer | None, phi: PhiLayer | None, limit: int,
-    rivals: bool, device: torch.device,
+    rivals: bool,
 ) -> None:
     """Add one layer of one document."""
-    keys, values, queries = (x.to(device) for x in (item.keys_rot(), item.values.float(), item.queries_rot()))
+    keys, values, queries = item.keys_rot(), item.values.float(), item.queries_rot()
     wanted = queries.shape[1]
     some = torch.linspace(wanted // 3, wanted - 1, min(limit, wanted - wanted // 3)).long()
     step = max(1, SCORES_AT_ONCE // (queries.shape[0] * keys.shape[1]))
     for part in some.split(step):
-        q, positions = queries[:, part], item.query_positions[:1, part].to(device)
+        q, positions = queries[:, part], item.query_positions[:1, part]
         scene = offline.make_scene(q, keys, values, positions, scale=item.scale, sink_size=made.sink_size,
                                    window_size=made.window_size)
         logits = None if phi is None else _phi_logits(scene, q, keys, phi, item.scale, made.sink_size)
@@ -300,14 +300,14 @@ def _routed(
     centroids = router.centroids.to(device)
     buckets = centroids.shape[1]
     pre = router.key_space == "pre"
-    clustered = item.keys_pre.to(device).float() if pre else keys
+    clustered = item.keys_pre.float() if pre else keys
     bucket = assign_buckets(clustered[None], centroids)[0].long()
     place = bucket.repeat_interleave(scene.group, 0)[:, None].expand_as(scene.scores)
     mid = scene.mid.expand_as(scene.scores)
     sizes = scene.scores.new_zeros(heads_q, count, buckets).scatter_add_(-1, place, mid.to(scene.scores.dtype))
     logits = torch.zeros_like(sizes)
     if router.weights is not None and router.scores != "mean_key":
-        asked = item.queries_pre[:, part].to(device).float() if pre else queries
+        asked = item.queries_pre[:, part].float() if pre else queries
         weights = type(router.weights)(*(w.to(device) for w in router.weights))
         logits = router_logits(asked.transpose(0, 1).contiguous(), weights).transpose(0, 1)
     if router.scores != "mlp":

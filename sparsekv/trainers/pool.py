@@ -93,7 +93,7 @@ def load_pool(
     for row, document in enumerate(documents):
         for place, part in enumerate(parts):
             part = Part(part, 0, store.num_kv_heads) if isinstance(part, int) else part
-            item = store.read(part.layer, document, kv_heads=slice(part.first, part.first + part.heads))
+            item = store.read(part.layer, document, kv_heads=slice(part.first, part.first + part.heads)).to(device)
             scales[part.layer] = item.scale
             turn = torch.atan2(item.sin[:2], item.cos[:2])[-1]
             frequencies[part] = turn.expand(part.heads, -1)
