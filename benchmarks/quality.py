@@ -58,8 +58,9 @@ def train(options: argparse.Namespace, model: object, tokenizer: object) -> None
     train_phi(PhiConfig(
         capture=str(store.path), output=str(out / "phi"), overwrite=True, max_steps=options.phi_steps,
         width=options.width, num_features=options.features, batch_size=options.phi_batch,
-        keys_per_step=options.phi_keys, lr=2e-3, weight_decay=0.01, output_weight=1.0, position_shift=64,
-        validation_documents=options.validation, layer_group=options.layer_group, device=options.device))
+        keys_per_step=options.phi_keys, documents_per_step=2, lr=2e-3, weight_decay=0.01, output_weight=1.0,
+        position_shift=64, validation_documents=options.validation, layer_group=options.layer_group,
+        device=options.device))
     print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -143,16 +144,16 @@ def main() -> None:
     parser.add_argument("--train", help="text to train on first")
     parser.add_argument("--train-only", action="store_true")
     parser.add_argument("--train-length", type=int, default=8192)
-    parser.add_argument("--documents", type=int, default=64)
-    parser.add_argument("--generated-documents", type=int, default=16, help="of these, the model's own text")
+    parser.add_argument("--documents", type=int, default=160)
+    parser.add_argument("--generated-documents", type=int, default=64, help="of these, the model's own text")
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--validation", type=int, default=4)
     parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
-    parser.add_argument("--phi-steps", type=int, default=4000)
-    parser.add_argument("--phi-batch", type=int, default=96)
-    parser.add_argument("--phi-keys", type=int, default=2048)
+    parser.add_argument("--phi-steps", type=int, default=10000)
+    parser.add_argument("--phi-batch", type=int, default=128)
+    parser.add_argument("--phi-keys", type=int, default=4096)
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layer-group", type=int, default=10)
