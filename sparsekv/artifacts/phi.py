@@ -32,16 +32,21 @@ class PhiArtifactConfig:
     centred: bool = False
     read_shares: list[float] = field(default_factory=lambda: [0.0])
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
+    shift_grid: list[float] = field(default_factory=list)
+    """Shifts at which `shift_errors` holds the error on the validation windows; none: it holds nothing."""
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
-    `[S, Hq]`: what it is when that share of the context is read beside sink and tail."""
+    `[S, Hq]`: what it is when that share of the context is read beside sink and tail. errors `[S, P, Hq]`: the output
+    error on the validation windows at each of `grid`, the shifts `[P]`."""
 
     maps: Maps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
+    errors: Tensor | None = None
+    grid: tuple[float, ...] = ()
 
     @property
     def offset(self) -> Tensor:
@@ -53,11 +58,15 @@ class PhiLayer(NamedTuple):
         paper's."""
         after = bisect_right(self.shares, share)
         low, high = max(after - 1, 0), min(after, len(self.shares) - 1)
-        row = self.offsets[low]
-        if low < high and self.shares[low] < share:  # 0 times a closed gate's -inf would be no number
+
+        def between(table: Tensor) -> Tensor:
+            if low == high or self.shares[low] >= share:  # 0 times a closed gate's -inf would be no number
+                return table[low:low + 1]
             part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
-            row = (1 - part) * row + part * self.offsets[high]
-        return PhiLayer(self.maps, row[None], (share,))
+            return (1 - part) * table[low:low + 1] + part * table[high:high + 1]
+
+        return PhiLayer(self.maps, between(self.offsets), (share,), None if self.errors is None else
+                        between(self.errors), self.grid)
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -77,16 +86,19 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
-        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offsets.to(device), self.shares)
+        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offsets.to(device), self.shares,
+                        None if self.errors is None else self.errors.to(device), self.grid)
 
 
 class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
-    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
+    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`. shift_errors `[L, S, P, Hq]`, if kept: the
+    output error on the validation windows at every shift of `shift_grid`."""
 
-    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None):
+    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None,
+                 shift_errors: Tensor | None = None):
         self.config, self.maps = config, maps
-        self.shift, self.gate, self.path = shift, gate, path
+        self.shift, self.gate, self.path, self.shift_errors = shift, gate, path, shift_errors
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> PhiLayer | None:
@@ -95,10 +107,14 @@ class PhiArtifact:
         if row is None:
             return None
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
-                        tuple(self.config.read_shares))
+                        tuple(self.config.read_shares), None if self.shift_errors is None else self.shift_errors[row],
+                        tuple(self.config.shift_grid))
 
     def save(self, path: str | Path) -> None:
-        save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
+        tensors = {**self.maps.named(), "shift": self.shift, "gate": self.gate}
+        if self.shift_errors is not None:
+            tensors["shift_errors"] = self.shift_errors
+        save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> PhiArtifact:
@@ -119,7 +135,11 @@ class PhiArtifact:
                                                  for k, shape in shapes.items()}))
         shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
         gate = take(tensors, "gate", (layers, heads_q), where)
-        return cls(config, Maps(*maps), shift, gate, Path(path))
+        errors = None
+        if config.shift_grid:
+            shape = (layers, len(config.read_shares), len(config.shift_grid), heads_q)
+            errors = take(tensors, "shift_errors", shape, where)
+        return cls(config, Maps(*maps), shift, gate, Path(path), errors)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -128,7 +148,8 @@ class PhiArtifact:
 
     def to(self, device: Any) -> PhiArtifact:
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
-                           self.gate.to(device), self.path)
+                           self.gate.to(device), self.path,
+                           None if self.shift_errors is None else self.shift_errors.to(device))
 
     def summary(self) -> str:
         c = self.config

@@ -43,12 +43,12 @@ def launch_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None) -> PhiCache:
 
 def phi_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
     """The query's side of a completed step, from the maps themselves: q `[B, Hq, d]` with RoPE, weights of the query
-    maps (leading dimension `Hq`), offset `[Hq]`, the request's store. One launch on CUDA, all layers of a head in one
-    program."""
+    maps (leading dimension `Hq`), offset `[Hq]` or `[B, Hq]`, the request's store. One launch on CUDA, all layers of a
+    head in one program."""
     if q.is_cuda and weights.w_in.dtype == q.dtype and max(weights.w_in.shape[-1], store.m.shape[-1]) <= 256:
         return launch_query(q, weights, offset, store)
     logs = reference.add_centre(reference.log_phi(q[:, :, None], weights), q[:, :, None], store.centre)[:, :, 0]
-    return reference.phi_query(logs + offset[:, None], store, q.dtype)
+    return reference.phi_query(logs + offset[..., None], store, q.dtype)
 
 
 def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
@@ -58,14 +58,15 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
     q = q if q.stride(-1) == 1 else q.contiguous()
     batch, heads_q, dim = q.shape
     width, features = weights.w_out.shape[-2:]
+    offset = offset.contiguous()
     a = torch.empty(batch, heads_q, features, dtype=q.dtype, device=q.device)
     c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
     base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
     query_kernel[(batch * heads_q,)](
         q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
         store.m if store.centre is None else store.centre.contiguous(), a, c, whole, base, heads_q, store.m.shape[1],
-        q.stride(0), q.stride(1), dim, width, features, CENTRED=store.centre is not None, ROWS=16,
-        DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)),
+        q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
+        CENTRED=store.centre is not None, ROWS=16, DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)),
         FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
     return PhiRest(a, c, whole, base, *store[3:6])
 

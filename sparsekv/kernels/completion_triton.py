@@ -25,7 +25,7 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 @triton.jit
 def query_kernel(
     q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, a, c, whole, base, heads_q, heads_kv,
-    q_row, q_head, dim, width, features,
+    q_row, q_head, o_row, dim, width, features,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`log φ_q + offset + m` of one query head, as largest value and linear rest, and what it makes of the cache. The
@@ -49,7 +49,8 @@ def query_kernel(
                                                       INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
     logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
-    log = tl.sum(tl.where(first, logs, 0.0), 0) + tl.load(offset + head) + tl.where(shift == float("-inf"), 0.0, shift)
+    log = tl.sum(tl.where(first, logs, 0.0), 0) + tl.load(offset + row * o_row + head)
+    log += tl.where(shift == float("-inf"), 0.0, shift)
     if CENTRED:
         shared = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
         log += tl.where(feature >= features // 2, tl.sum(tl.sum(x.to(tl.float32), 0) * shared, 0), 0.0)

@@ -31,17 +31,19 @@ class Scene:
 
 def make_scene(
     queries_rot: Tensor, keys_rot: Tensor, values: Tensor, positions: Tensor, *, scale: float, sink_size: int,
-    window_size: int,
+    window_size: int, starts: Tensor | None = None,
 ) -> Scene:
-    """queries_rot `[Hq, T, d]`; keys_rot, values `[Hkv, N, d]`; positions `[Hq or 1, T]`: the last key seen."""
+    """queries_rot `[Hq, T, d]`; keys_rot, values `[Hkv, N, d]`; positions `[Hq or 1, T]`: the last key seen; starts
+    `[Hq, 1]`: the first one, zero unless given (rows of a left-padded batch may stand as heads)."""
     scores = grouped(queries_rot, keys_rot) * scale
     column = torch.arange(keys_rot.shape[1], device=keys_rot.device)
+    first = torch.zeros_like(positions[:, :1]) if starts is None else starts
     place = positions[..., None]
-    visible = column <= place
-    mid = (column >= sink_size) & (column <= place - window_size)
+    visible = (column >= first[..., None]) & (column <= place)
+    mid = (column >= first[..., None] + sink_size) & (column <= place - window_size)
     scores = scores.masked_fill(~visible, NEG_INF)
     full = apply_weights(scores.softmax(-1), values)
-    return Scene(scores, values, visible & ~mid, mid, full, positions + 1)
+    return Scene(scores, values, visible & ~mid, mid, full, positions + 1 - first)
 
 
 def grouped(queries: Tensor, keys: Tensor) -> Tensor:
@@ -112,6 +114,28 @@ def output(scene: Scene, read: Tensor | None = None, log_weights: Tensor | None 
     if log_weights is not None:
         logits = torch.where(scene.mid & ~exact, log_weights, logits)
     return apply_weights(logits.softmax(-1), scene.values)
+
+
+def shift_errors(scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
+    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` shifted by each of
+    `shifts [S]`: `[S, Hq]`.
+
+    A shift only changes the weight of the estimated part, so that all of them cost one pass over the keys.
+    """
+    exact = scene.anchors if read is None else scene.anchors | read
+    base, base_mass = _part(scene, scene.scores, exact)
+    rest, rest_mass = _part(scene, logits, scene.mid & ~exact)
+    off, move = base - scene.full, rest - base
+    weight = torch.sigmoid(rest_mass + shifts.reshape(-1, 1, 1) - base_mass)
+    square = (off * off).sum(-1) + 2 * weight * (off * move).sum(-1) + weight**2 * (move * move).sum(-1)
+    size = scene.full.norm(dim=-1).clamp(min=1e-12)
+    return (off.norm(dim=-1) / size).mean(-1), (square.clamp(min=0).sqrt() / size).mean(-1)
+
+
+def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Output over some keys alone and the logarithm of their mass; zero and -inf for none."""
+    logits = logits.masked_fill(~where, NEG_INF)
+    return apply_weights(logits.softmax(-1).nan_to_num(0.0), scene.values), logits.logsumexp(-1)
 
 
 def relative_error(scene: Scene, out: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsekv.kernels import PhiCache, PhiStore, phi_cache, phi_extend, phi_features, phi_partial, phi_remainder
 from sparsekv.kernels.reference import FeatureMapWeights
 from sparsekv.runtime.regions import Regions
+from sparsekv.runtime.request_shift import LASTS, request_shift
 from sparsekv.runtime.rows import gather_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold, one_launch
 
@@ -33,8 +34,8 @@ class Completion:
         """The mid region grew from `old` to `view.regions`."""
         self.build(view)
 
-    def reads(self, share: float) -> None:
-        """A step will read this share of the context beside sink and tail."""
+    def reads(self, view: LayerView, share: float) -> None:
+        """The steps that follow read this share of the context beside sink and tail."""
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """`(out [B·T, Hq, d], lse [B·T, Hq])` over the remainder; lse = -inf where it estimates nothing."""
@@ -64,12 +65,15 @@ class PhiCompletion(Completion):
     `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
     Maps with a centred half (`layer.centred`) also want the request's mean key: that of the mid region when the cache
     was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew.
+    With `fit` the shift of a request's first tokens is fitted to it (`request_shift`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "moved")
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
+        self.fit, self.moved_until = fit, 0
+        self.moved: Tensor | None = None
         self.cache: PhiCache | None = None
         self.features: Tensor | None = None
         self.store: PhiStore | None = None
@@ -85,9 +89,21 @@ class PhiCompletion(Completion):
             self.centre, self.centre_of = _mean_key(view), view.regions.mid_sizes
         self._add(view, view.regions.mid_first, view.regions.mid_last)
 
-    def reads(self, share: float) -> None:
+    def reads(self, view: LayerView, share: float) -> None:
         if hasattr(self.calibrated, "at"):
             self.layer = self.calibrated.at(share)
+        self.moved = None
+        if self.fit and view.length - view.recent_end < LASTS:
+            self.moved = request_shift(view, self.calibrated, share, self.centre)
+            self.moved_until = view.recent_end + LASTS
+
+    def _moved(self, view: LayerView, queries: int = 1) -> Tensor | None:
+        """What the request's own queries add to the calibrated offset, while it lasts: `[B, Hq, T]` for the last T
+        tokens."""
+        if self.moved is None or view.length - queries >= self.moved_until:
+            return None
+        ends = torch.arange(view.length - queries + 1, view.length + 1, device=self.moved.device)
+        return self.moved[..., None] * (ends <= self.moved_until) if queries > 1 else self.moved[..., None]
 
     def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
         """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""
@@ -141,7 +157,8 @@ class PhiCompletion(Completion):
             self.store = self._stored(view, None, view.regions.mid_first, view.regions.mid_last)
         if self.maps is None:
             self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
-        return self.maps, self.layer.offset, self.store
+        moved = self._moved(view)
+        return self.maps, self.layer.offset if moved is None else self.layer.offset + moved[..., 0], self.store
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -181,8 +198,9 @@ class PhiCompletion(Completion):
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
-        log_q = queries.folded(self.layer.log_phi_q(queries.rot, *(
-            () if self.centre is None else (self.centre, view.scale))))
+        log_q = self.layer.log_phi_q(queries.rot, *(() if self.centre is None else (self.centre, view.scale)))
+        moved = self._moved(view, queries.count)
+        log_q = queries.folded(log_q if moved is None else log_q + moved[..., None])
         tokens = selection.as_tokens()
         cache = PhiCache(*(fold(x, queries.count) for x in self.cache))
         if tokens.shape[-1] == 0:

@@ -24,7 +24,7 @@ class LayerState:
         self.completion_tokens = view.completion_tokens
         self.selector.build(view)
         if self.completion is not None:
-            self.completion.reads(self.selector.read_share(view))
+            self.completion.reads(view, self.selector.read_share(view))
         self.resident: Any = None
         self._earliest: tuple[Tensor | None, int] = (None, 0)
 
@@ -51,7 +51,7 @@ class LayerState:
             self.selector.extend(view, old)
             if self.completion is not None:
                 self.completion.extend(view, old)
-                self.completion.reads(self.selector.read_share(view))
+                self.completion.reads(view, self.selector.read_share(view))
             if self.resident is not None:
                 self.resident.trim(self.regions)
         view.regions = self.regions

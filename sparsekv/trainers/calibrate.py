@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, apply_weights, make_scene, top_k
+from sparsekv.models.offline import Scene, make_scene, shift_errors, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
@@ -17,6 +17,11 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SCORES_AT_ONCE = 200_000_000
 GAP_KEYS = 512
 NEG_INF = float("-inf")
+
+
+def stacked_curves(tables: dict[str, Tensor]) -> Tensor:
+    """Error of all cases at every shift, `[..., S, P, Hq]` from tables `[..., Hq, P]`; taken out of the tables."""
+    return torch.stack([tables.pop(f"{case} curve") for case in CASES], -3).mT
 
 
 def stacked_shifts(tables: dict[str, Tensor]) -> Tensor:
@@ -38,31 +43,11 @@ def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Sce
     return scene, queries, keys
 
 
-def errors(scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
-    """Relative output error without completion `[Hq]`, and with it, its logits shifted by each of `shifts`: `[S, Hq]`.
-
-    A shift only changes the weight of the estimated part, so that all of them cost one pass over the keys.
-    """
-    exact = scene.anchors if read is None else scene.anchors | read
-    base, base_mass = _part(scene, scene.scores, exact)
-    rest, rest_mass = _part(scene, logits, scene.mid & ~exact)
-    off, move = base - scene.full, rest - base
-    weight = torch.sigmoid(rest_mass + shifts.reshape(-1, 1, 1) - base_mass)
-    square = (off * off).sum(-1) + 2 * weight * (off * move).sum(-1) + weight**2 * (move * move).sum(-1)
-    size = scene.full.norm(dim=-1).clamp(min=1e-12)
-    return (off.norm(dim=-1) / size).mean(-1), (square.clamp(min=0).sqrt() / size).mean(-1)
-
-
-def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """Output over some keys alone and the logarithm of their mass; zero and -inf for none."""
-    logits = logits.masked_fill(~where, NEG_INF)
-    return apply_weights(logits.softmax(-1).nan_to_num(0.0), scene.values), logits.logsumexp(-1)
-
-
 def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
     """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with least error there
-    (zero unless asked for), `<case> error` and, shifted, `<case> + phi error`; `mass_ratio` `Σŵ / Σw` (geometric mean
-    over queries) and `gap_pXX`, quantiles of `ŝ − s` over mid keys, both after the first case's shift."""
+    (zero unless asked for), `<case> error` and, shifted, `<case> + phi error`; `<case> curve` `[Lq, P]`, the latter at
+    every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) and `gap_pXX`, quantiles of `ŝ − s` over mid keys,
+    both after the first case's shift."""
     shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
     tables: dict[str, list[Tensor]] = {}
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
@@ -76,7 +61,7 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
             scene, queries, keys = pick_scene(pool, document, heads, limit)
             logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
             for case, fraction in CASES.items():
-                alone, many = errors(scene, logits, None if fraction is None else top_k(scene, fraction), shifts)
+                alone, many = shift_errors(scene, logits, None if fraction is None else top_k(scene, fraction), shifts)
                 none[case] = none.get(case, 0.0) + alone / pool.documents
                 completed[case] = completed.get(case, 0.0) + many / pool.documents
             log_ratio = (logits.masked_fill(~scene.mid, NEG_INF).logsumexp(-1)
@@ -92,6 +77,7 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
         for case in CASES:
             found |= {f"{case} shift": shifts[best[case]], f"{case} error": none[case],
+                      f"{case} curve": completed[case].mT,
                       f"{case} + phi error": completed[case].gather(0, best[case][None])[0]}
         for name, value in found.items():
             tables.setdefault(name, []).append(value)

@@ -16,8 +16,17 @@ from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
+from sparsekv.models.offline import shift_errors
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import CASES, calibrate, choose_gates, errors, pick_scene, stacked_shifts
+from sparsekv.trainers.calibrate import (
+    CASES,
+    SHIFTS,
+    calibrate,
+    choose_gates,
+    pick_scene,
+    stacked_curves,
+    stacked_shifts,
+)
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -99,7 +108,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        shift = stacked_shifts(card)
+        shift, curves = stacked_shifts(card), stacked_curves(card)
         gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
@@ -112,8 +121,9 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
                 model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
                 centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                shift_grid=list(SHIFTS) if config.calibrate else [],
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            maps, shift, gate, run.out))
+            maps, shift, gate, run.out, curves if config.calibrate else None))
         made[0].save(run.out)
 
     run.finish(assemble)
@@ -259,5 +269,5 @@ class PhiTask(Task):
             scene, queries, keys = pick_scene(self.held, document, slice(0, self.held.heads_kv), WATCHED_QUERIES)
             logits = self.maps().surrogate(queries, keys, scene.context, scale=self.held.scale,
                                            sink_size=self.held.sink_size)
-            found.append(errors(scene, logits, None, zero)[1][0])
+            found.append(shift_errors(scene, logits, None, zero)[1][0])
         return torch.stack(found).mean(0).reshape(self.held.heads_kv, -1).mean(1)

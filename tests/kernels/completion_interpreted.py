@@ -48,15 +48,16 @@ def main() -> None:
                 random(heads_q, width, width, scale=width**-0.5), random(heads_q, width),
                 random(heads_q, width, width, scale=width**-0.5), random(heads_q, 1),
                 random(heads_q, width, features, scale=width**-0.5), random(heads_q, features))
-            q, offset = random(2, heads_q, dim), torch.randn(heads_q)
-            offset[0] = float("-inf")
+            # one offset a head, or one a row and head
+            q, offset = random(2, heads_q, dim), torch.randn((heads_q,) if dtype == torch.float32 else (2, heads_q))
+            offset[..., 0] = float("-inf")
             cache = reference.phi_cache(torch.randn(2, heads, keys, features), v.float())
             centre = torch.randn(2, heads, dim) * dim**-0.5 if dtype == torch.float32 else None
             store = reference.PhiStore(*cache, torch.ones(1), centre=centre)
             found = completion.launch_query(q, maps, offset, store)
             exact = reference.FeatureMapWeights(*(w.double() for w in maps))
             log_q = reference.log_phi(q.double()[:, :, None], exact)
-            log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)[:, :, 0] + offset[:, None]
+            log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)[:, :, 0] + offset[..., None]
             truth = reference.phi_query(log_q, reference.PhiStore(*(x.double() for x in store[:4])))
             limit = 1e-5 if dtype == torch.float32 else 2e-2
             scale = [x.c.double().exp() for x in (found, truth)]

@@ -156,18 +156,20 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
             random(heads_q, width, width, scale=width**-0.5), random(heads_q, width),
             random(heads_q, width, width, scale=width**-0.5), random(heads_q, 1),
             random(heads_q, width, features, scale=width**-0.5), random(heads_q, features))
-        offset, q = torch.randn(heads_q, device=DEVICE), random(2, heads_q, dim)
-        offset[0] = float("-inf")
+        q = random(2, heads_q, dim)
         cache = reference.phi_cache(torch.randn_like(logs), v.float())
         centre = torch.randn(2, heads, dim, device=DEVICE) * dim**-0.5
         store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre)
-        mine = ops.phi_query(q, maps, offset, store)
         log_q = reference.log_phi(q.double()[:, :, None], reference.FeatureMapWeights(*(w.double() for w in maps)))
         log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)
-        right = reference.phi_query(log_q[:, :, 0] + offset[:, None],
-                                    reference.PhiStore(*(x.double() for x in store[:4])))
-        scaled = [x.base.double() * x.c.double().exp()[..., None] for x in (mine, right)]
-        assert error(*scaled) < (1e-4 if dtype == torch.float32 else 3e-2)
+        for shape in ((heads_q,), (2, heads_q)):
+            offset = torch.randn(shape, device=DEVICE)
+            offset[..., 0] = float("-inf")
+            mine = ops.phi_query(q, maps, offset, store)
+            right = reference.phi_query(log_q[:, :, 0] + offset[..., None],
+                                        reference.PhiStore(*(x.double() for x in store[:4])))
+            scaled = [x.base.double() * x.c.double().exp()[..., None] for x in (mine, right)]
+            assert error(*scaled) < (1e-4 if dtype == torch.float32 else 3e-2)
 
 
 @DTYPES

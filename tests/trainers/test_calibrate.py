@@ -2,8 +2,8 @@
 
 import torch
 
-from sparsekv.models.offline import make_scene, output, relative_error, top_k
-from sparsekv.trainers.calibrate import CASES, choose_gates, errors
+from sparsekv.models.offline import make_scene, output, relative_error, shift_errors, top_k
+from sparsekv.trainers.calibrate import CASES, choose_gates
 
 
 def test_errors_of_shifts_are_those_of_the_outputs() -> None:
@@ -14,7 +14,7 @@ def test_errors_of_shifts_are_those_of_the_outputs() -> None:
     logits = scene.scores.masked_fill(~scene.mid, 0.0) + 0.7 * torch.randn(4, 5, 60)
     shifts = torch.tensor([-2.0, 0.0, 0.5])
     for read in (None, top_k(scene, 0.1)):
-        alone, completed = errors(scene, logits, read, shifts)
+        alone, completed = shift_errors(scene, logits, read, shifts)
         torch.testing.assert_close(alone, relative_error(scene, output(scene, read)), rtol=1e-4, atol=1e-5)
         for shift, found in zip(shifts, completed, strict=True):
             expected = relative_error(scene, output(scene, read, logits + shift))

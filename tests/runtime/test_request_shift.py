@@ -1,0 +1,148 @@
+"""φ's shift fitted to a request: the best of the grid for its last queries, row by row, for as long as it lasts."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.models.feature_map import log_kernel
+from sparsekv.models.offline import make_scene, output, relative_error, top_k
+from sparsekv.runtime.request_shift import LASTS, PRIOR, QUERIES
+
+GRID = [round(-3 + 0.1 * i, 1) for i in range(61)]
+SHARES = [0.0, 0.1]
+LENGTHS = (150, 131)
+
+
+@pytest.fixture(params=[False, True])
+def made(request):
+    model = make_model()
+    _, phi = artifacts(model, centred=request.param)
+    layers, _, heads = phi.shift.shape
+    config = dataclasses.replace(phi.config, read_shares=SHARES, shift_grid=GRID)
+    generator = torch.Generator().manual_seed(3)
+    best = torch.randn(layers, len(SHARES), 1, heads, generator=generator)
+    errors = 0.3 + 0.2 * (torch.tensor(GRID)[:, None] - best).square()
+    shift = torch.tensor(GRID)[errors.argmin(2)]
+    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, errors)
+
+
+def prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(1, 95, (1, n + 1), generator=generator) for n in LENGTHS]
+
+
+def states(model, phi, budget: float, ids: torch.Tensor, mask: torch.Tensor | None = None, steps: int = 1):
+    """States and views after `steps` decoded tokens."""
+    with sparsekv.attach(model, phi=phi, selector="topk", token_budget=budget, dense_below=0) as attachment:
+        cache = attachment.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
+        token = ids[:, -1:]
+        for step in range(steps):
+            if mask is not None and step:
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            logits = model(token, past_key_values=cache, attention_mask=mask).logits
+            token = logits[:, -1].argmax(-1, keepdim=True)
+    return cache
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.05, 0.1])
+def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
+    model, phi = made
+    ids = prompts()[0]
+    if budget == 0.0:
+        with sparsekv.attach(model, phi=phi, selector="streaming", dense_below=0) as attachment:
+            cache = attachment.prefill(ids[:, :-1])
+            model(ids[:, -1:], past_key_values=cache)
+    else:
+        cache = states(model, phi, budget, ids)
+    layer, length = cache.layers[1], LENGTHS[0]
+    completion, maps = layer.state.completion, phi.layer(1)
+    queries, keys = layer.recent[0, :, -QUERIES:].float(), layer.keys[0, :, :length].float()
+    columns = torch.arange(length - QUERIES, length)[None]
+    scene = make_scene(queries, keys, layer.values[0, :, :length].float(), columns, scale=queries.shape[-1] ** -0.5,
+                       sink_size=4, window_size=int(length - layer.state.regions.mid_last))
+    centre = None if completion.centre is None else completion.centre[0]
+    scale = queries.shape[-1] ** -0.5
+    log_q, log_k = maps.maps.log_phi_q(queries, centre, scale), maps.maps.log_phi_k(keys, centre)
+    logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k).reshape(scene.scores.shape)
+    read = None if budget == 0.0 else top_k(scene, budget)
+    errors = torch.stack([relative_error(scene, output(scene, read, logits + shift)) for shift in GRID])
+    prior = maps.at(budget).errors[0]
+    best = (errors + PRIOR * prior).argmin(0)
+    expected = torch.tensor(GRID)[best] - torch.tensor(GRID)[prior.argmin(0)]
+    assert bool((expected != 0).any())
+    torch.testing.assert_close(completion.moved[0], expected)
+
+
+def test_rows_of_a_padded_batch_have_their_own(made) -> None:
+    model, phi = made
+    alone = [states(model, phi, 0.1, ids) for ids in prompts()]
+    width = max(LENGTHS) + 1
+    ids = torch.cat([torch.nn.functional.pad(x, (width - x.shape[1], 0)) for x in prompts()])
+    mask = torch.stack([(torch.arange(width) >= width - 1 - n).long() for n in LENGTHS])
+    both = states(model, phi, 0.1, ids, mask)
+    for layer in (1, 2):
+        found = both.layers[layer].state.completion.moved
+        for row, cache in enumerate(alone):
+            expected = cache.layers[layer].state.completion.moved[0]
+            # two neighbouring shifts may be equally good but for rounding
+            assert float((found[row] - expected).abs().max()) < 0.11
+            assert float((found[row] - expected).abs().mean()) < 0.03
+    layer = both.layers[1].state
+    second = layer.completion.moved[1].clone()
+    layer.take_rows(torch.tensor([1]))
+    assert torch.equal(layer.completion.moved[0], second)
+
+
+def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> None:
+    model, phi = made
+    ids = prompts()[0]
+    logits = []
+    for fit in (True, False):
+        with sparsekv.attach(model, phi=phi, selector="topk", token_budget=0.05, dense_below=0, fit_shift=fit) as a:
+            cache = a.prefill(ids[:, :-1])
+            logits.append(model(ids[:, -1:], past_key_values=cache).logits)
+            assert (cache.layers[1].state.completion.moved is not None) == fit
+    assert not torch.allclose(*logits)
+    kept = dataclasses.replace(phi.config, shift_grid=[])
+    plain = PhiArtifact(kept, phi.maps, phi.shift, phi.gate)
+    with sparsekv.attach(model, phi=plain, selector="topk", token_budget=0.05, dense_below=0) as a:
+        cache = a.prefill(ids[:, :-1])
+        torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, logits[1])
+
+
+def test_it_ends_after_a_while(made) -> None:
+    model, phi = made
+    cache = states(model, phi, 0.05, prompts()[0], steps=2)
+    state, layer = cache.layers[1].state, cache.layers[1]
+    view, moved = SimpleNamespace(length=layer.recent_end + LASTS), state.completion.moved
+    torch.testing.assert_close(state.completion._moved(view)[..., 0], moved)
+    view.length += 1
+    assert state.completion._moved(view) is None
+    chunk = state.completion._moved(view, 3)
+    torch.testing.assert_close(chunk, torch.stack([moved, moved, torch.zeros_like(moved)], -1))
+    view.length += 2
+    assert state.completion._moved(view, 3) is None
+
+
+def test_a_closed_gate_stays_closed(made) -> None:
+    model, phi = made
+    phi.gate[:, 0] = 0.0
+    cache = states(model, phi, 0.05, prompts()[0])
+    completion = cache.layers[1].state.completion
+    offset = completion.layer.offset + completion.moved
+    assert torch.isneginf(offset[0, 0]) and bool(offset[0, 1:].isfinite().all())
+
+
+def test_the_errors_are_saved_and_loaded(made, tmp_path) -> None:
+    phi = made[1]
+    phi.save(tmp_path / "phi")
+    loaded = PhiArtifact.load(tmp_path / "phi")
+    assert loaded.config.shift_grid == GRID
+    torch.testing.assert_close(loaded.shift_errors, phi.shift_errors)
+    torch.testing.assert_close(loaded.layer(1).at(0.05).errors, phi.shift_errors[1].mean(0, keepdim=True))
