@@ -14,6 +14,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
 from sparsekv.models import estimators, offline
+from sparsekv.runtime import request_shift
 from sparsekv.trainers.kmeans import spherical_kmeans
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
@@ -35,11 +36,17 @@ class View(NamedTuple):
     scale: float
 
 
-def view(store: CaptureStore, item: LayerCapture, device: str, count: int = MEASURED_QUERIES) -> View:
+def view(store: CaptureStore, item: LayerCapture, device: str, count: int = MEASURED_QUERIES,
+         positions: range | None = None) -> View:
+    """`count` queries of the second half, evenly; or those at `positions`, of a store that holds all queries."""
     item = item.to(device)
-    late = item.query_positions >= store.context_length // 2
-    count = min(count, int(late.sum(1).min()))
-    pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
+    if positions is None:
+        late = item.query_positions >= store.context_length // 2
+        count = min(count, int(late.sum(1).min()))
+        pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
+    else:
+        wanted = torch.tensor(list(positions), device=device).expand(item.query_positions.shape[0], -1)
+        pick = torch.searchsorted(item.query_positions, wanted.contiguous())
     rows = pick[..., None].expand(-1, -1, store.head_dim)
     queries, queries_pre = (q.gather(1, rows) for q in (item.queries_rot(), item.queries_pre.float()))
     keys = item.keys_rot()
@@ -202,6 +209,37 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     per_head = {name: torch.stack([torch.stack(v).mean(0) for v in layers]).cpu() for name, layers in heads.items()}
     means |= {("calibration", "phi", name): float(v.mean()) for name, v in per_head.items()}
     return means, per_head
+
+
+def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, device: str) -> dict[Any, float]:
+    """φ as the runtime has it, its shift fitted to the request's last queries, beside φ as calibrated and centroids:
+    (case, method, rel_err) -> mean over the 256 tokens that follow a prefill of half and of three quarters of every
+    window, every eighth measured. The store holds all queries."""
+    sums: Means = {}
+    grid = torch.tensor(phi.config.shift_grid, device=device)
+    for layer in store.layers:
+        maps = phi.layer(layer)
+        assert maps is not None
+        for document in range(store.num_documents):
+            item = store.read(layer, document)
+            for ended in (store.context_length // 2, 3 * store.context_length // 4):
+                before = view(store, item, device, positions=range(ended - request_shift.QUERIES, ended))
+                seen = view(store, item, device, positions=range(ended, ended + request_shift.LASTS, 8))
+                centroid = rivals(layer, seen)["centroid"]
+                logits = [maps.maps.surrogate(v.queries, v.keys, v.scene.context, scale=v.scale,
+                                              sink_size=phi.config.sink_size) for v in (before, seen)]
+                for case, share in {"sink_tail": 0.0, **{f"topk@{b}": b for b in BUDGETS}}.items():
+                    there, read = (offline.top_k(v.scene, share) if share else None for v in (before, seen))
+                    at = maps.at(share)
+                    assert at.errors is not None
+                    error = offline.shift_errors(before.scene, logits[0], there, grid)[1]
+                    moved = request_shift.best_shift(error, at.errors[0], grid)
+                    estimates = {"none": None, "phi": logits[1] + at.offset[:, None, None], "phi_request":
+                                 logits[1] + (at.offset + moved)[:, None, None], "centroid": centroid(read)}
+                    for method, estimate in estimates.items():
+                        found = offline.relative_error(seen.scene, offline.output(seen.scene, read, estimate))
+                        sums.setdefault((case, method, "rel_err"), []).append(found.mean())
+    return {key: float(torch.stack(v).mean()) for key, v in sums.items()}
 
 
 def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], device: str) -> dict[Any, float]:

@@ -117,11 +117,20 @@ def training() -> str:
            "training text." if "phi_gated" in reads else "") + "\n"]
     for prefix, title in (("", "Held-out text"), ("ood:", "Out of domain")):
         cases = [c for c in dict.fromkeys(r["case"] for r in quality) if (c, "none", "rel_err") in values
-                 and c.startswith("ood:") == bool(prefix)]
+                 and c.startswith("ood:") == bool(prefix) and not c.startswith("request:")]
         table = [[c, _cell(values, c, "none", "mass_share"), *(_cell(values, c, m, "rel_err") for m in methods)]
                  for c in cases]
         parts.append(f"## {title}\n\n" + markdown(["read exactly", "mass", *(METHODS[m] for m in methods)], table)
                      + "\n")
+    fitted = [c for c in dict.fromkeys(r["case"] for r in quality) if c.startswith("request:")]
+    if fitted:
+        columns = {"none": "nothing", "phi": "φ, calibrated", "phi_request": "φ, fitted to the request",
+                   "centroid": "bucket centroids"}
+        table = [[c.removeprefix("request:"), *(_cell(values, c, m, "rel_err") for m in columns)] for c in fitted]
+        parts.append("## Right after a prefill\n\nAs the runtime has it: errors of the 256 tokens that follow a "
+                     "prefill of half and of three quarters of every window, φ as calibrated and with the shift fitted "
+                     "to the prefill's last 32 queries.\n\n"
+                     + markdown(["read exactly", *columns.values()], table) + "\n")
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))
     if metrics:
         table = [[p + "calibration", *(_cell(values, p + "calibration", "phi", m) for m in metrics)]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._synthetic import synthetic_store
-from benchmarks._training import Rivals, check, measure, measure_routers
+from benchmarks._training import Rivals, check, measure, measure_request, measure_routers
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
@@ -79,7 +79,8 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
     written = options.generated_documents
     jobs = [("train", options.text, "train", options.documents + written, options.queries, options.noise_documents,
              written),
-            ("heldout", options.text, "heldout", held, 256, 0, 0), ("ood", "embedded", "all", held, 256, 0, 0)]
+            ("heldout", options.text, "heldout", held, options.length, 0, 0),
+            ("ood", "embedded", "all", held, options.length, 0, 0)]
     for name, corpus, split, count, queries, noise, generated in jobs:
         manifest = folder / name / MANIFEST
         if manifest.is_file() and json.loads(manifest.read_text())["complete"]:
@@ -160,6 +161,8 @@ def quality(options: argparse.Namespace, device: str) -> None:
                                   UNITS.get(metric, "nats"))
                               for layer, line in zip(stores[name].layers, per_head[metric].tolist(), strict=True)
                               for head, value in enumerate(line)]
+            for (case, method, metric), value in measure_request(stores[name], phi, rivals, device).items():
+                rows.append(row(f"request:{prefix}{case}", method, metric, round(value, 4), UNITS[metric], **shared))
             print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
     print_table(rows)
     print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
@@ -204,7 +207,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         if (case, "none", "rel_err") in values:
             share = values.get((case, "none", "mass_share"))
             print(f"{case:26}{'–' if share is None else f'{share:.3f}':>7}"
-                  + "".join(f"{values[case, m, 'rel_err']:11.4f}" for m in methods))
+                  + "".join(f"{values.get((case, m, 'rel_err'), float('nan')):11.4f}" for m in methods))
     for (case, _, metric), value in values.items():
         if case.endswith("calibration"):
             print(f"{case:26}{metric:>14} {value:.3f}")

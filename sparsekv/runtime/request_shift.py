@@ -54,9 +54,14 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
         read = top_k(scene, share) if share > 0 else None
         error = shift_errors(scene, logits.reshape(scene.scores.shape), read, grid)[1]
         error = error.reshape(len(grid), queries.shape[0], -1)
-        best = (error + PRIOR * prior[:, None, asked]).argmin(0)
-        found[rows, asked] = grid[best] - grid[prior[:, asked].argmin(0)]
+        found[rows, asked] = best_shift(error, prior[:, None, asked], grid)
     return found
+
+
+def best_shift(error: Tensor, prior: Tensor, grid: Tensor) -> Tensor:
+    """The shift with the least error, half of the prior's added, against the prior's own best: error and prior
+    `[P, ...]` at the shifts `grid [P]` -> `[...]`."""
+    return grid[(error + PRIOR * prior).argmin(0)] - grid[prior.argmin(0)]
 
 
 def _pieces(rows: int, heads: int, scores: int) -> Iterator[tuple[slice, slice]]:
