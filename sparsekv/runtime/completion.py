@@ -102,8 +102,10 @@ class PhiCompletion(Completion):
         tokens."""
         if self.moved is None or view.length - queries >= self.moved_until:
             return None
+        if queries == 1:
+            return self.moved[..., None]
         ends = torch.arange(view.length - queries + 1, view.length + 1, device=self.moved.device)
-        return self.moved[..., None] * (ends <= self.moved_until) if queries > 1 else self.moved[..., None]
+        return self.moved[..., None] * (ends <= self.moved_until)
 
     def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
         """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""
