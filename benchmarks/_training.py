@@ -15,6 +15,7 @@ from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
 from sparsekv.models import estimators, offline
 from sparsekv.runtime import request_shift
+from sparsekv.trainers.calibrate import CASES
 from sparsekv.trainers.kmeans import spherical_kmeans
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
@@ -36,17 +37,16 @@ class View(NamedTuple):
     scale: float
 
 
-def view(store: CaptureStore, item: LayerCapture, device: str, count: int = MEASURED_QUERIES,
+def view(store: CaptureStore, item: LayerCapture, count: int = MEASURED_QUERIES,
          positions: range | None = None) -> View:
     """`count` queries of the second half, evenly; or those at `positions`, of a store that holds all queries."""
-    item = item.to(device)
     if positions is None:
         late = item.query_positions >= store.context_length // 2
         count = min(count, int(late.sum(1).min()))
         pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
     else:
-        wanted = torch.tensor(list(positions), device=device).expand(item.query_positions.shape[0], -1)
-        pick = torch.searchsorted(item.query_positions, wanted.contiguous())
+        held = item.query_positions
+        pick = torch.searchsorted(held, held.new_tensor(positions).repeat(held.shape[0], 1))
     rows = pick[..., None].expand(-1, -1, store.head_dim)
     queries, queries_pre = (q.gather(1, rows) for q in (item.queries_rot(), item.queries_pre.float()))
     keys = item.keys_rot()
@@ -78,7 +78,7 @@ class Rivals:
         for layer in store.layers:
             found: dict[str, list[Tensor]] = {}
             for document in documents:
-                seen = view(store, store.read(layer, document), device)
+                seen = view(store, store.read(layer, document).to(device))
                 for name, logits in self._features(seen).items():
                     found.setdefault(name, []).append(estimators.mass_shift(seen.scene, logits))
             self.shifts |= {(layer, name): torch.stack(v).mean(0) for name, v in found.items()}
@@ -88,6 +88,12 @@ class Rivals:
                                          scale=seen.scale),
                  "hedgehog": estimators.identity_softmax(seen.queries, seen.keys)}
         return {name: estimators.feature_logits(seen.scene, *pair) for name, pair in pairs.items()}
+
+    def buckets(self, keys: Tensor, size: int) -> tuple[Tensor, int]:
+        """Bucket of every key `[Hkv, N]` of the request itself, and the number of buckets."""
+        size = min(size, keys.shape[1] // 4)
+        found = spherical_kmeans(keys, size, iterations=10, engine="torch")
+        return (keys @ found.mT).argmax(-1), size
 
     def __call__(self, layer: int, seen: View) -> dict[str, Callable[[Tensor | None], Tensor]]:
         """By method: from what is read to log weights of the rest."""
@@ -99,11 +105,7 @@ class Rivals:
                  f"centroid_{MANY_BUCKETS}": MANY_BUCKETS}
         # half of the reads choose where to sample, by mean keys alone; the other half are the samples
         drawn = max(1, int(self.tokens / 2))
-        buckets = {}
-        for name, size in sizes.items():
-            size = min(size, keys.shape[1] // 4)
-            found = spherical_kmeans(keys, size, iterations=10, engine="torch")
-            buckets[name] = ((keys @ found.mT).argmax(-1), size)
+        buckets = {name: self.buckets(keys, size) for name, size in sizes.items()}
         basis = estimators.principal_directions(keys, *buckets["moments"], RANK)
         projected = (seen.queries @ basis.repeat_interleave(group, 0) * seen.scale, keys @ basis)
         proposal = estimators.mixture(scene, estimators.bucket_means(scene, *buckets["proposal"]))
@@ -189,7 +191,7 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     heads: dict[str, list[list[Tensor]]] = {}
     for row, layer in enumerate(store.layers):
         for document in range(store.num_documents):
-            seen = view(store, store.read(layer, document), device)
+            seen = view(store, store.read(layer, document).to(device))
             scene = seen.scene
             learned = phi_logits(phi, layer, seen)
             for name, value in calibration(scene, learned(0.0)["phi"]).items():
@@ -221,21 +223,22 @@ def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, devic
         maps = phi.layer(layer)
         assert maps is not None
         for document in range(store.num_documents):
-            item = store.read(layer, document)
+            item = store.read(layer, document).to(device)
+            buckets = rivals.buckets(item.keys_rot(), estimators.equal_buckets(rivals.tokens, rivals.dim))
             for ended in (store.context_length // 2, 3 * store.context_length // 4):
-                before = view(store, item, device, positions=range(ended - request_shift.QUERIES, ended))
-                seen = view(store, item, device, positions=range(ended, ended + request_shift.LASTS, 8))
-                centroid = rivals(layer, seen)["centroid"]
+                before = view(store, item, positions=range(ended - request_shift.QUERIES, ended))
+                seen = view(store, item, positions=range(ended, ended + request_shift.LASTS, 8))
                 logits = [maps.maps.surrogate(v.queries, v.keys, v.scene.context, scale=v.scale,
                                               sink_size=phi.config.sink_size) for v in (before, seen)]
-                for case, share in {"sink_tail": 0.0, **{f"topk@{b}": b for b in BUDGETS}}.items():
-                    there, read = (offline.top_k(v.scene, share) if share else None for v in (before, seen))
-                    at = maps.at(share)
+                for case, share in CASES.items():
+                    there, read = (None if share is None else offline.top_k(v.scene, share) for v in (before, seen))
+                    at = maps.at(share or 0.0)
                     assert at.errors is not None
                     error = offline.shift_errors(before.scene, logits[0], there, grid)[1]
                     moved = request_shift.best_shift(error, at.errors[0], grid)
                     estimates = {"none": None, "phi": logits[1] + at.offset[:, None, None], "phi_request":
-                                 logits[1] + (at.offset + moved)[:, None, None], "centroid": centroid(read)}
+                                 logits[1] + (at.offset + moved)[:, None, None], "centroid":
+                                 estimators.bucket_means(seen.scene, *buckets, read)}
                     for method, estimate in estimates.items():
                         found = offline.relative_error(seen.scene, offline.output(seen.scene, read, estimate))
                         sums.setdefault((case, method, "rel_err"), []).append(found.mean())
@@ -247,7 +250,7 @@ def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], dev
     sums: Means = {}
     for layer in store.layers:
         for document in range(store.num_documents):
-            seen = view(store, store.read(layer, document), device)
+            seen = view(store, store.read(layer, document).to(device))
             scene = seen.scene
             reads = {}
             for name, router in routers.items():
@@ -277,7 +280,7 @@ def calibration(scene: offline.Scene, logits: Tensor) -> dict[str, Tensor]:
 
 def check(store: CaptureStore, rivals: Rivals, device: str) -> None:
     """Before anything is measured: exact weights leave no error, and every rival gives a finite output."""
-    seen = view(store, store.read(store.layers[0], 0), device, 8)
+    seen = view(store, store.read(store.layers[0], 0).to(device), 8)
     scene = seen.scene
     read = offline.top_k(scene, 0.05)
     assert float(offline.relative_error(scene, offline.output(scene, read, scene.scores)).max()) < 1e-3

@@ -55,13 +55,12 @@ def pools(options: argparse.Namespace, folder: Path, device: str) -> tuple[list[
 
 def measure(config: PhiConfig, parts: list[Part], of: tuple[Pool, Pool, Pool], device: str) -> dict[str, float]:
     maps, _ = train_maps(config, of[0], of[1], parts, Path(config.output), device, quiet=True)
-    shifts = calibrate(of[1], maps, shift=True)
+    validation, heldout = (calibrate(pool, maps, shift=True) for pool in of[1:])
     found: dict[str, float] = {}
     for case in CASES:
-        shifted = maps._replace(query=maps.query._replace(b_out=maps.query.b_out + shifts[f"{case} shift"][:, None]))
-        tables = calibrate(of[2], shifted, shift=False)
-        found[case] = float(tables[f"{case} + phi error"].mean())
-    return {**found, "none": float(tables["sink_tail error"].mean())}
+        best = validation[f"{case} curve"].argmin(1, keepdim=True)
+        found[case] = float(heldout[f"{case} curve"].gather(1, best).mean())
+    return {**found, "none": float(heldout["sink_tail error"].mean())}
 
 
 def main() -> None:

@@ -65,8 +65,8 @@ class PhiLayer(NamedTuple):
             part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
             return (1 - part) * table[low:low + 1] + part * table[high:high + 1]
 
-        return PhiLayer(self.maps, between(self.offsets), (share,), None if self.errors is None else
-                        between(self.errors), self.grid)
+        return self._replace(offsets=between(self.offsets), shares=(share,),
+                             errors=None if self.errors is None else between(self.errors))
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -86,8 +86,8 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
-        return PhiLayer(self.maps.map(lambda w: w.to(device)), self.offsets.to(device), self.shares,
-                        None if self.errors is None else self.errors.to(device), self.grid)
+        return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device),
+                             errors=None if self.errors is None else self.errors.to(device))
 
 
 class PhiArtifact:

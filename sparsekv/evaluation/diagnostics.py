@@ -160,7 +160,7 @@ def measure(
     _assemble(made, sums)
     if phi is not None and phi.config.layers:
         layer = phi.config.layers[-1]
-        made.times = _times(store.read(layer, 0), phi.layer(layer), torch.device(device))  # type: ignore[arg-type]
+        made.times = _times(store.read(layer, 0).to(device), phi.layer(layer))  # type: ignore[arg-type]
     rows = [_head_statistics(store, layer, count) for layer in made.layers]
     made.heads |= {name.removesuffix("_mid") if name == "entropy_mid" else name: torch.stack([r[name] for r in rows])
                    for name in rows[0]}
@@ -360,14 +360,14 @@ def _examine_map(total: Sums, scene: Scene, logits: Tensor) -> None:
     total.pairs.append(pairs[torch.linspace(0, len(pairs) - 1, min(64, len(pairs))).long()].cpu())
 
 
-def _times(item: LayerCapture, phi: PhiLayer, device: torch.device) -> dict[str, float]:
+def _times(item: LayerCapture, phi: PhiLayer) -> dict[str, float]:
     """Seconds to gather the keys and values of TIMED_BUDGET of a window, to attend to them, and to take them out of φ's
     cache and evaluate it; medians over one query of all heads."""
     from sparsekv.kernels import phi_cache, phi_partial, phi_remainder
 
-    phi = phi.to(device)
-    keys, values = item.keys_rot()[None].to(device), item.values.float()[None].to(device)
-    query = item.queries_rot()[None, :, -1:].to(device)
+    keys, values = item.keys_rot()[None], item.values.float()[None]
+    query = item.queries_rot()[None, :, -1:]
+    device, phi = keys.device, phi.to(keys.device)
     heads, length, dim = keys.shape[1:]
     count = max(1, math.ceil(TIMED_BUDGET * length))
     centre = (keys.mean(2),) if phi.centred else ()

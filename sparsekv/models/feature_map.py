@@ -68,19 +68,14 @@ class Maps(NamedTuple):
         context `[Hq or 1, T]`: visible keys of every query. The mean key is that of a prefill, after the sink, which
         ended at most `1/steps` of the window before the query."""
         log_q = log_phi(queries, self.query)
-
-        def logits(asked: Tensor, made: Tensor) -> Tensor:
-            grouped = asked.reshape(keys.shape[0], -1, asked.shape[-1])
-            return log_kernel(grouped, made).reshape(*queries.shape[:2], -1)
-
         if self.centred is None:
-            return logits(log_q, self.log_phi_k(keys))
+            return grouped_log_kernel(log_q, self.log_phi_k(keys))
         length = keys.shape[1]
         ended = (context * steps // length).clamp(1, steps - 1) * length // steps
         found = torch.zeros(*queries.shape[:2], length, dtype=log_q.dtype, device=keys.device)
         for end in ended.unique().tolist():
             centre = keys[:, min(sink_size, end - 1):end].mean(1)
-            part = logits(add_centre(log_q, queries, scale * centre), self.log_phi_k(keys, centre))
+            part = grouped_log_kernel(add_centre(log_q, queries, scale * centre), self.log_phi_k(keys, centre))
             found = torch.where((ended == end)[..., None], part, found)
         return found
 
@@ -92,6 +87,12 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
     shift = torch.where(torch.isneginf(top_q), 0.0, top_q)
     product = torch.exp(log_phi_q - shift) @ torch.exp(log_phi_k - top_k).mT
     return product.clamp(min=1e-30).log() + top_q + top_k.mT
+
+
+def grouped_log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
+    """`log_kernel` for grouped heads: `[Hq, T, r]`, `[Hkv, N, r]` -> `[Hq, T, N]`."""
+    grouped = log_phi_q.reshape(log_phi_k.shape[0], -1, log_phi_q.shape[-1])
+    return log_kernel(grouped, log_phi_k).reshape(*log_phi_q.shape[:2], -1)
 
 
 class FeatureMap(nn.Module):

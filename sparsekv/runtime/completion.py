@@ -94,7 +94,7 @@ class PhiCompletion(Completion):
             self.layer = self.calibrated.at(share)
         self.moved = None
         if self.fit and view.length - view.recent_end < LASTS:
-            self.moved = request_shift(view, self.calibrated, share, self.centre)
+            self.moved = request_shift(view, self.layer, share, self.centre)
             self.moved_until = view.recent_end + LASTS
 
     def _moved(self, view: LayerView, queries: int = 1) -> Tensor | None:

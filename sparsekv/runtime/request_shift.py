@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.models.feature_map import log_kernel
+from sparsekv.models.feature_map import grouped_log_kernel
 from sparsekv.models.offline import make_scene, shift_errors, top_k
 from sparsekv.runtime.selectors.base import LayerView
 
@@ -26,7 +26,8 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
 
     The last queries of the prefill attend as they did, and again with sink, tail and the best `share` of the context
     exact and the rest estimated; a head takes the shift with the least error, half of the validation windows' own
-    error at that shift added. centre `[B, Hkv, d]`: mean keys of maps with a centred half.
+    error at that shift added. maps: calibrated for that share. centre `[B, Hkv, d]`: mean keys of maps with a centred
+    half.
     """
     count = min(QUERIES, view.recent_queries.shape[2])
     if maps.errors is None or len(maps.grid) < 2 or count == 0 or view.keys.device != view.device:
@@ -37,7 +38,7 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
         return None
     columns = torch.arange(end - count, end, device=view.device)[None]
     grid = torch.tensor(maps.grid, device=view.device)
-    prior = maps.at(share).errors[0]  # type: ignore[index]
+    prior = maps.errors[0]
     found = torch.zeros(view.keys.shape[0], view.num_query_heads, device=view.device)
     for rows, heads in _pieces(view.keys.shape[0], view.num_kv_heads, view.group * count * end):
         asked = slice(heads.start * view.group, heads.stop * view.group)
@@ -46,13 +47,13 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
         keys, values = (x[rows, heads, :end].float() for x in (view.keys, view.values))
         mean = None if centre is None else centre[rows, heads].float()
         log_q, log_k = own.log_phi_q(queries, mean, view.scale), own.log_phi_k(keys, mean)
-        logits = log_kernel(log_q.reshape(-1, view.group * count, log_q.shape[-1]), log_k.flatten(0, 1))
+        logits = grouped_log_kernel(log_q.flatten(0, 1), log_k.flatten(0, 1))
         starts = view.regions.starts[rows].repeat_interleave(queries.shape[1])[:, None]
         scene = make_scene(queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1),
                            columns.expand(starts.shape[0], -1), scale=view.scale, sink_size=view.regions.sink_size,
                            window_size=window, starts=starts)
         read = top_k(scene, share) if share > 0 else None
-        error = shift_errors(scene, logits.reshape(scene.scores.shape), read, grid)[1]
+        error = shift_errors(scene, logits, read, grid)[1]
         error = error.reshape(len(grid), queries.shape[0], -1)
         found[rows, asked] = best_shift(error, prior[:, None, asked], grid)
     return found
@@ -67,7 +68,7 @@ def best_shift(error: Tensor, prior: Tensor, grid: Tensor) -> Tensor:
 def _pieces(rows: int, heads: int, scores: int) -> Iterator[tuple[slice, slice]]:
     """Rows and KV heads whose `scores` attention scores each are held at once."""
     held = max(1, min(heads, SCORES_AT_ONCE // scores))
-    together = max(1, SCORES_AT_ONCE // (scores * heads)) if held == heads else 1
+    together = max(1, SCORES_AT_ONCE // (scores * heads))
     for row in range(0, rows, together):
         for head in range(0, heads, held):
             yield slice(row, min(row + together, rows)), slice(head, min(head + held, heads))

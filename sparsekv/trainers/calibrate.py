@@ -19,14 +19,9 @@ GAP_KEYS = 512
 NEG_INF = float("-inf")
 
 
-def stacked_curves(tables: dict[str, Tensor]) -> Tensor:
-    """Error of all cases at every shift, `[..., S, P, Hq]` from tables `[..., Hq, P]`; taken out of the tables."""
-    return torch.stack([tables.pop(f"{case} curve") for case in CASES], -3).mT
-
-
-def stacked_shifts(tables: dict[str, Tensor]) -> Tensor:
-    """The shifts of all cases, `[..., S, Hq]` from tables `[..., Hq]`; their order is that of `CASES`."""
-    return torch.stack([tables[f"{case} shift"] for case in CASES], -2)
+def by_case(tables: dict[str, Tensor], what: str) -> Tensor:
+    """The tables `<case> what` of all cases, `[L, Hq, ...]` each -> `[L, S, Hq, ...]`, in the order of `CASES`."""
+    return torch.stack([tables[f"{case} {what}"] for case in CASES], 1)
 
 
 def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:

@@ -18,15 +18,7 @@ from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.models.offline import shift_errors
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import (
-    CASES,
-    SHIFTS,
-    calibrate,
-    choose_gates,
-    pick_scene,
-    stacked_curves,
-    stacked_shifts,
-)
+from sparsekv.trainers.calibrate import CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -108,7 +100,8 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        shift, curves = stacked_shifts(card), stacked_curves(card)
+        shift, curves = by_case(card, "shift"), by_case(card, "curve").mT
+        card = {k: v for k, v in card.items() if not k.endswith(" curve")}
         gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])

@@ -37,29 +37,19 @@ def prompts() -> list[torch.Tensor]:
     return [torch.randint(1, 95, (1, n + 1), generator=generator) for n in LENGTHS]
 
 
-def states(model, phi, budget: float, ids: torch.Tensor, mask: torch.Tensor | None = None, steps: int = 1):
-    """States and views after `steps` decoded tokens."""
-    with sparsekv.attach(model, phi=phi, selector="topk", token_budget=budget, dense_below=0) as attachment:
+def decoded(model, phi, budget: float, ids: torch.Tensor, mask: torch.Tensor | None = None):
+    """The cache after one decoded token."""
+    chosen = {"selector": "topk", "token_budget": budget} if budget else {"selector": "streaming"}
+    with sparsekv.attach(model, phi=phi, dense_below=0, **chosen) as attachment:
         cache = attachment.prefill(ids[:, :-1], None if mask is None else mask[:, :-1])
-        token = ids[:, -1:]
-        for step in range(steps):
-            if mask is not None and step:
-                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-            logits = model(token, past_key_values=cache, attention_mask=mask).logits
-            token = logits[:, -1].argmax(-1, keepdim=True)
+        model(ids[:, -1:], past_key_values=cache, attention_mask=mask)
     return cache
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.1])
 def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
     model, phi = made
-    ids = prompts()[0]
-    if budget == 0.0:
-        with sparsekv.attach(model, phi=phi, selector="streaming", dense_below=0) as attachment:
-            cache = attachment.prefill(ids[:, :-1])
-            model(ids[:, -1:], past_key_values=cache)
-    else:
-        cache = states(model, phi, budget, ids)
+    cache = decoded(model, phi, budget, prompts()[0])
     layer, length = cache.layers[1], LENGTHS[0]
     completion, maps = layer.state.completion, phi.layer(1)
     queries, keys = layer.recent[0, :, -QUERIES:].float(), layer.keys[0, :, :length].float()
@@ -81,11 +71,11 @@ def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
 
 def test_rows_of_a_padded_batch_have_their_own(made) -> None:
     model, phi = made
-    alone = [states(model, phi, 0.1, ids) for ids in prompts()]
+    alone = [decoded(model, phi, 0.1, ids) for ids in prompts()]
     width = max(LENGTHS) + 1
     ids = torch.cat([torch.nn.functional.pad(x, (width - x.shape[1], 0)) for x in prompts()])
     mask = torch.stack([(torch.arange(width) >= width - 1 - n).long() for n in LENGTHS])
-    both = states(model, phi, 0.1, ids, mask)
+    both = decoded(model, phi, 0.1, ids, mask)
     for layer in (1, 2):
         found = both.layers[layer].state.completion.moved
         for row, cache in enumerate(alone):
@@ -118,7 +108,7 @@ def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> Non
 
 def test_it_ends_after_a_while(made) -> None:
     model, phi = made
-    cache = states(model, phi, 0.05, prompts()[0], steps=2)
+    cache = decoded(model, phi, 0.05, prompts()[0])
     state, layer = cache.layers[1].state, cache.layers[1]
     view, moved = SimpleNamespace(length=layer.recent_end + LASTS), state.completion.moved
     torch.testing.assert_close(state.completion._moved(view)[..., 0], moved)
@@ -133,7 +123,7 @@ def test_it_ends_after_a_while(made) -> None:
 def test_a_closed_gate_stays_closed(made) -> None:
     model, phi = made
     phi.gate[:, 0] = 0.0
-    cache = states(model, phi, 0.05, prompts()[0])
+    cache = decoded(model, phi, 0.05, prompts()[0])
     completion = cache.layers[1].state.completion
     offset = completion.layer.offset + completion.moved
     assert torch.isneginf(offset[0, 0]) and bool(offset[0, 1:].isfinite().all())
