@@ -125,15 +125,16 @@ class Rivals:
         }
 
 
-def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> Callable[[float], dict[str, Tensor]]:
-    """Log weights of the learned maps for a share of the context that is read: with the gate forced on, and gated."""
+def phi_logits(phi: PhiArtifact, layer: int, seen: View) -> Callable[[float, Tensor | None], dict[str, Tensor]]:
+    """Log weights of the learned maps for a share of the context and what is read: with the gate forced on, and
+    gated."""
     maps = phi.layer(layer)
     assert maps is not None, f"the feature maps have no layer {layer}"
     logits = maps.maps.surrogate(seen.queries, seen.keys, seen.scene.context, scale=seen.scale,
                                  sink_size=phi.config.sink_size)
     forced = maps._replace(offsets=phi.shift[phi.config.layers.index(layer)])
-    return lambda share: {name: logits + which.at(share).offset[:, None, None]
-                          for name, which in (("phi", forced), ("phi_gated", maps))}
+    return lambda share, read: {name: which.estimate(seen.scene, logits, read, share)
+                                for name, which in (("phi", forced), ("phi_gated", maps))}
 
 
 def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tensor, dict[str, Tensor]]:
@@ -194,13 +195,13 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
             seen = view(store, store.read(layer, document).to(device))
             scene = seen.scene
             learned = phi_logits(phi, layer, seen)
-            for name, value in calibration(scene, learned(0.0)["phi"]).items():
+            for name, value in calibration(scene, learned(0.0, None)["phi"]).items():
                 per_layer = heads.setdefault(name, [[] for _ in store.layers])
                 per_layer[row].append(value)
             untrained = rivals(layer, seen)
             for case, read in cases(routers, best, layer, seen).items():
                 share = float(case.partition("@")[2] or 0)
-                estimates = {**learned(share), **{name: rival(read) for name, rival in untrained.items()}}
+                estimates = {**learned(share, read), **{name: rival(read) for name, rival in untrained.items()}}
                 for method, logits in (("none", None), *estimates.items()):
                     error = offline.relative_error(scene, offline.output(scene, read, logits))
                     sums.setdefault((case, method, "rel_err"), []).append(error.mean())
@@ -234,11 +235,13 @@ def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, devic
                     there, read = (None if share is None else offline.top_k(v.scene, share) for v in (before, seen))
                     at = maps.at(share or 0.0)
                     assert at.errors is not None
-                    error = offline.shift_errors(before.scene, logits[0], there, grid)[1]
+                    blends = None if at.blend is None else at.blend[None]
+                    error = offline.shift_errors(before.scene, logits[0], there, grid, blends)[1]
+                    error = error if blends is None else error[0]
                     moved = request_shift.best_shift(error, at.errors[0], grid)
-                    estimates = {"none": None, "phi": logits[1] + at.offset[:, None, None], "phi_request":
-                                 logits[1] + (at.offset + moved)[:, None, None], "centroid":
-                                 estimators.bucket_means(seen.scene, *buckets, read)}
+                    own = at.estimate(seen.scene, logits[1], read, 0.0)
+                    estimates = {"none": None, "phi": own, "phi_request": own + moved[:, None, None],
+                                 "centroid": estimators.bucket_means(seen.scene, *buckets, read)}
                     for method, estimate in estimates.items():
                         found = offline.relative_error(seen.scene, offline.output(seen.scene, read, estimate))
                         sums.setdefault((case, method, "rel_err"), []).append(found.mean())

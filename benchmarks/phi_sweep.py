@@ -58,8 +58,8 @@ def measure(config: PhiConfig, parts: list[Part], of: tuple[Pool, Pool, Pool], d
     validation, heldout = (calibrate(pool, maps, shift=True) for pool in of[1:])
     found: dict[str, float] = {}
     for case in CASES:
-        best = validation[f"{case} curve"].argmin(1, keepdim=True)
-        found[case] = float(heldout[f"{case} curve"].gather(1, best).mean())
+        best = validation[f"{case} table"].flatten(1).argmin(1, keepdim=True)
+        found[case] = float(heldout[f"{case} table"].flatten(1).gather(1, best).mean())
     return {**found, "none": float(heldout["sink_tail error"].mean())}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
+from sparsekv.models.offline import Scene, blended
 
 KIND = "phi"
 
@@ -34,23 +35,31 @@ class PhiArtifactConfig:
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     shift_grid: list[float] = field(default_factory=list)
     """Shifts at which `shift_errors` holds the error on the validation windows; none: it holds nothing."""
+    blended: bool = False
+    """Whether the mass is blended with that of the mean score; set by `save`."""
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
-    `[S, Hq]`: what it is when that share of the context is read beside sink and tail. errors `[S, P, Hq]`: the output
-    error on the validation windows at each of `grid`, the shifts `[P]`."""
+    `[S, Hq]`: what it is when that share of the context is read beside sink and tail; blends `[S, Hq]`: how far the
+    estimated mass is moved towards that of the mean score (`blend_mass`). errors `[S, P, Hq]`: the output error on the
+    validation windows at each of `grid`, the shifts `[P]`."""
 
     maps: Maps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
     errors: Tensor | None = None
     grid: tuple[float, ...] = ()
+    blends: Tensor | None = None
 
     @property
     def offset(self) -> Tensor:
         return self.offsets[0]
+
+    @property
+    def blend(self) -> Tensor | None:
+        return None if self.blends is None else self.blends[0]
 
     def at(self, share: float) -> PhiLayer:
         """Calibrated for a share of the context that is read: the best keys are the ones the maps underestimate, so
@@ -65,8 +74,15 @@ class PhiLayer(NamedTuple):
             part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
             return (1 - part) * table[low:low + 1] + part * table[high:high + 1]
 
-        return self._replace(offsets=between(self.offsets), shares=(share,),
-                             errors=None if self.errors is None else between(self.errors))
+        errors, blends = (None if x is None else between(x) for x in (self.errors, self.blends))
+        return self._replace(offsets=between(self.offsets), shares=(share,), errors=errors, blends=blends)
+
+    def estimate(self, scene: Scene, logits: Tensor, read: Tensor | None, share: float) -> Tensor:
+        """The logits `[Hq, T, N]` that the runtime's completion amounts to where `read`, a share of the context, is
+        exact: from those of `maps.surrogate`, blended and moved by the offset."""
+        layer = self.at(share)
+        logits = logits if layer.blend is None else blended(scene, logits, read, layer.blend)
+        return logits + layer.offset[:, None, None]
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -86,19 +102,21 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
+        errors, blends = (None if x is None else x.to(device) for x in (self.errors, self.blends))
         return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device),
-                             errors=None if self.errors is None else self.errors.to(device))
+                             errors=errors, blends=blends)
 
 
 class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
     `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`. shift_errors `[L, S, P, Hq]`, if kept: the
-    output error on the validation windows at every shift of `shift_grid`."""
+    output error on the validation windows at every shift of `shift_grid`. blend `[L, S, Hq]`, if `blended`: how far its
+    logarithm is moved towards that of the mean score."""
 
     def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None,
-                 shift_errors: Tensor | None = None):
-        self.config, self.maps = config, maps
-        self.shift, self.gate, self.path, self.shift_errors = shift, gate, path, shift_errors
+                 shift_errors: Tensor | None = None, blend: Tensor | None = None):
+        self.config, self.maps, self.path = config, maps, path
+        self.shift, self.gate, self.shift_errors, self.blend = shift, gate, shift_errors, blend
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> PhiLayer | None:
@@ -106,15 +124,15 @@ class PhiArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
+        errors, blends = (None if x is None else x[row] for x in (self.shift_errors, self.blend))
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
-                        tuple(self.config.read_shares), None if self.shift_errors is None else self.shift_errors[row],
-                        tuple(self.config.shift_grid))
+                        tuple(self.config.read_shares), errors, tuple(self.config.shift_grid), blends)
 
     def save(self, path: str | Path) -> None:
         tensors = {**self.maps.named(), "shift": self.shift, "gate": self.gate}
-        if self.shift_errors is not None:
-            tensors["shift_errors"] = self.shift_errors
-        save_artifact(path, asdict(self.config), tensors)
+        kept = {"shift_errors": self.shift_errors, "blend": self.blend}
+        config = replace(self.config, blended=self.blend is not None)
+        save_artifact(path, asdict(config), tensors | {k: v for k, v in kept.items() if v is not None})
 
     @classmethod
     def load(cls, path: str | Path) -> PhiArtifact:
@@ -139,7 +157,8 @@ class PhiArtifact:
         if config.shift_grid:
             shape = (layers, len(config.read_shares), len(config.shift_grid), heads_q)
             errors = take(tensors, "shift_errors", shape, where)
-        return cls(config, Maps(*maps), shift, gate, Path(path), errors)
+        blend = take(tensors, "blend", tuple(shift.shape), where) if config.blended else None
+        return cls(config, Maps(*maps), shift, gate, Path(path), errors, blend)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -147,9 +166,9 @@ class PhiArtifact:
                           ignore=("rope",))
 
     def to(self, device: Any) -> PhiArtifact:
+        errors, blend = (None if x is None else x.to(device) for x in (self.shift_errors, self.blend))
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
-                           self.gate.to(device), self.path,
-                           None if self.shift_errors is None else self.shift_errors.to(device))
+                           self.gate.to(device), self.path, errors, blend)
 
     def summary(self) -> str:
         c = self.config

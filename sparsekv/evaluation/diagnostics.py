@@ -32,7 +32,7 @@ GAP_KEYS = 512
 SCATTER_POINTS = 2000
 TIMED_BUDGET = 0.01
 SCORES_AT_ONCE = 100_000_000
-Logits = Callable[[float], Tensor]
+Logits = Callable[[float, Tensor | None], Tensor]
 
 
 @dataclass
@@ -210,16 +210,16 @@ def _examine(
         if router is not None:
             _examine_router(total, scene, made, _routed(scene, item, part, q, keys, router), logits)
         if logits is not None:
-            _examine_map(total, scene, logits(0.0))
+            _examine_map(total, scene, logits(0.0, None))
         made.fractions, curve = offline.mass_curve(scene)
         total.add("curves", "mass", curve, len(part))
 
 
 def _phi_logits(scene: Scene, queries: Tensor, keys: Tensor, phi: PhiLayer, scale: float, sink_size: int) -> Logits:
-    """`ŝ` of all keys, calibrated for the share of the context that is read."""
+    """`ŝ` of all keys, calibrated for what is read, a share of the context."""
     phi = phi.to(queries.device)
     logits = phi.maps.surrogate(queries, keys, scene.context, scale=scale, sink_size=sink_size)
-    return lambda share: logits + phi.at(share).offset[:, None, None]
+    return lambda share, read: phi.estimate(scene, logits, read, share)
 
 
 def _rivals(
@@ -261,8 +261,8 @@ def _examine_selection(
         shares = []
         for budget, read in reads.items():
             exact = scene.anchors | read
-            z_exact, z_rest = (x.logsumexp(-1) for x in (
-                scene.scores.masked_fill(~exact, NEG_INF), logits(budget).masked_fill(~(scene.mid & ~exact), NEG_INF)))
+            z_exact = scene.scores.masked_fill(~exact, NEG_INF).logsumexp(-1)
+            z_rest = logits(budget, read).masked_fill(~(scene.mid & ~exact), NEG_INF).logsumexp(-1)
             shares.append(torch.sigmoid(z_rest - z_exact).mean(-1))
         total.add("completion", "share", torch.stack(shares, -1), count)
 
@@ -273,8 +273,8 @@ def _errors(total: Sums, scene: Scene, name: str, reads: dict[float, Tensor], lo
     weights = scene.scores.softmax(-1)
     for label, estimate in ((name, None), (f"{name}+phi", logits)):
         if label == name or estimate is not None:
-            errors = [offline.relative_error(scene, offline.output(scene, r, None if estimate is None else estimate(b)))
-                      for b, r in reads.items()]
+            outs = [offline.output(scene, r, None if estimate is None else estimate(b, r)) for b, r in reads.items()]
+            errors = [offline.relative_error(scene, out) for out in outs]
             total.add("errors", label, torch.stack(errors, -1), count)
     exact = [scene.anchors | r for r in reads.values()]
     total.add("mass", name, torch.stack([(weights * e).sum(-1).mean(-1) for e in exact], -1), count)

@@ -138,10 +138,10 @@ def split_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, out, out_lse, eps, o_row, o_head,
-    heads_q, parts, rest_parts,
+    partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, mean, blend, out, out_lse, eps, o_row,
+    o_head, heads_q, parts, rest_parts,
     PADDED: tl.constexpr, PADDED_REST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLENDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """One program a query head and WIDTH of its columns."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
@@ -167,7 +167,10 @@ def merge_kernel(
         live = left > eps * all_mass
         left = tl.where(live, left, 0.0)
         estimate = tl.where(live, estimate, 0.0)
-        c = tl.where(live, tl.load(shift_q + at), float("-inf"))
+        c = tl.load(shift_q + at)
+        if BLENDED:
+            c += tl.load(blend + head) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
+        c = tl.where(live, c, float("-inf"))
         top = tl.maximum(top, c)
     safe = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(lse - safe)

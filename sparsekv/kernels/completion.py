@@ -48,7 +48,10 @@ def phi_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiS
     if q.is_cuda and weights.w_in.dtype == q.dtype and max(weights.w_in.shape[-1], store.m.shape[-1]) <= 256:
         return launch_query(q, weights, offset, store)
     logs = reference.add_centre(reference.log_phi(q[:, :, None], weights), q[:, :, None], store.centre)[:, :, 0]
-    return reference.phi_query(logs + offset[..., None], store, q.dtype)
+    rest = reference.phi_query(logs + offset[..., None], store, q.dtype)
+    if store.mean is None:
+        return rest
+    return rest._replace(mean=reference.mean_mass(q, store.mean) + offset, blend=store.mean.blend)
 
 
 def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
@@ -62,13 +65,18 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
     a = torch.empty(batch, heads_q, features, dtype=q.dtype, device=q.device)
     c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
     base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
+    mean_key, log_count, mean = whole, whole, whole
+    if store.mean is not None:
+        mean_key, log_count = store.mean.key.contiguous(), store.mean.log_count.contiguous()
+        mean = torch.empty(batch, heads_q, dtype=torch.float32, device=q.device)
     query_kernel[(batch * heads_q,)](
         q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
-        store.m if store.centre is None else store.centre.contiguous(), a, c, whole, base, heads_q, store.m.shape[1],
-        q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
-        CENTRED=store.centre is not None, ROWS=16, DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)),
-        FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
-    return PhiRest(a, c, whole, base, *store[3:6])
+        store.m if store.centre is None else store.centre.contiguous(), mean_key, log_count, a, c, whole, base, mean,
+        heads_q, store.m.shape[1], q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
+        CENTRED=store.centre is not None, BLENDED=store.mean is not None, ROWS=16, DIM=max(16, _power_of_two(dim)),
+        WIDTH=max(16, _power_of_two(width)), FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
+    rest = PhiRest(a, c, whole, base, *store[3:6])
+    return rest if store.mean is None else rest._replace(mean=mean, blend=store.mean.blend)
 
 
 def _power_of_two(n: int) -> int:

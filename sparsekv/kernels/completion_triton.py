@@ -24,9 +24,10 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 
 @triton.jit
 def query_kernel(
-    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, a, c, whole, base, heads_q, heads_kv,
-    q_row, q_head, o_row, dim, width, features,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, log_count, a, c, whole, base,
+    mean, heads_q, heads_kv, q_row, q_head, o_row, dim, width, features,
+    CENTRED: tl.constexpr, BLENDED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     """`log φ_q + offset + m` of one query head, as largest value and linear rest, and what it makes of the cache. The
     query is the first of ROWS rows: products want so many."""
@@ -49,7 +50,8 @@ def query_kernel(
                                                       INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
     logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
-    log = tl.sum(tl.where(first, logs, 0.0), 0) + tl.load(offset + row * o_row + head)
+    moved = tl.load(offset + row * o_row + head)
+    log = tl.sum(tl.where(first, logs, 0.0), 0) + moved
     log += tl.where(shift == float("-inf"), 0.0, shift)
     if CENTRED:
         shared = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
@@ -63,6 +65,10 @@ def query_kernel(
     tl.store(c + at, top)
     tl.store(whole + at, tl.sum(exact * mass, 0))
     tl.store(base + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
+    if BLENDED:
+        alike = tl.load(mean_key + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
+        score = tl.sum(tl.sum(x.to(tl.float32), 0) * alike, 0)
+        tl.store(mean + at, score + tl.load(log_count + row) + moved)
 
 
 @triton.jit

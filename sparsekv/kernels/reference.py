@@ -49,13 +49,24 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
     return torch.cat([sink, tail], dim=1)
 
 
+class MeanKey(NamedTuple):
+    """What the mean score of the mid region is made of: key `[B, Hkv, d]`, its mean key times the softmax scale, and
+    log_count `[B]`, the logarithm of its tokens. blend `[Hq]`: how far the completion's log mass is moved towards
+    `log_count + q·key`, the bound below it (Jensen)."""
+
+    key: Tensor
+    log_count: Tensor
+    blend: Tensor
+
+
 class PhiStore(NamedTuple):
     """The stable cache of a request, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`, with what the keys that are read are
     taken out by: features `[B, Hkv, N, r]` of every key, linear, relative to m (`phi_features`); or, for whole
     buckets, the sums of each, bucket_z `[B, Hkv, C, r]` and bucket_s `[B, Hkv, C, r, d]` (`phi_bucket_sums`).
 
     centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the key that was taken off the keys
-    before their second half of features; a query adds its product with it to its own second half."""
+    before their second half of features; a query adds its product with it to its own second half. mean: what the
+    estimated mass is blended with, if it is."""
 
     m: Tensor
     z: Tensor
@@ -64,6 +75,7 @@ class PhiStore(NamedTuple):
     bucket_z: Tensor | None = None
     bucket_s: Tensor | None = None
     centre: Tensor | None = None
+    mean: MeanKey | None = None
 
 
 class PhiRest(NamedTuple):
@@ -71,6 +83,7 @@ class PhiRest(NamedTuple):
 
     a `[B, Hq, r]`, c `[B, Hq]`: features of the query, largest 1. whole `[B, Hq]`, base `[B, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^c`. features, bucket_z, bucket_s: `PhiStore`'s.
+    mean `[B, Hq]`, blend `[Hq]`: what is left counts as `(1 − blend) · its log mass + blend · mean`.
     """
 
     a: Tensor
@@ -80,6 +93,8 @@ class PhiRest(NamedTuple):
     features: Tensor | None = None
     bucket_z: Tensor | None = None
     bucket_s: Tensor | None = None
+    mean: Tensor | None = None
+    blend: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PhiRest:
         """With every tensor changed."""
@@ -96,6 +111,19 @@ def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = No
     a = torch.exp(t - torch.where(torch.isinf(c), torch.zeros_like(c), c)[..., None]).to(dtype or t.dtype)
     exact = a.to(z.dtype)
     return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), *store[3:6])
+
+
+def mean_mass(q: Tensor, mean: MeanKey) -> Tensor:
+    """`log Σ exp(s)` over the mid region were all its scores the mean: q `[B, Hq, d]` -> `[B, Hq]`."""
+    shared = torch.einsum("bhd,bhd->bh", q.to(mean.key.dtype),
+                          mean.key.repeat_interleave(q.shape[1] // mean.key.shape[1], dim=1))
+    return shared + mean.log_count[:, None]
+
+
+def blend_mass(lse: Tensor, mean: Tensor, blend: Tensor) -> Tensor:
+    """`lse` moved by `blend` of the way to `mean`, all of one shape but for leading dimensions of `blend`; nothing
+    (-inf) stays nothing. Ours, not the paper's: a kernel that overestimates weak keys does so for all of them."""
+    return torch.where(torch.isinf(lse), lse, lse + blend * (mean - lse))
 
 
 def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
@@ -194,8 +222,10 @@ def _left(rest: PhiRest, mass: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     left, out = rest.whole.to(acc) - mass, rest.base.to(acc) - values
     live = left > REST_EPS * rest.whole.to(acc)
     safe = torch.where(live, left, 1.0)
-    return (torch.where(live[..., None], out / safe[..., None], 0.0),
-            torch.where(live, safe.log() + rest.c.to(acc), NEG_INF))
+    lse = torch.where(live, safe.log() + rest.c.to(acc), NEG_INF)
+    if rest.mean is not None and rest.blend is not None:
+        lse = blend_mass(lse, rest.mean.to(acc), rest.blend.to(acc))
+    return torch.where(live[..., None], out / safe[..., None], 0.0), lse
 
 
 def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:

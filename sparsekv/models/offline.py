@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.reference import blend_mass
+
 NEG_INF = float("-inf")
 
 
@@ -116,20 +118,46 @@ def output(scene: Scene, read: Tensor | None = None, log_weights: Tensor | None 
     return apply_weights(logits.softmax(-1), scene.values)
 
 
-def shift_errors(scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor) -> tuple[Tensor, Tensor]:
-    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` shifted by each of
-    `shifts [S]`: `[S, Hq]`.
+def mean_mass(scene: Scene) -> Tensor:
+    """`log Σ exp(s)` over the mid keys of every query, were all its scores their mean (a bound from below, Jensen):
+    `[Hq, T]`, -inf where there are no such keys."""
+    size = scene.mid.sum(-1)
+    return torch.where(scene.mid, scene.scores, 0.0).sum(-1) / size.clamp(min=1) + size.log()
 
-    A shift only changes the weight of the estimated part, so that all of them cost one pass over the keys.
+
+def blended(scene: Scene, logits: Tensor, read: Tensor | None, blend: Tensor) -> Tensor:
+    """The logits `[Hq, T, N]` of an estimate, all of a query's moved by as much, so that the logarithm of the mass it
+    leaves to the mid keys not read goes `blend [Hq]` of the way to `mean_mass`."""
+    mass = _part(scene, logits, scene.mid if read is None else scene.mid & ~read)[1]
+    move = blend_mass(mass, mean_mass(scene), blend[:, None]) - mass
+    return logits + move.nan_to_num(0.0)[..., None]
+
+
+def shift_errors(
+    scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor, blends: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` shifted by each of
+    `shifts [S]`: `[S, Hq]`; with blends `[n, Hq or 1]`, after `blended` by each of them: `[n, S, Hq]`.
+
+    Both only change the weight of the estimated part, so that all of them cost one pass over the keys.
     """
     exact = scene.anchors if read is None else scene.anchors | read
     base, base_mass = _part(scene, scene.scores, exact)
     rest, rest_mass = _part(scene, logits, scene.mid & ~exact)
     off, move = base - scene.full, rest - base
-    weight = torch.sigmoid(rest_mass + shifts.reshape(-1, 1, 1) - base_mass)
-    square = (off * off).sum(-1) + 2 * weight * (off * move).sum(-1) + weight**2 * (move * move).sum(-1)
     size = scene.full.norm(dim=-1).clamp(min=1e-12)
-    return (off.norm(dim=-1) / size).mean(-1), (square.clamp(min=0).sqrt() / size).mean(-1)
+    still, along, across = (off * off).sum(-1), (off * move).sum(-1), (move * move).sum(-1)
+
+    def completed(mass: Tensor) -> Tensor:
+        weight = torch.sigmoid(mass + shifts.reshape(-1, 1, 1) - base_mass)
+        square = still + 2 * weight * along + weight**2 * across
+        return (square.clamp(min=0).sqrt() / size).mean(-1)
+
+    alone = (off.norm(dim=-1) / size).mean(-1)
+    if blends is None:
+        return alone, completed(rest_mass)
+    mean = mean_mass(scene)
+    return alone, torch.stack([completed(blend_mass(rest_mass, mean, blend[:, None])) for blend in blends])
 
 
 def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

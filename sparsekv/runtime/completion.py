@@ -8,7 +8,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import PhiCache, PhiStore, phi_cache, phi_extend, phi_features, phi_partial, phi_remainder
+from sparsekv.kernels import (
+    MeanKey,
+    PhiCache,
+    PhiStore,
+    blend_mass,
+    mean_mass,
+    phi_cache,
+    phi_extend,
+    phi_features,
+    phi_partial,
+    phi_remainder,
+)
 from sparsekv.kernels.reference import FeatureMapWeights
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.request_shift import LASTS, request_shift
@@ -64,11 +75,13 @@ class PhiCompletion(Completion):
 
     `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
     Maps with a centred half (`layer.centred`) also want the request's mean key: that of the mid region when the cache
-    was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew.
+    was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew. With
+    `layer.blend` the mass is blended with that of the mean score, by the mean key of all of the mid region,
+    `mean_key [B, Hkv, d]`.
     With `fit` the shift of a request's first tokens is fitted to it (`request_shift`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of", "moved")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "moved", "mean_key", "log_count")
 
     def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
@@ -80,8 +93,12 @@ class PhiCompletion(Completion):
         self.maps: FeatureMapWeights | None = None
         self.centre: Tensor | None = None
         self.centre_of: Tensor | None = None
+        self.mean_key: Tensor | None = None
+        self.log_count: Tensor | None = None
 
     def build(self, view: LayerView) -> None:
+        if getattr(self.layer, "blend", None) is not None:
+            self.mean_key, self.log_count = _mean_key(view).to(view.device), view.regions.mid_sizes.float().log()
         self.cache, self.features, self.store = self._kept(view), None, None
         if self.cache is not None:
             return
@@ -143,6 +160,11 @@ class PhiCompletion(Completion):
             return
         self.features = None
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
+        if self.mean_key is not None:
+            sizes = view.regions.mid_sizes
+            new = _key_sum(view, *joined).to(view.device) - (sizes - old.mid_sizes)[:, None, None] * self.mean_key
+            self.mean_key = self.mean_key + new / sizes.clamp(min=1)[:, None, None]
+            self.log_count = sizes.float().log()
         self._add(view, *joined)
         if self.store is not None:
             self.store = self._stored(view, self.store, *joined)
@@ -160,7 +182,14 @@ class PhiCompletion(Completion):
         if self.maps is None:
             self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
         moved = self._moved(view)
-        return self.maps, self.layer.offset if moved is None else self.layer.offset + moved[..., 0], self.store
+        offset = self.layer.offset if moved is None else self.layer.offset + moved[..., 0]
+        return self.maps, offset, self.store._replace(mean=self._mean(view))
+
+    def _mean(self, view: LayerView, queries: int = 1) -> MeanKey | None:
+        """What the mass is blended with, for each of `queries` rows of every row of the batch."""
+        if self.mean_key is None or self.log_count is None or self.layer.blend is None:
+            return None
+        return MeanKey(fold(view.scale * self.mean_key, queries), fold(self.log_count, queries), self.layer.blend)
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -203,16 +232,25 @@ class PhiCompletion(Completion):
         log_q = self.layer.log_phi_q(queries.rot, *(() if self.centre is None else (self.centre, view.scale)))
         moved = self._moved(view, queries.count)
         log_q = queries.folded(log_q if moved is None else log_q + moved[..., None])
+        mean = self._mean(view, queries.count)
+
+        def blended(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+            if mean is None:
+                return out, lse
+            offset = self.layer.offset
+            offset = offset if moved is None else offset + queries.folded(moved[..., None])[..., 0]
+            return out, blend_mass(lse, mean_mass(queries.folded(queries.rot), mean) + offset, mean.blend)
+
         tokens = selection.as_tokens()
         cache = PhiCache(*(fold(x, queries.count) for x in self.cache))
         if tokens.shape[-1] == 0:
-            return phi_partial(log_q, cache)
+            return blended(*phi_partial(log_q, cache))
         lists = tokens.shape[1] // view.num_kv_heads
         logs, values = self._read(view, selection, lists)
         if lists > 1:
             cache = PhiCache(*(x.repeat_interleave(lists, dim=1) for x in cache))
         rest = phi_remainder(cache, logs, values, tokens >= 0)
-        return phi_partial(log_q, rest, full_z=cache.z)
+        return blended(*phi_partial(log_q, rest, full_z=cache.z))
 
     def _read(self, view: LayerView, selection: Selection, lists: int) -> tuple[Tensor, Tensor]:
         """`log φ_k` and values of the selected tokens, `[Q, H, K, r]` and `[Q, H, K, d]`.
@@ -239,14 +277,23 @@ class PhiCompletion(Completion):
 
     def cost_tokens(self, view: LayerView) -> float:
         features, dim = self.cache.m.shape[-1], view.keys.shape[-1]  # type: ignore[union-attr]
-        return features * (dim + 2) / (2 * dim)
+        mean = 0.0 if self.mean_key is None else 0.5
+        return features * (dim + 2) / (2 * dim) + mean
 
 
 def _mean_key(view: LayerView) -> Tensor:
     """Mean of the mid region's keys, `[B, Hkv, d]` float32; zero where there are none."""
-    mask = view.regions.mid_mask()
-    total = torch.zeros((*view.keys.shape[:2], view.keys.shape[-1]), dtype=torch.float32, device=view.keys.device)
-    for a in range(0, mask.shape[1], BLOCK):
-        keys, inside = view.keys[:, :, a:a + BLOCK], mask[:, None, a:a + BLOCK, None].to(view.keys.device)
-        total += torch.where(inside, keys, 0).sum(2, dtype=torch.float32)
+    total = _key_sum(view, view.regions.mid_first, view.regions.mid_last)
     return total / view.regions.mid_sizes.clamp(min=1)[:, None, None].to(total.device)
+
+
+def _key_sum(view: LayerView, first: Tensor, last: Tensor) -> Tensor:
+    """Sum of the keys `first[b] <= i < last[b]`, `[B, Hkv, d]` float32."""
+    total = torch.zeros((*view.keys.shape[:2], view.keys.shape[-1]), dtype=torch.float32, device=view.keys.device)
+    low, high = int(first.min()), int(last.max())
+    for a in range(low, high, BLOCK):
+        keys = view.keys[:, :, a:min(a + BLOCK, high)]
+        place = torch.arange(a, a + keys.shape[2], device=first.device)
+        inside = (place >= first[:, None]) & (place < last[:, None])
+        total += torch.where(inside[:, None, :, None].to(keys.device), keys, 0).sum(2, dtype=torch.float32)
+    return total

@@ -53,7 +53,9 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
                            columns.expand(starts.shape[0], -1), scale=view.scale, sink_size=view.regions.sink_size,
                            window_size=window, starts=starts)
         read = top_k(scene, share) if share > 0 else None
-        error = shift_errors(scene, logits, read, grid)[1]
+        blend = torch.zeros_like(prior[0]) if maps.blend is None else maps.blend
+        blends = blend[asked].repeat(queries.shape[0])[None]
+        error = shift_errors(scene, logits, read, grid, blends)[1][0]
         error = error.reshape(len(grid), queries.shape[0], -1)
         found[rows, asked] = best_shift(error, prior[:, None, asked], grid)
     return found

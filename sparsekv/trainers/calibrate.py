@@ -6,13 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.reference import blend_mass
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, make_scene, shift_errors, top_k
+from sparsekv.models.offline import Scene, make_scene, mean_mass, shift_errors, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
                                   "topk@0.1": 0.1}
 SHIFTS = tuple(round(-3.0 + 0.05 * i, 2) for i in range(81))
+BLENDS = tuple(round(0.1 * i, 1) for i in range(11))
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SCORES_AT_ONCE = 200_000_000
 GAP_KEYS = 512
@@ -22,6 +24,16 @@ NEG_INF = float("-inf")
 def by_case(tables: dict[str, Tensor], what: str) -> Tensor:
     """The tables `<case> what` of all cases, `[L, Hq, ...]` each -> `[L, S, Hq, ...]`, in the order of `CASES`."""
     return torch.stack([tables[f"{case} {what}"] for case in CASES], 1)
+
+
+def best_curves(tables: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`<case> curve` `[Lq, P]`: of `<case> table [Lq, n, P]` the row of the best blend."""
+    found = {}
+    for case in CASES:
+        table = tables[f"{case} table"]
+        row = table.flatten(1).argmin(1) // table.shape[2]
+        found[f"{case} curve"] = table[torch.arange(len(row), device=row.device), row]
+    return found
 
 
 def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
@@ -39,11 +51,11 @@ def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Sce
 
 
 def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
-    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with least error there
-    (zero unless asked for), `<case> error` and, shifted, `<case> + phi error`; `<case> curve` `[Lq, P]`, the latter at
-    every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) and `gap_pXX`, quantiles of `ŝ − s` over mid keys,
-    both after the first case's shift."""
-    shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
+    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift` and `<case> blend`, the pair with
+    least error there (zero unless asked for), `<case> error` and, with both, `<case> + phi error`; `<case> table`
+    `[Lq, n, P]`, the latter at every blend and shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the
+    first case's, and `gap_pXX`, quantiles of `ŝ − s` over mid keys after its shift."""
+    shifts, blends = (torch.tensor(x if shift else (0.0,), device=pool.keys.device) for x in (SHIFTS, BLENDS))
     tables: dict[str, list[Tensor]] = {}
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
         heads = slice(first, min(first + pieces_at_once(pool, limit), pool.heads_kv))
@@ -51,29 +63,33 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
         own = maps.heads(asked, heads)
         none: dict[str, Tensor] = {}
         completed: dict[str, Tensor] = {}
-        ratio, gaps = torch.zeros((), device=shifts.device), []
+        ratio, gaps = torch.zeros(2, 1, device=shifts.device), []
         for document in range(pool.documents):
             scene, queries, keys = pick_scene(pool, document, heads, limit)
             logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
             for case, fraction in CASES.items():
-                alone, many = shift_errors(scene, logits, None if fraction is None else top_k(scene, fraction), shifts)
+                read = None if fraction is None else top_k(scene, fraction)
+                alone, many = shift_errors(scene, logits, read, shifts, blends[:, None])
                 none[case] = none.get(case, 0.0) + alone / pool.documents
                 completed[case] = completed.get(case, 0.0) + many / pool.documents
-            log_ratio = (logits.masked_fill(~scene.mid, NEG_INF).logsumexp(-1)
-                         - scene.scores.masked_fill(~scene.mid, NEG_INF).logsumexp(-1))
-            ratio = ratio + log_ratio.nanmean(-1) / pool.documents
+            mass, truth = (x.masked_fill(~scene.mid, NEG_INF).logsumexp(-1) for x in (logits, scene.scores))
+            log_ratios = torch.stack([mass - truth, mean_mass(scene) - truth])
+            ratio = ratio + log_ratios.nanmean(-1) / pool.documents
             columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
             gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
             gaps.append(gap.flatten(1))
-        best = {case: completed[case].argmin(0) for case in CASES}
-        chosen = shifts[best[next(iter(CASES))]]
-        found = {"mass_ratio": (ratio + chosen).exp()}
+        best = {case: completed[case].flatten(0, 1).argmin(0) for case in CASES}
+        shift_of = {case: shifts[at % len(shifts)] for case, at in best.items()}
+        blend_of = {case: blends[at // len(shifts)] for case, at in best.items()}
+        first = next(iter(CASES))
+        chosen, blend = shift_of[first], blend_of[first]
+        found = {"mass_ratio": (blend_mass(ratio[0], ratio[1], blend) + chosen).exp()}
         quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
         for case in CASES:
-            found |= {f"{case} shift": shifts[best[case]], f"{case} error": none[case],
-                      f"{case} curve": completed[case].mT,
-                      f"{case} + phi error": completed[case].gather(0, best[case][None])[0]}
+            found |= {f"{case} shift": shift_of[case], f"{case} blend": blend_of[case], f"{case} error": none[case],
+                      f"{case} table": completed[case].permute(2, 0, 1),
+                      f"{case} + phi error": completed[case].flatten(0, 1).gather(0, best[case][None])[0]}
         for name, value in found.items():
             tables.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in tables.items()}

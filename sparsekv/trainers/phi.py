@@ -18,7 +18,7 @@ from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.models.offline import shift_errors
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
+from sparsekv.trainers.calibrate import CASES, SHIFTS, best_curves, by_case, calibrate, choose_gates, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -61,8 +61,9 @@ class PhiConfig(TrainingOptions):
     under_weight: float = option(0.2, help="λ of the Huber term on underestimated mass (not in the paper; 0 = off).")
     output_weight: float = option(0.0, help="λ of the output's own relative error, with sink and tail exact and with "
                                             "the best 2 % of the keys exact too (not in the paper; 0 = off).", min=0.0)
-    calibrate: bool = option(True, help="Fit shifts per head on the validation windows, one for every share of the "
-                                        "context that is read, and switch completion off for heads it does not help.")
+    calibrate: bool = option(True, help="Fit per head on the validation windows, for every share of the context that "
+                                        "is read, a shift of the mass and its blend with the mean score's; and switch "
+                                        "completion off for heads it does not help.")
 
 
 def train_phi(config: PhiConfig) -> PhiArtifact:
@@ -94,13 +95,14 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         run.log(index, history)
         del pool
         card = calibrate(held, maps, shift=config.calibrate)
+        card = {k: v for k, v in {**card, **best_curves(card)}.items() if not k.endswith(" table")}
         run.keep(parts, maps.named() | {f"card.{k}": v for k, v in card.items()})
         del held
     made: list[PhiArtifact] = []
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        shift, curves = by_case(card, "shift"), by_case(card, "curve").mT
+        shift, blend, curves = by_case(card, "shift"), by_case(card, "blend"), by_case(card, "curve").mT
         card = {k: v for k, v in card.items() if not k.endswith(" curve")}
         gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
@@ -114,9 +116,9 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
                 model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
                 centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"],
-                shift_grid=list(SHIFTS) if config.calibrate else [],
+                shift_grid=list(SHIFTS) if config.calibrate else [], blended=config.calibrate,
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            maps, shift, gate, run.out, curves if config.calibrate else None))
+            maps, shift, gate, run.out, *((curves, blend) if config.calibrate else ())))
         made[0].save(run.out)
 
     run.finish(assemble)

@@ -13,7 +13,8 @@ POINTERS = {
     **dict.fromkeys(("starts", "tail_starts", "lengths"), "*i64"),
     **dict.fromkeys(("tokens", "offsets", "buckets", "counts", "chosen"), "*i32"), "mask": "*i8",
     **dict.fromkeys(("partial", "partial_lse", "partial_rest", "partial_rest_mass", "out_lse", "logits", "shift_q", "z",
-                     "s", "c", "m", "offset", "whole", "base", "centre"), "*fp32"),
+                     "s", "c", "m", "offset", "whole", "base", "centre", "mean", "blend", "mean_key", "log_count"),
+                    "*fp32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }
 HALF = ("q", "k", "v", "out", "x", "w", "b", "y", "means", "listed_k", "listed_v", "features", "feature_q", "a", "logs",
@@ -35,7 +36,8 @@ def main() -> None:
                         "PROBES": probes, "PADDED_PROBES": max(1, probes), "COPIES": dim == 80, "HALF": max(8, group),
                         "BLOCK": how["block"],
                         "ROWS": 2 * max(8, group) if phi else rows}, how["warps"]),
-                    (attend_triton.merge_kernel, {"WIDTH": how["merge_width"], "PADDED_REST": 64}, how["merge_warps"]),
+                    (attend_triton.merge_kernel, {"WIDTH": how["merge_width"], "PADDED_REST": 64, "BLENDED": phi},
+                     how["merge_warps"]),
                     (attend_triton.bucket_kernel, {"DIM": width}, attend.SUM_WARPS),
                     (routing_triton.hidden_kernel, {"BLOCK": routing.HIDDEN_BLOCK, "DEPTH": width},
                      routing.HIDDEN_WARPS),
@@ -43,7 +45,7 @@ def main() -> None:
                                                    "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS),
                     (routing_triton.rank_kernel, {"ROWS": group if group != 3 else 4, "PADDED": 1024, "KEPT": 32,
                                                   "COUNTED": True, "DENSITY": False}, routing.RANK_WARPS),
-                    (completion_triton.query_kernel, {"DIM": width, "WIDTH": 128, "CENTRED": True},
+                    (completion_triton.query_kernel, {"DIM": width, "WIDTH": 128, "CENTRED": True, "BLENDED": True},
                      completion.QUERY_WARPS),
                     (completion_triton.cache_kernel, {"DIM": width, "MASKED": True, "BLOCK": completion.BLOCK},
                      completion.CACHE_WARPS)):

@@ -53,13 +53,20 @@ def main() -> None:
             offset[..., 0] = float("-inf")
             cache = reference.phi_cache(torch.randn(2, heads, keys, features), v.float())
             centre = torch.randn(2, heads, dim) * dim**-0.5 if dtype == torch.float32 else None
-            store = reference.PhiStore(*cache, torch.ones(1), centre=centre)
+            mean = None
+            if dtype == torch.float32:
+                mean = reference.MeanKey(torch.randn(2, heads, dim), torch.randn(2), torch.rand(heads_q))
+            store = reference.PhiStore(*cache, torch.ones(1), centre=centre, mean=mean)
             found = completion.launch_query(q, maps, offset, store)
             exact = reference.FeatureMapWeights(*(w.double() for w in maps))
             log_q = reference.log_phi(q.double()[:, :, None], exact)
             log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)[:, :, 0] + offset[..., None]
             truth = reference.phi_query(log_q, reference.PhiStore(*(x.double() for x in store[:4])))
             limit = 1e-5 if dtype == torch.float32 else 2e-2
+            if mean is not None:
+                right = reference.mean_mass(q.double(), mean._replace(key=mean.key.double())) + offset
+                if not torch.allclose(found.mean[:, 1:].double(), right[:, 1:], atol=1e-4):
+                    sys.exit("the mass of the mean score differs from its twin")
             scale = [x.c.double().exp() for x in (found, truth)]
             for name in ("a", "whole", "base"):
                 mine, right = (getattr(x, name).double() * (s if name == "whole" else s[..., None])

@@ -11,7 +11,7 @@ from tiny_artifacts import artifacts
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.models.offline import make_scene, output, relative_error, top_k
+from sparsekv.models.offline import blended, make_scene, output, relative_error, top_k
 from sparsekv.runtime.request_shift import LASTS, PRIOR, QUERIES
 
 GRID = [round(-3 + 0.1 * i, 1) for i in range(61)]
@@ -29,7 +29,8 @@ def made(request):
     best = torch.randn(layers, len(SHARES), 1, heads, generator=generator)
     errors = 0.3 + 0.2 * (torch.tensor(GRID)[:, None] - best).square()
     shift = torch.tensor(GRID)[errors.argmin(2)]
-    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, errors)
+    blend = torch.rand(layers, len(SHARES), heads, generator=generator) if request.param else None
+    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, errors, blend)
 
 
 def prompts() -> list[torch.Tensor]:
@@ -61,6 +62,8 @@ def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
     log_q, log_k = maps.maps.log_phi_q(queries, centre, scale), maps.maps.log_phi_k(keys, centre)
     logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k).reshape(scene.scores.shape)
     read = None if budget == 0.0 else top_k(scene, budget)
+    if maps.blends is not None:
+        logits = blended(scene, logits, read, maps.at(budget).blend)
     errors = torch.stack([relative_error(scene, output(scene, read, logits + shift)) for shift in GRID])
     prior = maps.at(budget).errors[0]
     best = (errors + PRIOR * prior).argmin(0)
@@ -100,7 +103,7 @@ def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> Non
             assert (cache.layers[1].state.completion.moved is not None) == fit
     assert not torch.allclose(*logits)
     kept = dataclasses.replace(phi.config, shift_grid=[])
-    plain = PhiArtifact(kept, phi.maps, phi.shift, phi.gate)
+    plain = PhiArtifact(kept, phi.maps, phi.shift, phi.gate, blend=phi.blend)
     with sparsekv.attach(model, phi=plain, selector="topk", token_budget=0.05, dense_below=0) as a:
         cache = a.prefill(ids[:, :-1])
         torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, logits[1])
