@@ -14,7 +14,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.kernels.reference import RouterWeights, router_logits
 from sparsekv.models import estimators, offline
-from sparsekv.runtime import request_shift
+from sparsekv.runtime import request_fit
 from sparsekv.trainers.calibrate import CASES
 from sparsekv.trainers.kmeans import spherical_kmeans
 
@@ -215,11 +215,11 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
 
 
 def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, device: str) -> dict[Any, float]:
-    """φ as the runtime has it, its shift fitted to the request's last queries, beside φ as calibrated and centroids:
+    """φ as the runtime has it, its mass fitted to the request's last queries, beside φ as calibrated and centroids:
     (case, method, rel_err) -> mean over the 256 tokens that follow a prefill of half and of three quarters of every
     window, every eighth measured. The store holds all queries."""
     sums: Means = {}
-    grid = torch.tensor(phi.config.shift_grid, device=device)
+    grids = [torch.tensor(x, device=device) for x in (phi.config.shift_grid, phi.config.blend_grid)]
     for layer in store.layers:
         maps = phi.layer(layer)
         assert maps is not None
@@ -227,20 +227,19 @@ def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, devic
             item = store.read(layer, document).to(device)
             buckets = rivals.buckets(item.keys_rot(), estimators.equal_buckets(rivals.tokens, rivals.dim))
             for ended in (store.context_length // 2, 3 * store.context_length // 4):
-                before = view(store, item, positions=range(ended - request_shift.QUERIES, ended))
-                seen = view(store, item, positions=range(ended, ended + request_shift.LASTS, 8))
+                before = view(store, item, positions=range(ended - request_fit.QUERIES, ended))
+                seen = view(store, item, positions=range(ended, ended + request_fit.LASTS, 8))
                 logits = [maps.maps.surrogate(v.queries, v.keys, v.scene.context, scale=v.scale,
                                               sink_size=phi.config.sink_size) for v in (before, seen)]
                 for case, share in CASES.items():
                     there, read = (None if share is None else offline.top_k(v.scene, share) for v in (before, seen))
                     at = maps.at(share or 0.0)
                     assert at.errors is not None
-                    blends = None if at.blend is None else at.blend[None]
-                    error = offline.shift_errors(before.scene, logits[0], there, grid, blends)[1]
-                    error = error if blends is None else error[0]
-                    moved = request_shift.best_shift(error, at.errors[0], grid)
-                    own = at.estimate(seen.scene, logits[1], read, 0.0)
-                    estimates = {"none": None, "phi": own, "phi_request": own + moved[:, None, None],
+                    error = offline.mass_errors(before.scene, logits[0], there, *grids)[1]
+                    fit = request_fit.best_fit(error, at.errors[0], *grids)
+                    own = at._replace(offsets=fit.shift[None], blends=fit.blend[None])
+                    estimates = {"none": None, "phi": at.estimate(seen.scene, logits[1], read, share or 0.0),
+                                 "phi_request": own.estimate(seen.scene, logits[1], read, share or 0.0),
                                  "centroid": estimators.bucket_means(seen.scene, *buckets, read)}
                     for method, estimate in estimates.items():
                         found = offline.relative_error(seen.scene, offline.output(seen.scene, read, estimate))

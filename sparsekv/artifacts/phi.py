@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,24 +34,24 @@ class PhiArtifactConfig:
     read_shares: list[float] = field(default_factory=lambda: [0.0])
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     shift_grid: list[float] = field(default_factory=list)
-    """Shifts at which `shift_errors` holds the error on the validation windows; none: it holds nothing."""
-    blended: bool = False
-    """Whether the mass is blended with that of the mean score; set by `save`."""
+    blend_grid: list[float] = field(default_factory=list)
+    """Shifts and blends of the mass at which `errors` holds the error on the validation windows; none: nothing."""
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
     `[S, Hq]`: what it is when that share of the context is read beside sink and tail; blends `[S, Hq]`: how far the
-    estimated mass is moved towards that of the mean score (`blend_mass`). errors `[S, P, Hq]`: the output error on the
-    validation windows at each of `grid`, the shifts `[P]`."""
+    estimated mass is moved towards that of the mean score (`blend_mass`). errors `[S, n, P, Hq]`: the output error on
+    the validation windows at each of blend_grid and shift_grid."""
 
     maps: Maps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
-    errors: Tensor | None = None
-    grid: tuple[float, ...] = ()
     blends: Tensor | None = None
+    errors: Tensor | None = None
+    shift_grid: tuple[float, ...] = ()
+    blend_grid: tuple[float, ...] = ()
 
     @property
     def offset(self) -> Tensor:
@@ -94,8 +94,8 @@ class PhiLayer(NamedTuple):
         return self.maps.centred is not None
 
     def log_phi_q(self, q_rot: Tensor, centre: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """`[B, Hq, T, d]` with RoPE -> `[B, Hq, T, r]`; a head whose gate is 0 gives -inf. centre `[B, Hkv, d]`."""
-        return self.maps.log_phi_q(q_rot, centre, scale) + self.offset[:, None, None]
+        """`[B, Hq, T, d]` with RoPE -> `[B, Hq, T, r]`, the offset not added. centre `[B, Hkv, d]`."""
+        return self.maps.log_phi_q(q_rot, centre, scale)
 
     def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
         """`[B, Hkv, N, d]` with RoPE -> `[B, Hkv, N, r]`."""
@@ -109,14 +109,14 @@ class PhiLayer(NamedTuple):
 
 class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
-    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`. shift_errors `[L, S, P, Hq]`, if kept: the
-    output error on the validation windows at every shift of `shift_grid`. blend `[L, S, Hq]`, if `blended`: how far its
-    logarithm is moved towards that of the mean score."""
+    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`; blend `[L, S, Hq]`: how far its logarithm is
+    moved towards that of the mean score before. errors `[L, S, n, P, Hq]`: the output error on the validation windows
+    at every blend and shift of the grids."""
 
     def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None,
-                 shift_errors: Tensor | None = None, blend: Tensor | None = None):
+                 blend: Tensor | None = None, errors: Tensor | None = None):
         self.config, self.maps, self.path = config, maps, path
-        self.shift, self.gate, self.shift_errors, self.blend = shift, gate, shift_errors, blend
+        self.shift, self.gate, self.blend, self.errors = shift, gate, blend, errors
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> PhiLayer | None:
@@ -124,15 +124,16 @@ class PhiArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
-        errors, blends = (None if x is None else x[row] for x in (self.shift_errors, self.blend))
+        blends, errors = (None if x is None else x[row] for x in (self.blend, self.errors))
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
-                        tuple(self.config.read_shares), errors, tuple(self.config.shift_grid), blends)
+                        tuple(self.config.read_shares), blends, errors, tuple(self.config.shift_grid),
+                        tuple(self.config.blend_grid))
 
     def save(self, path: str | Path) -> None:
         tensors = {**self.maps.named(), "shift": self.shift, "gate": self.gate}
-        kept = {"shift_errors": self.shift_errors, "blend": self.blend}
-        config = replace(self.config, blended=self.blend is not None)
-        save_artifact(path, asdict(config), tensors | {k: v for k, v in kept.items() if v is not None})
+        if self.blend is not None and self.errors is not None:
+            tensors |= {"blend": self.blend, "errors": self.errors}
+        save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> PhiArtifact:
@@ -153,12 +154,12 @@ class PhiArtifact:
                                                  for k, shape in shapes.items()}))
         shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
         gate = take(tensors, "gate", (layers, heads_q), where)
-        errors = None
-        if config.shift_grid:
-            shape = (layers, len(config.read_shares), len(config.shift_grid), heads_q)
-            errors = take(tensors, "shift_errors", shape, where)
-        blend = take(tensors, "blend", tuple(shift.shape), where) if config.blended else None
-        return cls(config, Maps(*maps), shift, gate, Path(path), errors, blend)
+        blend = errors = None
+        if config.blend_grid:
+            grid = len(config.blend_grid), len(config.shift_grid)
+            blend = take(tensors, "blend", tuple(shift.shape), where)
+            errors = take(tensors, "errors", (layers, len(config.read_shares), *grid, heads_q), where)
+        return cls(config, Maps(*maps), shift, gate, Path(path), blend, errors)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -166,9 +167,9 @@ class PhiArtifact:
                           ignore=("rope",))
 
     def to(self, device: Any) -> PhiArtifact:
-        errors, blend = (None if x is None else x.to(device) for x in (self.shift_errors, self.blend))
+        blend, errors = (None if x is None else x.to(device) for x in (self.blend, self.errors))
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
-                           self.gate.to(device), self.path, errors, blend)
+                           self.gate.to(device), self.path, blend, errors)
 
     def summary(self) -> str:
         c = self.config

@@ -31,13 +31,15 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     merged: dict[tuple[str, str, float | None], dict[str, Any]] = {}
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
-                                  {"scores": {}, "infeasible": False, "read": [], "seconds": 0.0, "tokens": [],
+                                  {"scores": {}, "answers": {}, "infeasible": False, "read": [], "seconds": 0.0,
+                                   "tokens": [],
                                    "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
         entry["scores"] |= {i: s for i, s in zip(cell["indices"], cell["scores"], strict=True) if s is not None}
+        entry["answers"] |= dict(zip(cell["indices"], cell.get("answers", ()), strict=False))
         entry["read"].append(cell["read"])
         entry["tokens"].append(cell["tokens"])
         entry["seconds"] += cell["seconds"]
@@ -47,7 +49,7 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
 
 def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of metric `score` (0 to 100): every case, and `ruler@L` (`babilong@L`), the mean of a length's tasks where
-    all are there.
+    all are there. Then rows of metric `agreement`, where full attention's answers are there to compare with.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, and `read_worst`: the same with the completion's cache fetched for one
@@ -60,6 +62,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
         tasks.setdefault(mean_case(case), {})[case] = None
     rows = []
     for (case, method, budget), entry in merged.items():
+        entry["agreement"] = _agreement(entry, merged.get((case, "full", None)))
         rows.append(_row(case, method, budget, [entry], seed))
     for mean, cases in tasks.items():
         if not mean or len(cases) < 2:
@@ -68,7 +71,27 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
             entries = [merged.get((case, method, budget)) for case in cases]
             if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
                 rows.append(_row(mean, method, budget, entries, seed))
+                groups = [e["agreement"] for e in entries if e is not None]
+                if all(groups):
+                    low, high = bootstrap(groups, seed=seed)
+                    value = round(_mean([_mean(g) for g in groups]), 2)
+                    rows.append({**rows[-1], "metric": "agreement", "value": value, "low": round(low, 2),
+                                 "high": round(high, 2), "samples": sum(map(len, groups))})
     return rows
+
+
+def _agreement(entry: dict[str, Any], full: dict[str, Any] | None) -> list[float]:
+    """How much of full attention's answer stands before the first character that differs, 0 to 100 a sample. Answers
+    that were cut because their score was certain are compared as far as both go. Empty without full attention."""
+    if full is None or full is entry:
+        return []
+    found = []
+    for index, answer in entry["answers"].items():
+        if (right := full["answers"].get(index)) is not None:
+            both = min(len(answer), len(right))
+            same = next((i for i in range(both) if answer[i] != right[i]), both)
+            found.append(100.0 if same == both and (both or answer == right) else 100.0 * same / max(len(right), 1))
+    return found
 
 
 def mean_case(case: str) -> str:
@@ -104,12 +127,14 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def table(rows: Sequence[dict[str, Any]], case: str, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+def table(
+    rows: Sequence[dict[str, Any]], case: str, methods: Sequence[str], metric: str = "score",
+) -> tuple[list[str], list[list[str]]]:
     """Header and lines of one case: a line a method, a column a budget; `62.1 ± 3.9` is half the interval's width.
 
     "–": the budget cannot pay for what is always read, or nothing was measured.
     """
-    known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == "score"}
+    known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == metric}
     budgets = sorted({b for _, b in known if b is not None})
     lines = []
     for method in ("full", *methods):
@@ -164,6 +189,7 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
     parts = []
     cases = list(dict.fromkeys(r["case"] for r in rows if r["metric"] == "score"))
     means = [c for c in cases if is_mean(c)] or cases
+    every = list(dict.fromkeys((*LANE_A, *LANE_B)))
     for case in means:
         parts.append(f"## {case}")
         for title, methods in (("Lane A: aggregation at a fixed selector", LANE_A), ("Lane B: systems", LANE_B)):
@@ -172,7 +198,12 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
         header, lines = targets(rows, case)
         if lines:
             parts += ["### Targets", markdown(header, lines)]
-    every = list(dict.fromkeys((*LANE_A, *LANE_B)))
+        header, lines = table(rows, case, every, "agreement")
+        if lines:
+            parts += ["### Agreement with full attention",
+                      "How much of full attention's own answer is given before the first character that differs, "
+                      "points of 100: what a method changes, whether or not the model can do the task.",
+                      markdown(header, lines)]
     single = [c for c in cases if c not in means]
     if single:
         parts.append("## Each task")

@@ -120,7 +120,9 @@ def launch(
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=device)
     partial_rest, partial_mass, features, a, c, whole, base = partial, partial_lse, k, q, lse, lse, lse
-    mean, blend = (lse, lse) if rest is None or rest.mean is None or rest.blend is None else (rest.mean, rest.blend)
+    mean, blend = lse, lse
+    if rest is not None and rest.mean is not None and rest.blend is not None:
+        mean, blend = rest.mean, rest.blend.contiguous()
     rest_parts = splits
     if rest is not None:
         a, c, whole, base = rest[:4]

@@ -169,7 +169,7 @@ def merge_kernel(
         estimate = tl.where(live, estimate, 0.0)
         c = tl.load(shift_q + at)
         if BLENDED:
-            c += tl.load(blend + head) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
+            c += tl.load(blend + at) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
         c = tl.where(live, c, float("-inf"))
         top = tl.maximum(top, c)
     safe = tl.where(top == float("-inf"), 0.0, top)

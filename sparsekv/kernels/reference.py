@@ -51,7 +51,7 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 
 class MeanKey(NamedTuple):
     """What the mean score of the mid region is made of: key `[B, Hkv, d]`, its mean key times the softmax scale, and
-    log_count `[B]`, the logarithm of its tokens. blend `[Hq]`: how far the completion's log mass is moved towards
+    log_count `[B]`, the logarithm of its tokens. blend `[B, Hq]`: how far the completion's log mass is moved towards
     `log_count + q·key`, the bound below it (Jensen)."""
 
     key: Tensor
@@ -83,7 +83,7 @@ class PhiRest(NamedTuple):
 
     a `[B, Hq, r]`, c `[B, Hq]`: features of the query, largest 1. whole `[B, Hq]`, base `[B, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^c`. features, bucket_z, bucket_s: `PhiStore`'s.
-    mean `[B, Hq]`, blend `[Hq]`: what is left counts as `(1 − blend) · its log mass + blend · mean`.
+    mean, blend `[B, Hq]`: what is left counts as `(1 − blend) · its log mass + blend · mean`.
     """
 
     a: Tensor
@@ -121,8 +121,8 @@ def mean_mass(q: Tensor, mean: MeanKey) -> Tensor:
 
 
 def blend_mass(lse: Tensor, mean: Tensor, blend: Tensor) -> Tensor:
-    """`lse` moved by `blend` of the way to `mean`, all of one shape but for leading dimensions of `blend`; nothing
-    (-inf) stays nothing. Ours, not the paper's: a kernel that overestimates weak keys does so for all of them."""
+    """`lse` moved by `blend` of the way to `mean`, of one shape; nothing (-inf) stays nothing. Ours, not the paper's: a
+    kernel that overestimates weak keys does so for all of them."""
     return torch.where(torch.isinf(lse), lse, lse + blend * (mean - lse))
 
 

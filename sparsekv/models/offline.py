@@ -133,11 +133,11 @@ def blended(scene: Scene, logits: Tensor, read: Tensor | None, blend: Tensor) ->
     return logits + move.nan_to_num(0.0)[..., None]
 
 
-def shift_errors(
-    scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor, blends: Tensor | None = None,
+def mass_errors(
+    scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor, blends: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` shifted by each of
-    `shifts [S]`: `[S, Hq]`; with blends `[n, Hq or 1]`, after `blended` by each of them: `[n, S, Hq]`.
+    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` blended by each of
+    `blends [n]` and shifted by each of `shifts [P]`: `[n, P, Hq]`.
 
     Both only change the weight of the estimated part, so that all of them cost one pass over the keys.
     """
@@ -147,17 +147,13 @@ def shift_errors(
     off, move = base - scene.full, rest - base
     size = scene.full.norm(dim=-1).clamp(min=1e-12)
     still, along, across = (off * off).sum(-1), (off * move).sum(-1), (move * move).sum(-1)
-
-    def completed(mass: Tensor) -> Tensor:
+    mean, errors = mean_mass(scene), []
+    for blend in blends:
+        mass = blend_mass(rest_mass, mean, blend)
         weight = torch.sigmoid(mass + shifts.reshape(-1, 1, 1) - base_mass)
         square = still + 2 * weight * along + weight**2 * across
-        return (square.clamp(min=0).sqrt() / size).mean(-1)
-
-    alone = (off.norm(dim=-1) / size).mean(-1)
-    if blends is None:
-        return alone, completed(rest_mass)
-    mean = mean_mass(scene)
-    return alone, torch.stack([completed(blend_mass(rest_mass, mean, blend[:, None])) for blend in blends])
+        errors.append((square.clamp(min=0).sqrt() / size).mean(-1))
+    return (off.norm(dim=-1) / size).mean(-1), torch.stack(errors)
 
 
 def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

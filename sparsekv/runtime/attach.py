@@ -40,7 +40,7 @@ def attach(
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] | None = None, sparse_chunks: bool = False, diagnostics: bool = False,
     placement: str = "gpu", dense_below: int | None = None, settings: Any = None,
-    completion_tokens: float | None = None, fit_shift: bool = True, **options: Any,
+    completion_tokens: float | None = None, fit_request: bool = True, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -58,7 +58,7 @@ def attach(
     file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer and gate of every
     head, and the artifacts' folders unless router and phi are given. completion_tokens: size of an untrained completion
     (centroid, moments, sampling) by what it costs to fetch; without it 256 buckets or samples [tokens].
-    fit_shift: φ's shift of every head is fitted to the request by the last queries of its prefill, for the first 256
+    fit_request: φ's shift of every head is fitted to the request by the last queries of its prefill, for the first 256
     tokens generated.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
@@ -78,7 +78,7 @@ def attach(
         probes=probes, token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
         decode_window=decode_window, dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
         dense_below=dense_below, options=options, layers=layers, completion_tokens=completion_tokens,
-        fit_shift=fit_shift)
+        fit_request=fit_request)
     return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
 
 

@@ -22,7 +22,7 @@ from sparsekv.kernels import (
 )
 from sparsekv.kernels.reference import FeatureMapWeights
 from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.request_shift import LASTS, request_shift
+from sparsekv.runtime.request_fit import LASTS, Fit, request_fit
 from sparsekv.runtime.rows import gather_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold, one_launch
 
@@ -78,15 +78,15 @@ class PhiCompletion(Completion):
     was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew. With
     `layer.blend` the mass is blended with that of the mean score, by the mean key of all of the mid region,
     `mean_key [B, Hkv, d]`.
-    With `fit` the shift of a request's first tokens is fitted to it (`request_shift`).
+    With `fit` shift and blend of a request's first tokens are fitted to it (`request_fit`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of", "moved", "mean_key", "log_count")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "mean_key", "log_count")
 
     def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
-        self.fit, self.moved_until = fit, 0
-        self.moved: Tensor | None = None
+        self.fit, self.fitted_until = fit, 0
+        self.fitted: Fit | None = None
         self.cache: PhiCache | None = None
         self.features: Tensor | None = None
         self.store: PhiStore | None = None
@@ -109,20 +109,26 @@ class PhiCompletion(Completion):
     def reads(self, view: LayerView, share: float) -> None:
         if hasattr(self.calibrated, "at"):
             self.layer = self.calibrated.at(share)
-        self.moved = None
+        self.fitted = None
         if self.fit and view.length - view.recent_end < LASTS:
-            self.moved = request_shift(view, self.layer, share, self.centre)
-            self.moved_until = view.recent_end + LASTS
+            self.fitted = request_fit(view, self.layer, share, self.centre)
+            if self.fitted is not None:
+                closed = torch.isneginf(self.layer.offset)
+                self.fitted = self.fitted._replace(shift=self.fitted.shift.masked_fill(closed, float("-inf")))
+            self.fitted_until = view.recent_end + LASTS
 
-    def _moved(self, view: LayerView, queries: int = 1) -> Tensor | None:
-        """What the request's own queries add to the calibrated offset, while it lasts: `[B, Hq, T]` for the last T
-        tokens."""
-        if self.moved is None or view.length - queries >= self.moved_until:
-            return None
+    def _mass(self, view: LayerView, queries: int = 1) -> tuple[Tensor, Tensor | None]:
+        """Offset and blend of the last `queries` tokens' mass: as fitted to the request while that lasts, then as
+        calibrated. `[Hq]`, or `[B·T, Hq]`."""
+        offset, blend = self.layer.offset, getattr(self.layer, "blend", None)
+        if self.fitted is None or view.length - queries >= self.fitted_until:
+            return offset, blend
         if queries == 1:
-            return self.moved[..., None]
-        ends = torch.arange(view.length - queries + 1, view.length + 1, device=self.moved.device)
-        return self.moved[..., None] * (ends <= self.moved_until)
+            return self.fitted
+        ends = torch.arange(view.length - queries + 1, view.length + 1, device=offset.device)
+        lasts = (ends <= self.fitted_until).repeat(self.fitted.shift.shape[0])[:, None]
+        offset = torch.where(lasts, fold(self.fitted.shift, queries), offset)
+        return offset, None if blend is None else torch.where(lasts, fold(self.fitted.blend, queries), blend)
 
     def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
         """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""
@@ -181,15 +187,15 @@ class PhiCompletion(Completion):
             self.store = self._stored(view, None, view.regions.mid_first, view.regions.mid_last)
         if self.maps is None:
             self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
-        moved = self._moved(view)
-        offset = self.layer.offset if moved is None else self.layer.offset + moved[..., 0]
-        return self.maps, offset, self.store._replace(mean=self._mean(view))
+        offset, blend = self._mass(view)
+        return self.maps, offset, self.store._replace(mean=self._mean(view, blend))
 
-    def _mean(self, view: LayerView, queries: int = 1) -> MeanKey | None:
+    def _mean(self, view: LayerView, blend: Tensor | None, queries: int = 1) -> MeanKey | None:
         """What the mass is blended with, for each of `queries` rows of every row of the batch."""
-        if self.mean_key is None or self.log_count is None or self.layer.blend is None:
+        if self.mean_key is None or self.log_count is None or blend is None:
             return None
-        return MeanKey(fold(view.scale * self.mean_key, queries), fold(self.log_count, queries), self.layer.blend)
+        count = fold(self.log_count, queries)
+        return MeanKey(fold(view.scale * self.mean_key, queries), count, blend.expand(len(count), -1))
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -230,15 +236,13 @@ class PhiCompletion(Completion):
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
         log_q = self.layer.log_phi_q(queries.rot, *(() if self.centre is None else (self.centre, view.scale)))
-        moved = self._moved(view, queries.count)
-        log_q = queries.folded(log_q if moved is None else log_q + moved[..., None])
-        mean = self._mean(view, queries.count)
+        offset, blend = self._mass(view, queries.count)
+        log_q = queries.folded(log_q) + offset[..., None]
+        mean = self._mean(view, blend, queries.count)
 
         def blended(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             if mean is None:
                 return out, lse
-            offset = self.layer.offset
-            offset = offset if moved is None else offset + queries.folded(moved[..., None])[..., 0]
             return out, blend_mass(lse, mean_mass(queries.folded(queries.rot), mean) + offset, mean.blend)
 
         tokens = selection.as_tokens()

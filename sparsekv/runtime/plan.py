@@ -42,7 +42,7 @@ class Plan:
     """Budget and gates by layer, from a settings file."""
     completion_tokens: float | None = None
     """What an untrained completion's summary may cost to fetch, in tokens."""
-    fit_shift: bool = True
+    fit_request: bool = True
     """Whether φ's shift is fitted to every request."""
 
     def is_short(self, key: Tensor) -> bool:
@@ -71,7 +71,7 @@ class Plan:
                 gate = self.layers[layer_idx].gate
                 maps = None if gate is None else maps._replace(
                     offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
-            return None if maps is None else PhiCompletion(maps, fit=self.fit_shift)
+            return None if maps is None else PhiCompletion(maps, fit=self.fit_request)
         if self.completion_kind == "centroid":
             from sparsekv.runtime.centroid import CentroidCompletion
 
@@ -96,7 +96,7 @@ def make_plan(
     probes: int | None, token_budget: int | float | None, completion: str | None, sink_size: int | None,
     window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
     options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None, completion_tokens: float | None = None,
-    fit_shift: bool = True,
+    fit_request: bool = True,
 ) -> tuple[Plan, set[int]]:
     """The plan, and the layers that decode with full attention. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -141,7 +141,7 @@ def make_plan(
                             "placement offload; use placement='cpu', or a selector with an index such as router")
     devices = {i: next(m.parameters()).device for i, m in modules.items()}
     return Plan(sink_size, window_size, decode_window, prototype, completion, router, phi, devices,
-                placement, dense_below, layers, completion_tokens, fit_shift), dense
+                placement, dense_below, layers, completion_tokens, fit_request), dense
 
 
 def _selector(

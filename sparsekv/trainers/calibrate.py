@@ -8,13 +8,13 @@ from torch import Tensor
 
 from sparsekv.kernels.reference import blend_mass
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, make_scene, mean_mass, shift_errors, top_k
+from sparsekv.models.offline import Scene, make_scene, mass_errors, mean_mass, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
                                   "topk@0.1": 0.1}
-SHIFTS = tuple(round(-3.0 + 0.05 * i, 2) for i in range(81))
-BLENDS = tuple(round(0.1 * i, 1) for i in range(11))
+SHIFTS = tuple(round(-3.0 + 0.1 * i, 1) for i in range(41))
+BLENDS = tuple(round(0.2 * i, 1) for i in range(6))
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SCORES_AT_ONCE = 200_000_000
 GAP_KEYS = 512
@@ -24,16 +24,6 @@ NEG_INF = float("-inf")
 def by_case(tables: dict[str, Tensor], what: str) -> Tensor:
     """The tables `<case> what` of all cases, `[L, Hq, ...]` each -> `[L, S, Hq, ...]`, in the order of `CASES`."""
     return torch.stack([tables[f"{case} {what}"] for case in CASES], 1)
-
-
-def best_curves(tables: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`<case> curve` `[Lq, P]`: of `<case> table [Lq, n, P]` the row of the best blend."""
-    found = {}
-    for case in CASES:
-        table = tables[f"{case} table"]
-        row = table.flatten(1).argmin(1) // table.shape[2]
-        found[f"{case} curve"] = table[torch.arange(len(row), device=row.device), row]
-    return found
 
 
 def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
@@ -69,7 +59,7 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
             logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
             for case, fraction in CASES.items():
                 read = None if fraction is None else top_k(scene, fraction)
-                alone, many = shift_errors(scene, logits, read, shifts, blends[:, None])
+                alone, many = mass_errors(scene, logits, read, shifts, blends)
                 none[case] = none.get(case, 0.0) + alone / pool.documents
                 completed[case] = completed.get(case, 0.0) + many / pool.documents
             mass, truth = (x.masked_fill(~scene.mid, NEG_INF).logsumexp(-1) for x in (logits, scene.scores))
@@ -81,8 +71,8 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
         best = {case: completed[case].flatten(0, 1).argmin(0) for case in CASES}
         shift_of = {case: shifts[at % len(shifts)] for case, at in best.items()}
         blend_of = {case: blends[at // len(shifts)] for case, at in best.items()}
-        first = next(iter(CASES))
-        chosen, blend = shift_of[first], blend_of[first]
+        least = next(iter(CASES))
+        chosen, blend = shift_of[least], blend_of[least]
         found = {"mass_ratio": (blend_mass(ratio[0], ratio[1], blend) + chosen).exp()}
         quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}

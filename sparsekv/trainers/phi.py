@@ -16,9 +16,9 @@ from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
-from sparsekv.models.offline import shift_errors
+from sparsekv.models.offline import mass_errors
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import CASES, SHIFTS, best_curves, by_case, calibrate, choose_gates, pick_scene
+from sparsekv.trainers.calibrate import BLENDS, CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -95,15 +95,14 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         run.log(index, history)
         del pool
         card = calibrate(held, maps, shift=config.calibrate)
-        card = {k: v for k, v in {**card, **best_curves(card)}.items() if not k.endswith(" table")}
         run.keep(parts, maps.named() | {f"card.{k}": v for k, v in card.items()})
         del held
     made: list[PhiArtifact] = []
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        shift, blend, curves = by_case(card, "shift"), by_case(card, "blend"), by_case(card, "curve").mT
-        card = {k: v for k, v in card.items() if not k.endswith(" curve")}
+        shift, blend, errors = (by_case(card, what) for what in ("shift", "blend", "table"))
+        card = {k: v for k, v in card.items() if not k.endswith(" table")}
         gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
@@ -116,9 +115,10 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
                 model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
                 centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"],
-                shift_grid=list(SHIFTS) if config.calibrate else [], blended=config.calibrate,
+                shift_grid=list(SHIFTS) if config.calibrate else [],
+                blend_grid=list(BLENDS) if config.calibrate else [],
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            maps, shift, gate, run.out, *((curves, blend) if config.calibrate else ())))
+            maps, shift, gate, run.out, *((blend, errors.permute(0, 1, 3, 4, 2)) if config.calibrate else ())))
         made[0].save(run.out)
 
     run.finish(assemble)
@@ -264,5 +264,5 @@ class PhiTask(Task):
             scene, queries, keys = pick_scene(self.held, document, slice(0, self.held.heads_kv), WATCHED_QUERIES)
             logits = self.maps().surrogate(queries, keys, scene.context, scale=self.held.scale,
                                            sink_size=self.held.sink_size)
-            found.append(shift_errors(scene, logits, None, zero)[1][0])
+            found.append(mass_errors(scene, logits, None, zero, zero)[1][0, 0])
         return torch.stack(found).mean(0).reshape(self.held.heads_kv, -1).mean(1)

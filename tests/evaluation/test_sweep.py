@@ -123,6 +123,20 @@ def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
     assert text.index("Lane A") < text.index("Lane B") < text.index("one@128")
 
 
+def test_agreement_is_what_stands_before_the_first_difference() -> None:
+    right = ["a b c d", "12", "", "xyz", "same until cut"]
+    mine = ["a b x d", "12", "", "", "same unt"]
+    cells = [{"case": case, "method": method, "budget": budget, "indices": list(range(5)), "scores": [0.0] * 5,
+              "answers": answers, "read": 0.1, "tokens": 9, "seconds": 1.0}
+             for case in ("one@8", "two@8") for method, budget, answers in (("full", None, right), ("topk", 0.1, mine))]
+    rows = score_rows(cells)
+    (found,) = [r for r in rows if r["metric"] == "agreement"]
+    assert found["case"] == "ruler@8" and found["method"] == "topk" and found["samples"] == 10
+    assert found["value"] == pytest.approx(100 * (4 / 7 + 1 + 1 + 0 + 1) / 5, abs=0.01)
+    assert "Agreement" in lanes_markdown(rows)
+    assert not [r for r in score_rows([c for c in cells if c["method"] != "full"]) if r["metric"] == "agreement"]
+
+
 def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_path, tokenizer) -> None:
     methods = parse_methods(["full", "router", "topk+phi"], [0.5])
     run(tmp_path, tokenizer, methods)

@@ -65,7 +65,7 @@ def completion(s: dict[str, Any], features: int = 32) -> list[reference.PhiRest]
     logs = torch.randn(*q.shape[:2], features, device=DEVICE)
     logs[0, 0] = float("-inf")
     rest = reference.phi_query(logs, store, q.dtype)
-    rest = rest._replace(mean=torch.randn(*q.shape[:2], device=DEVICE), blend=torch.rand(q.shape[1], device=DEVICE))
+    rest = rest._replace(mean=torch.randn(*q.shape[:2], device=DEVICE), blend=torch.rand(*q.shape[:2], device=DEVICE))
     return [rest._replace(whole=rest.whole.float(), base=rest.base.float()), rest.map(torch.Tensor.double)]
 
 
@@ -160,7 +160,7 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
         q = random(2, heads_q, dim)
         cache = reference.phi_cache(torch.randn_like(logs), v.float())
         centre = torch.randn(2, heads, dim, device=DEVICE) * dim**-0.5
-        mean = reference.MeanKey(centre + 0.1, torch.randn(2, device=DEVICE), torch.rand(heads_q, device=DEVICE))
+        mean = reference.MeanKey(centre + 0.1, torch.randn(2, device=DEVICE), torch.rand(2, heads_q, device=DEVICE))
         store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre, mean=mean)
         log_q = reference.log_phi(q.double()[:, :, None], reference.FeatureMapWeights(*(w.double() for w in maps)))
         log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)

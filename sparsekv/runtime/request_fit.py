@@ -1,15 +1,16 @@
-"""The completion's shift fitted to a request: by what its own last queries would have needed. Ours, not the paper's."""
+"""The completion's mass fitted to a request: by what its own last queries would have needed. Ours, not the paper's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.models.feature_map import grouped_log_kernel
-from sparsekv.models.offline import make_scene, shift_errors, top_k
+from sparsekv.models.offline import make_scene, mass_errors, top_k
 from sparsekv.runtime.selectors.base import LayerView
 
 QUERIES = 32
@@ -19,27 +20,32 @@ LASTS = 256
 SCORES_AT_ONCE = 2**25
 
 
-def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | None = None) -> Tensor | None:
-    """By how much `log φ_q` of every head is moved for this request, `[B, Hq]` float32; None where there is nothing to
-    fit: maps without `errors`, no queries of the prefill, a mid region that has grown past them, keys that do not lie
-    on the device.
+class Fit(NamedTuple):
+    """Shift and blend of the mass, `[B, Hq]` float32, in place of the calibrated ones."""
+
+    shift: Tensor
+    blend: Tensor
+
+
+def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | None = None) -> Fit | None:
+    """Shift and blend of every row and head for this request; None where there is nothing to fit: maps without
+    `errors`, no queries of the prefill, a mid region that has grown past them, keys that do not lie on the device.
 
     The last queries of the prefill attend as they did, and again with sink, tail and the best `share` of the context
-    exact and the rest estimated; a head takes the shift with the least error, half of the validation windows' own
-    error at that shift added. maps: calibrated for that share. centre `[B, Hkv, d]`: mean keys of maps with a centred
-    half.
+    exact and the rest estimated; a head takes the pair with the least error, half of the validation windows' own
+    error there added. maps: calibrated for that share. centre `[B, Hkv, d]`: mean keys of maps with a centred half.
     """
     count = min(QUERIES, view.recent_queries.shape[2])
-    if maps.errors is None or len(maps.grid) < 2 or count == 0 or view.keys.device != view.device:
+    if maps.errors is None or count == 0 or view.keys.device != view.device:
         return None
     end = view.recent_end
     window = end - int(view.regions.mid_last.max())
     if window < 1:
         return None
     columns = torch.arange(end - count, end, device=view.device)[None]
-    grid = torch.tensor(maps.grid, device=view.device)
+    shifts, blends = (torch.tensor(grid, device=view.device) for grid in (maps.shift_grid, maps.blend_grid))
     prior = maps.errors[0]
-    found = torch.zeros(view.keys.shape[0], view.num_query_heads, device=view.device)
+    found = Fit(*(torch.zeros(view.keys.shape[0], view.num_query_heads, device=view.device) for _ in range(2)))
     for rows, heads in _pieces(view.keys.shape[0], view.num_kv_heads, view.group * count * end):
         asked = slice(heads.start * view.group, heads.stop * view.group)
         own = maps.maps.heads(asked, heads)
@@ -53,18 +59,18 @@ def request_shift(view: LayerView, maps: PhiLayer, share: float, centre: Tensor 
                            columns.expand(starts.shape[0], -1), scale=view.scale, sink_size=view.regions.sink_size,
                            window_size=window, starts=starts)
         read = top_k(scene, share) if share > 0 else None
-        blend = torch.zeros_like(prior[0]) if maps.blend is None else maps.blend
-        blends = blend[asked].repeat(queries.shape[0])[None]
-        error = shift_errors(scene, logits, read, grid, blends)[1][0]
-        error = error.reshape(len(grid), queries.shape[0], -1)
-        found[rows, asked] = best_shift(error, prior[:, None, asked], grid)
+        error = mass_errors(scene, logits, read, shifts, blends)[1]
+        error = error.reshape(*error.shape[:2], queries.shape[0], -1)
+        for whole, part in zip(found, best_fit(error, prior[:, :, None, asked], shifts, blends), strict=True):
+            whole[rows, asked] = part
     return found
 
 
-def best_shift(error: Tensor, prior: Tensor, grid: Tensor) -> Tensor:
-    """The shift with the least error, half of the prior's added, against the prior's own best: error and prior
-    `[P, ...]` at the shifts `grid [P]` -> `[...]`."""
-    return grid[(error + PRIOR * prior).argmin(0)] - grid[prior.argmin(0)]
+def best_fit(error: Tensor, prior: Tensor, shifts: Tensor, blends: Tensor) -> Fit:
+    """The pair with the least error, half of the prior's added: error and prior `[n, P, ...]` at the blends `[n]` and
+    shifts `[P]` -> `[...]` each."""
+    best = (error + PRIOR * prior).flatten(0, 1).argmin(0)
+    return Fit(shifts[best % len(shifts)], blends[best // len(shifts)])
 
 
 def _pieces(rows: int, heads: int, scores: int) -> Iterator[tuple[slice, slice]]:

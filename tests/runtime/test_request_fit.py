@@ -1,4 +1,4 @@
-"""φ's shift fitted to a request: the best of the grid for its last queries, row by row, for as long as it lasts."""
+"""φ's mass fitted to a request: the best shift and blend for its last queries, row by row, for as long as it lasts."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -12,9 +12,10 @@ import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.models.feature_map import log_kernel
 from sparsekv.models.offline import blended, make_scene, output, relative_error, top_k
-from sparsekv.runtime.request_shift import LASTS, PRIOR, QUERIES
+from sparsekv.runtime.request_fit import LASTS, PRIOR, QUERIES, Fit
 
-GRID = [round(-3 + 0.1 * i, 1) for i in range(61)]
+SHIFTS = [round(-3 + 0.2 * i, 1) for i in range(31)]
+BLENDS = [0.0, 0.5, 1.0]
 SHARES = [0.0, 0.1]
 LENGTHS = (150, 131)
 
@@ -24,13 +25,15 @@ def made(request):
     model = make_model()
     _, phi = artifacts(model, centred=request.param)
     layers, _, heads = phi.shift.shape
-    config = dataclasses.replace(phi.config, read_shares=SHARES, shift_grid=GRID)
+    config = dataclasses.replace(phi.config, read_shares=SHARES, shift_grid=SHIFTS, blend_grid=BLENDS)
     generator = torch.Generator().manual_seed(3)
-    best = torch.randn(layers, len(SHARES), 1, heads, generator=generator)
-    errors = 0.3 + 0.2 * (torch.tensor(GRID)[:, None] - best).square()
-    shift = torch.tensor(GRID)[errors.argmin(2)]
-    blend = torch.rand(layers, len(SHARES), heads, generator=generator) if request.param else None
-    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, errors, blend)
+    best = torch.randn(layers, len(SHARES), 1, 1, heads, generator=generator)
+    bent = torch.rand(layers, len(SHARES), 1, 1, heads, generator=generator)
+    errors = (0.3 + 0.2 * (torch.tensor(SHIFTS)[:, None] - best).square()
+              + 0.02 * (torch.tensor(BLENDS)[:, None, None] - bent).square())
+    found = errors.flatten(2, 3).argmin(2)
+    shift, blend = torch.tensor(SHIFTS)[found % len(SHIFTS)], torch.tensor(BLENDS)[found // len(SHIFTS)]
+    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, blend, errors)
 
 
 def prompts() -> list[torch.Tensor]:
@@ -48,7 +51,7 @@ def decoded(model, phi, budget: float, ids: torch.Tensor, mask: torch.Tensor | N
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.1])
-def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
+def test_it_is_the_best_pair_of_the_grid(made, budget: float) -> None:
     model, phi = made
     cache = decoded(model, phi, budget, prompts()[0])
     layer, length = cache.layers[1], LENGTHS[0]
@@ -62,14 +65,15 @@ def test_it_is_the_best_shift_of_the_grid(made, budget: float) -> None:
     log_q, log_k = maps.maps.log_phi_q(queries, centre, scale), maps.maps.log_phi_k(keys, centre)
     logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k).reshape(scene.scores.shape)
     read = None if budget == 0.0 else top_k(scene, budget)
-    if maps.blends is not None:
-        logits = blended(scene, logits, read, maps.at(budget).blend)
-    errors = torch.stack([relative_error(scene, output(scene, read, logits + shift)) for shift in GRID])
-    prior = maps.at(budget).errors[0]
-    best = (errors + PRIOR * prior).argmin(0)
-    expected = torch.tensor(GRID)[best] - torch.tensor(GRID)[prior.argmin(0)]
-    assert bool((expected != 0).any())
-    torch.testing.assert_close(completion.moved[0], expected)
+    heads = len(scene.scores)
+    errors = torch.stack([torch.stack([relative_error(scene, output(scene, read, moved + shift)) for shift in SHIFTS])
+                          for moved in (blended(scene, logits, read, torch.full((heads,), b)) for b in BLENDS)])
+    best = (errors + PRIOR * maps.at(budget).errors[0]).flatten(0, 1).argmin(0)
+    torch.testing.assert_close(completion.fitted.shift[0], torch.tensor(SHIFTS)[best % len(SHIFTS)])
+    torch.testing.assert_close(completion.fitted.blend[0], torch.tensor(BLENDS)[best // len(SHIFTS)])
+    calibrated = maps.at(budget)
+    assert bool((completion.fitted.shift[0] != calibrated.offset).any())
+    assert bool((completion.fitted.blend[0] != calibrated.blend).any())
 
 
 def test_rows_of_a_padded_batch_have_their_own(made) -> None:
@@ -80,16 +84,16 @@ def test_rows_of_a_padded_batch_have_their_own(made) -> None:
     mask = torch.stack([(torch.arange(width) >= width - 1 - n).long() for n in LENGTHS])
     both = decoded(model, phi, 0.1, ids, mask)
     for layer in (1, 2):
-        found = both.layers[layer].state.completion.moved
+        found = both.layers[layer].state.completion.fitted
         for row, cache in enumerate(alone):
-            expected = cache.layers[layer].state.completion.moved[0]
-            # two neighbouring shifts may be equally good but for rounding
-            assert float((found[row] - expected).abs().max()) < 0.11
-            assert float((found[row] - expected).abs().mean()) < 0.03
+            expected = cache.layers[layer].state.completion.fitted
+            # two neighbouring pairs may be equally good but for rounding
+            same = (found.shift[row] == expected.shift[0]) & (found.blend[row] == expected.blend[0])
+            assert float(same.float().mean()) >= 0.7
     layer = both.layers[1].state
-    second = layer.completion.moved[1].clone()
+    second = layer.completion.fitted.shift[1].clone()
     layer.take_rows(torch.tensor([1]))
-    assert torch.equal(layer.completion.moved[0], second)
+    assert torch.equal(layer.completion.fitted.shift[0], second)
 
 
 def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> None:
@@ -97,13 +101,12 @@ def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> Non
     ids = prompts()[0]
     logits = []
     for fit in (True, False):
-        with sparsekv.attach(model, phi=phi, selector="topk", token_budget=0.05, dense_below=0, fit_shift=fit) as a:
+        with sparsekv.attach(model, phi=phi, selector="topk", token_budget=0.05, dense_below=0, fit_request=fit) as a:
             cache = a.prefill(ids[:, :-1])
             logits.append(model(ids[:, -1:], past_key_values=cache).logits)
-            assert (cache.layers[1].state.completion.moved is not None) == fit
+            assert (cache.layers[1].state.completion.fitted is not None) == fit
     assert not torch.allclose(*logits)
-    kept = dataclasses.replace(phi.config, shift_grid=[])
-    plain = PhiArtifact(kept, phi.maps, phi.shift, phi.gate, blend=phi.blend)
+    plain = PhiArtifact(phi.config, phi.maps, phi.shift, phi.gate, blend=phi.blend)
     with sparsekv.attach(model, phi=plain, selector="topk", token_budget=0.05, dense_below=0) as a:
         cache = a.prefill(ids[:, :-1])
         torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, logits[1])
@@ -113,22 +116,22 @@ def test_it_ends_after_a_while(made) -> None:
     model, phi = made
     cache = decoded(model, phi, 0.05, prompts()[0])
     state, layer = cache.layers[1].state, cache.layers[1]
-    view, moved = SimpleNamespace(length=layer.recent_end + LASTS), state.completion.moved
-    torch.testing.assert_close(state.completion._moved(view)[..., 0], moved)
+    view, completion = SimpleNamespace(length=layer.recent_end + LASTS), state.completion
+    fitted, calibrated = completion.fitted, (completion.layer.offset, completion.layer.blend)
+    assert isinstance(completion._mass(view), Fit) and completion._mass(view) is fitted
     view.length += 1
-    assert state.completion._moved(view) is None
-    chunk = state.completion._moved(view, 3)
-    torch.testing.assert_close(chunk, torch.stack([moved, moved, torch.zeros_like(moved)], -1))
+    assert all(torch.equal(a, b) for a, b in zip(completion._mass(view), calibrated, strict=True))
+    for now, own, later in zip(completion._mass(view, 3), fitted, calibrated, strict=True):
+        torch.testing.assert_close(now, torch.stack([own[0], own[0], later]))
     view.length += 2
-    assert state.completion._moved(view, 3) is None
+    assert all(torch.equal(a, b) for a, b in zip(completion._mass(view, 3), calibrated, strict=True))
 
 
 def test_a_closed_gate_stays_closed(made) -> None:
     model, phi = made
     phi.gate[:, 0] = 0.0
     cache = decoded(model, phi, 0.05, prompts()[0])
-    completion = cache.layers[1].state.completion
-    offset = completion.layer.offset + completion.moved
+    offset = cache.layers[1].state.completion.fitted.shift
     assert torch.isneginf(offset[0, 0]) and bool(offset[0, 1:].isfinite().all())
 
 
@@ -136,6 +139,7 @@ def test_the_errors_are_saved_and_loaded(made, tmp_path) -> None:
     phi = made[1]
     phi.save(tmp_path / "phi")
     loaded = PhiArtifact.load(tmp_path / "phi")
-    assert loaded.config.shift_grid == GRID
-    torch.testing.assert_close(loaded.shift_errors, phi.shift_errors)
-    torch.testing.assert_close(loaded.layer(1).at(0.05).errors, phi.shift_errors[1].mean(0, keepdim=True))
+    assert loaded.config.shift_grid == SHIFTS and loaded.config.blend_grid == BLENDS
+    torch.testing.assert_close(loaded.errors, phi.errors)
+    torch.testing.assert_close(loaded.layer(1).at(0.05).errors, phi.errors[1].mean(0, keepdim=True))
+    torch.testing.assert_close(loaded.layer(1).at(0.05).blend, phi.blend[1].mean(0))
