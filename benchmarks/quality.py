@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--generated-documents", type=int, default=64, help="of these, the model's own text")
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--validation", type=int, default=4)
-    parser.add_argument("--buckets", type=int, default=1024)
+    parser.add_argument("--buckets", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
     parser.add_argument("--phi-steps", type=int, default=10000)
