@@ -90,7 +90,7 @@ class CaptureStore:
         self.model: dict[str, Any] = manifest["model"]
         self.config: dict[str, Any] = manifest["config"]
         self.documents: list[dict[str, Any]] = manifest["documents"]
-        self.layers: list[int] = [int(layer) for layer in manifest["layers"]]
+        self.layers: list[int] = sorted(int(layer) for layer in manifest["layers"])
         self.kv_heads: list[int] = manifest.get("kv_heads") or list(range(int(self.model["num_kv_heads"])))
 
     @classmethod

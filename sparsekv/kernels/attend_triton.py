@@ -139,7 +139,7 @@ def split_kernel(
 @triton.jit
 def merge_kernel(
     partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, mean, blend, out, out_lse, eps, o_row,
-    o_head, heads_q, parts, rest_parts,
+    o_head, blend_row, heads_q, parts, rest_parts,
     PADDED: tl.constexpr, PADDED_REST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
     BLENDED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
@@ -169,7 +169,7 @@ def merge_kernel(
         estimate = tl.where(live, estimate, 0.0)
         c = tl.load(shift_q + at)
         if BLENDED:
-            c += tl.load(blend + at) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
+            c += tl.load(blend + row * blend_row + head) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
         c = tl.where(live, c, float("-inf"))
         top = tl.maximum(top, c)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -73,11 +73,12 @@ class Completion:
 class PhiCompletion(Completion):
     """The stable cache of feature sums, minus the selection (completion paper §4.4, appendix C).
 
-    `layer` has `log_phi_q(q_rot [B, Hq, T, d])` and `log_phi_k(k_rot [B, Hkv, N, d])`, as `PhiArtifact.layer` gives.
+    `layer` has `log_phi_q(q_rot [B, Hq, T, d])`, `log_phi_k(k_rot [B, Hkv, N, d])` and an `offset [Hq]`, as
+    `PhiArtifact.layer` gives.
     Maps with a centred half (`layer.centred`) also want the request's mean key: that of the mid region when the cache
     was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew. With
-    `layer.blend` the mass is blended with that of the mean score, by the mean key of all of the mid region,
-    `mean_key [B, Hkv, d]`.
+    `layer.blend` the mass is blended with that of the mean score, by the mean key of all of the mid region times the
+    softmax scale, `mean_key [B, Hkv, d]`.
     With `fit` shift and blend of a request's first tokens are fitted to it (`request_fit`).
     """
 
@@ -98,7 +99,8 @@ class PhiCompletion(Completion):
 
     def build(self, view: LayerView) -> None:
         if getattr(self.layer, "blend", None) is not None:
-            self.mean_key, self.log_count = _mean_key(view).to(view.device), view.regions.mid_sizes.float().log()
+            self.mean_key = view.scale * _mean_key(view).to(view.device)
+            self.log_count = view.regions.mid_sizes.float().log()
         self.cache, self.features, self.store = self._kept(view), None, None
         if self.cache is not None:
             return
@@ -168,8 +170,9 @@ class PhiCompletion(Completion):
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         if self.mean_key is not None:
             sizes = view.regions.mid_sizes
-            new = _key_sum(view, *joined).to(view.device) - (sizes - old.mid_sizes)[:, None, None] * self.mean_key
-            self.mean_key = self.mean_key + new / sizes.clamp(min=1)[:, None, None]
+            new = view.scale * _key_sum(view, *joined).to(view.device)
+            more = (sizes - old.mid_sizes)[:, None, None]
+            self.mean_key = self.mean_key + (new - more * self.mean_key) / sizes.clamp(min=1)[:, None, None]
             self.log_count = sizes.float().log()
         self._add(view, *joined)
         if self.store is not None:
@@ -188,14 +191,14 @@ class PhiCompletion(Completion):
         if self.maps is None:
             self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
         offset, blend = self._mass(view)
-        return self.maps, offset, self.store._replace(mean=self._mean(view, blend))
+        return self.maps, offset, self.store._replace(mean=self._mean(blend))
 
-    def _mean(self, view: LayerView, blend: Tensor | None, queries: int = 1) -> MeanKey | None:
+    def _mean(self, blend: Tensor | None, queries: int = 1) -> MeanKey | None:
         """What the mass is blended with, for each of `queries` rows of every row of the batch."""
         if self.mean_key is None or self.log_count is None or blend is None:
             return None
         count = fold(self.log_count, queries)
-        return MeanKey(fold(view.scale * self.mean_key, queries), count, blend.expand(len(count), -1))
+        return MeanKey(fold(self.mean_key, queries), count, blend.expand(len(count), -1))
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -238,7 +241,7 @@ class PhiCompletion(Completion):
         log_q = self.layer.log_phi_q(queries.rot, *(() if self.centre is None else (self.centre, view.scale)))
         offset, blend = self._mass(view, queries.count)
         log_q = queries.folded(log_q) + offset[..., None]
-        mean = self._mean(view, blend, queries.count)
+        mean = self._mean(blend, queries.count)
 
         def blended(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
             if mean is None:

@@ -28,7 +28,7 @@ def completion(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mid: torch.Ten
     logs = torch.randn(*q.shape[:2], 32)
     logs[0, 0] = float("-inf")
     rest = reference.phi_query(logs, store, q.dtype)
-    rest = rest._replace(mean=torch.randn(*q.shape[:2]), blend=torch.rand(*q.shape[:2]))
+    rest = rest._replace(mean=torch.randn(*q.shape[:2]), blend=torch.rand(q.shape[1]).expand(len(q), -1))
     return [rest._replace(whole=rest.whole.float(), base=rest.base.float()),
             rest.map(torch.Tensor.double)]
 
