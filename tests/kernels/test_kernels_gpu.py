@@ -65,7 +65,8 @@ def completion(s: dict[str, Any], features: int = 32) -> list[reference.PhiRest]
     logs = torch.randn(*q.shape[:2], features, device=DEVICE)
     logs[0, 0] = float("-inf")
     rest = reference.phi_query(logs, store, q.dtype)
-    rest = rest._replace(mean=torch.randn(*q.shape[:2], device=DEVICE), blend=torch.rand(q.shape[1], device=DEVICE).expand(len(q), -1))
+    blend = torch.rand(q.shape[1], device=DEVICE).expand(len(q), -1)
+    rest = rest._replace(mean=torch.randn(*q.shape[:2], device=DEVICE), blend=blend)
     return [rest._replace(whole=rest.whole.float(), base=rest.base.float()), rest.map(torch.Tensor.double)]
 
 
