@@ -128,7 +128,7 @@ def training() -> str:
                    "centroid": "bucket centroids"}
         table = [[c.removeprefix("request:"), *(_cell(values, c, m, "rel_err") for m in columns)] for c in fitted]
         parts.append("## Right after a prefill\n\nAs the runtime has it: errors of the 256 tokens that follow a "
-                     "prefill of half and of three quarters of every window, φ as calibrated and with the shift fitted "
+                     "prefill of half and of three quarters of every window, φ as calibrated and with its mass fitted "
                      "to the prefill's last 32 queries.\n\n"
                      + markdown(["read exactly", *columns.values()], table) + "\n")
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))

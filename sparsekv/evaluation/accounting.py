@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from sparsekv.errors import SparseKVError
+from sparsekv.models.estimators import phi_tokens
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors.base import tokens_of_budget
 
 
 def cache_tokens(num_features: int, head_dim: int) -> float:
     """The completion cache `(m, z, S)` of one layer and KV head: `r(d + 2)` numbers, in tokens."""
-    return num_features * (head_dim + 2) / (2 * head_dim)
+    return phi_tokens(num_features, head_dim)
 
 
 def retrieved_tokens(

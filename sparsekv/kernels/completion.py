@@ -65,13 +65,13 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
     a = torch.empty(batch, heads_q, features, dtype=q.dtype, device=q.device)
     c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
     base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
-    mean_key, log_count, mean = whole, whole, whole
+    mean_key, size, mean = whole, whole, whole
     if store.mean is not None:
-        mean_key, log_count = store.mean.key.contiguous(), store.mean.log_count.contiguous()
+        mean_key, size = store.mean.key.contiguous(), store.mean.size.contiguous()
         mean = torch.empty(batch, heads_q, dtype=torch.float32, device=q.device)
     query_kernel[(batch * heads_q,)](
         q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
-        store.m if store.centre is None else store.centre.contiguous(), mean_key, log_count, a, c, whole, base, mean,
+        store.m if store.centre is None else store.centre.contiguous(), mean_key, size, a, c, whole, base, mean,
         heads_q, store.m.shape[1], q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
         CENTRED=store.centre is not None, BLENDED=store.mean is not None, ROWS=16, DIM=max(16, _power_of_two(dim)),
         WIDTH=max(16, _power_of_two(width)), FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)

@@ -24,7 +24,7 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 
 @triton.jit
 def query_kernel(
-    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, log_count, a, c, whole, base,
+    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, size, a, c, whole, base,
     mean, heads_q, heads_kv, q_row, q_head, o_row, dim, width, features,
     CENTRED: tl.constexpr, BLENDED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -68,7 +68,7 @@ def query_kernel(
     if BLENDED:
         alike = tl.load(mean_key + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
         score = tl.sum(tl.sum(x.to(tl.float32), 0) * alike, 0)
-        tl.store(mean + at, score + tl.load(log_count + row) + moved)
+        tl.store(mean + at, score + tl.log(tl.load(size + row)) + moved)
 
 
 @triton.jit

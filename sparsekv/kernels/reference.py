@@ -51,11 +51,11 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 
 class MeanKey(NamedTuple):
     """What the mean score of the mid region is made of: key `[B, Hkv, d]`, its mean key times the softmax scale, and
-    log_count `[B]`, the logarithm of its tokens. blend `[B, Hq]`: how far the completion's log mass is moved towards
-    `log_count + q·key`, the bound below it (Jensen)."""
+    size `[B]` float32, its tokens. blend `[B, Hq]`: how far the completion's log mass is moved towards
+    `log size + q·key`, the bound below it (Jensen)."""
 
     key: Tensor
-    log_count: Tensor
+    size: Tensor
     blend: Tensor
 
 
@@ -114,10 +114,10 @@ def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = No
 
 
 def mean_mass(q: Tensor, mean: MeanKey) -> Tensor:
-    """`log Σ exp(s)` over the mid region were all its scores the mean: q `[B, Hq, d]` -> `[B, Hq]`."""
-    shared = torch.einsum("bhd,bhd->bh", q.to(mean.key.dtype),
-                          mean.key.repeat_interleave(q.shape[1] // mean.key.shape[1], dim=1))
-    return shared + mean.log_count[:, None]
+    """`log Σ exp(s)` over the mid region were all its scores the mean, as over one bucket: q `[B, Hq, d]` ->
+    `[B, Hq]`."""
+    counts = mean.size[:, None, None].expand(-1, mean.key.shape[1], -1)
+    return mean_key_logits(q, mean.key[:, :, None], counts, 1.0)[..., 0]
 
 
 def blend_mass(lse: Tensor, mean: Tensor, blend: Tensor) -> Tensor:

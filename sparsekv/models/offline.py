@@ -128,7 +128,8 @@ def mean_mass(scene: Scene) -> Tensor:
 def blended(scene: Scene, logits: Tensor, read: Tensor | None, blend: Tensor) -> Tensor:
     """The logits `[Hq, T, N]` of an estimate, all of a query's moved by as much, so that the logarithm of the mass it
     leaves to the mid keys not read goes `blend [Hq]` of the way to `mean_mass`."""
-    mass = _part(scene, logits, scene.mid if read is None else scene.mid & ~read)[1]
+    rest = scene.mid if read is None else scene.mid & ~read
+    mass = logits.masked_fill(~rest, NEG_INF).logsumexp(-1)
     move = blend_mass(mass, mean_mass(scene), blend[:, None]) - mass
     return logits + move.nan_to_num(0.0)[..., None]
 
@@ -154,6 +155,12 @@ def mass_errors(
         square = still + 2 * weight * along + weight**2 * across
         errors.append((square.clamp(min=0).sqrt() / size).mean(-1))
     return (off.norm(dim=-1) / size).mean(-1), torch.stack(errors)
+
+
+def best_pair(errors: Tensor, shifts: Tensor, blends: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift and blend, `[...]` each, with the least of `errors [n, P, ...]` at the blends `[n]` and shifts `[P]`."""
+    best = errors.flatten(0, 1).argmin(0)
+    return shifts[best % len(shifts)], blends[best // len(shifts)]
 
 
 def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from sparsekv.kernels import (
     phi_remainder,
 )
 from sparsekv.kernels.reference import FeatureMapWeights
+from sparsekv.models.estimators import phi_tokens
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.request_fit import LASTS, Fit, request_fit
 from sparsekv.runtime.rows import gather_rows
@@ -82,7 +83,7 @@ class PhiCompletion(Completion):
     With `fit` shift and blend of a request's first tokens are fitted to it (`request_fit`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "mean_key", "log_count")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "mean_key", "size")
 
     def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
@@ -95,18 +96,20 @@ class PhiCompletion(Completion):
         self.centre: Tensor | None = None
         self.centre_of: Tensor | None = None
         self.mean_key: Tensor | None = None
-        self.log_count: Tensor | None = None
+        self.size: Tensor | None = None
 
     def build(self, view: LayerView) -> None:
-        if getattr(self.layer, "blend", None) is not None:
-            self.mean_key = view.scale * _mean_key(view).to(view.device)
-            self.log_count = view.regions.mid_sizes.float().log()
         self.cache, self.features, self.store = self._kept(view), None, None
-        if self.cache is not None:
-            return
-        if getattr(self.layer, "centred", False):
-            self.centre, self.centre_of = _mean_key(view), view.regions.mid_sizes
-        self._add(view, view.regions.mid_first, view.regions.mid_last)
+        centred = getattr(self.layer, "centred", False) and self.cache is None
+        blended = getattr(self.layer, "blend", None) is not None
+        if centred or blended:
+            mean = _mean_key(view)
+            if centred:
+                self.centre, self.centre_of = mean, view.regions.mid_sizes
+            if blended:
+                self.mean_key, self.size = view.scale * mean.to(view.device), view.regions.mid_sizes.float()
+        if self.cache is None:
+            self._add(view, view.regions.mid_first, view.regions.mid_last)
 
     def reads(self, view: LayerView, share: float) -> None:
         if hasattr(self.calibrated, "at"):
@@ -114,9 +117,6 @@ class PhiCompletion(Completion):
         self.fitted = None
         if self.fit and view.length - view.recent_end < LASTS:
             self.fitted = request_fit(view, self.layer, share, self.centre)
-            if self.fitted is not None:
-                closed = torch.isneginf(self.layer.offset)
-                self.fitted = self.fitted._replace(shift=self.fitted.shift.masked_fill(closed, float("-inf")))
             self.fitted_until = view.recent_end + LASTS
 
     def _mass(self, view: LayerView, queries: int = 1) -> tuple[Tensor, Tensor | None]:
@@ -173,7 +173,7 @@ class PhiCompletion(Completion):
             new = view.scale * _key_sum(view, *joined).to(view.device)
             more = (sizes - old.mid_sizes)[:, None, None]
             self.mean_key = self.mean_key + (new - more * self.mean_key) / sizes.clamp(min=1)[:, None, None]
-            self.log_count = sizes.float().log()
+            self.size = sizes.float()
         self._add(view, *joined)
         if self.store is not None:
             self.store = self._stored(view, self.store, *joined)
@@ -195,10 +195,10 @@ class PhiCompletion(Completion):
 
     def _mean(self, blend: Tensor | None, queries: int = 1) -> MeanKey | None:
         """What the mass is blended with, for each of `queries` rows of every row of the batch."""
-        if self.mean_key is None or self.log_count is None or blend is None:
+        if self.mean_key is None or self.size is None or blend is None:
             return None
-        count = fold(self.log_count, queries)
-        return MeanKey(fold(self.mean_key, queries), count, blend.expand(len(count), -1))
+        size = fold(self.size, queries)
+        return MeanKey(fold(self.mean_key, queries), size, blend.expand(len(size), -1))
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -285,7 +285,7 @@ class PhiCompletion(Completion):
     def cost_tokens(self, view: LayerView) -> float:
         features, dim = self.cache.m.shape[-1], view.keys.shape[-1]  # type: ignore[union-attr]
         mean = 0.0 if self.mean_key is None else 0.5
-        return features * (dim + 2) / (2 * dim) + mean
+        return phi_tokens(features, dim) + mean
 
 
 def _mean_key(view: LayerView) -> Tensor:

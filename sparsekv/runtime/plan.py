@@ -43,7 +43,7 @@ class Plan:
     completion_tokens: float | None = None
     """What an untrained completion's summary may cost to fetch, in tokens."""
     fit_request: bool = True
-    """Whether φ's shift is fitted to every request."""
+    """Whether φ's mass is fitted to every request."""
 
     def is_short(self, key: Tensor) -> bool:
         """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""

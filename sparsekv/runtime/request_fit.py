@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.models.feature_map import grouped_log_kernel
-from sparsekv.models.offline import make_scene, mass_errors, top_k
+from sparsekv.models.offline import best_pair, make_scene, mass_errors, top_k
 from sparsekv.runtime.selectors.base import LayerView
 
 QUERIES = 32
@@ -21,7 +21,8 @@ SCORES_AT_ONCE = 2**25
 
 
 class Fit(NamedTuple):
-    """Shift and blend of the mass, `[B, Hq]` float32, in place of the calibrated ones."""
+    """Shift and blend of the mass, `[B, Hq]` float32, in place of the calibrated ones; the shift of a closed gate is
+    -inf."""
 
     shift: Tensor
     blend: Tensor
@@ -63,14 +64,13 @@ def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | 
         error = error.reshape(*error.shape[:2], queries.shape[0], -1)
         for whole, part in zip(found, best_fit(error, prior[:, :, None, asked], shifts, blends), strict=True):
             whole[rows, asked] = part
-    return found
+    return found._replace(shift=found.shift.masked_fill(torch.isneginf(maps.offset), float("-inf")))
 
 
 def best_fit(error: Tensor, prior: Tensor, shifts: Tensor, blends: Tensor) -> Fit:
     """The pair with the least error, half of the prior's added: error and prior `[n, P, ...]` at the blends `[n]` and
     shifts `[P]` -> `[...]` each."""
-    best = (error + PRIOR * prior).flatten(0, 1).argmin(0)
-    return Fit(shifts[best % len(shifts)], blends[best // len(shifts)])
+    return Fit(*best_pair(error + PRIOR * prior, shifts, blends))
 
 
 def _pieces(rows: int, heads: int, scores: int) -> Iterator[tuple[slice, slice]]:

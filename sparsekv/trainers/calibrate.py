@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsekv.kernels.reference import blend_mass
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, make_scene, mass_errors, mean_mass, top_k
+from sparsekv.models.offline import Scene, best_pair, make_scene, mass_errors, mean_mass, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
@@ -68,18 +68,15 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
             columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
             gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
             gaps.append(gap.flatten(1))
-        best = {case: completed[case].flatten(0, 1).argmin(0) for case in CASES}
-        shift_of = {case: shifts[at % len(shifts)] for case, at in best.items()}
-        blend_of = {case: blends[at // len(shifts)] for case, at in best.items()}
-        least = next(iter(CASES))
-        chosen, blend = shift_of[least], blend_of[least]
+        pairs = {case: best_pair(errors, shifts, blends) for case, errors in completed.items()}
+        chosen, blend = pairs[next(iter(CASES))]
         found = {"mass_ratio": (blend_mass(ratio[0], ratio[1], blend) + chosen).exp()}
         quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
         for case in CASES:
-            found |= {f"{case} shift": shift_of[case], f"{case} blend": blend_of[case], f"{case} error": none[case],
+            found |= {f"{case} shift": pairs[case][0], f"{case} blend": pairs[case][1], f"{case} error": none[case],
                       f"{case} table": completed[case].permute(2, 0, 1),
-                      f"{case} + phi error": completed[case].flatten(0, 1).gather(0, best[case][None])[0]}
+                      f"{case} + phi error": completed[case].amin((0, 1))}
         for name, value in found.items():
             tables.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in tables.items()}

@@ -13,7 +13,7 @@ POINTERS = {
     **dict.fromkeys(("starts", "tail_starts", "lengths"), "*i64"),
     **dict.fromkeys(("tokens", "offsets", "buckets", "counts", "chosen"), "*i32"), "mask": "*i8",
     **dict.fromkeys(("partial", "partial_lse", "partial_rest", "partial_rest_mass", "out_lse", "logits", "shift_q", "z",
-                     "s", "c", "m", "offset", "whole", "base", "centre", "mean", "blend", "mean_key", "log_count"),
+                     "s", "c", "m", "offset", "whole", "base", "centre", "mean", "blend", "mean_key", "size"),
                     "*fp32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
 }

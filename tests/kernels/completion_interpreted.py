@@ -55,7 +55,7 @@ def main() -> None:
             centre = torch.randn(2, heads, dim) * dim**-0.5 if dtype == torch.float32 else None
             mean = None
             if dtype == torch.float32:
-                mean = reference.MeanKey(torch.randn(2, heads, dim), torch.randn(2), torch.rand(2, heads_q))
+                mean = reference.MeanKey(torch.randn(2, heads, dim), torch.rand(2) * 50, torch.rand(2, heads_q))
             store = reference.PhiStore(*cache, torch.ones(1), centre=centre, mean=mean)
             found = completion.launch_query(q, maps, offset, store)
             exact = reference.FeatureMapWeights(*(w.double() for w in maps))

@@ -161,7 +161,7 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
         q = random(2, heads_q, dim)
         cache = reference.phi_cache(torch.randn_like(logs), v.float())
         centre = torch.randn(2, heads, dim, device=DEVICE) * dim**-0.5
-        mean = reference.MeanKey(centre + 0.1, torch.randn(2, device=DEVICE), torch.rand(2, heads_q, device=DEVICE))
+        mean = reference.MeanKey(centre + 0.1, torch.rand(2, device=DEVICE) * 50, torch.rand(2, heads_q, device=DEVICE))
         store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre, mean=mean)
         log_q = reference.log_phi(q.double()[:, :, None], reference.FeatureMapWeights(*(w.double() for w in maps)))
         log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)

@@ -71,7 +71,7 @@ def test_the_mean_key_grows_with_the_mid_region() -> None:
     whole = PhiCompletion(layer(4, 2, 8))
     whole.build(view)
     torch.testing.assert_close(completion.mean_key, whole.mean_key)
-    torch.testing.assert_close(completion.log_count, whole.log_count)
+    torch.testing.assert_close(completion.size, whole.size)
     completion.take_rows(torch.tensor([1]))
     torch.testing.assert_close(completion.mean_key, whole.mean_key[1:])
 
