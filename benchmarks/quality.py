@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
-    parser.add_argument("--phi-steps", type=int, default=10000)
+    parser.add_argument("--phi-steps", type=int, default=4000)
     parser.add_argument("--phi-batch", type=int, default=128)
     parser.add_argument("--phi-keys", type=int, default=4096)
     parser.add_argument("--features", type=int, default=64)
