@@ -61,7 +61,7 @@ class Rivals:
     what training windows say, head by head."""
 
     def __init__(self, features: int, dim: int, seed: int = 0):
-        self.tokens = estimators.phi_tokens(features, dim)
+        self.tokens = estimators.phi_tokens(features, dim, moments=True)
         self.dim = dim
         self.generator = torch.Generator().manual_seed(seed)
         self.directions = estimators.orthogonal_directions(features, dim, self.generator)
@@ -219,7 +219,7 @@ def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, devic
     (case, method, rel_err) -> mean over the 256 tokens that follow a prefill of half and of three quarters of every
     window, every eighth measured. The store holds all queries."""
     sums: Means = {}
-    grids = [torch.tensor(x, device=device) for x in (phi.config.shift_grid, phi.config.blend_grid)]
+    shifts = torch.tensor(phi.config.shift_grid, device=device)
     for layer in store.layers:
         maps = phi.layer(layer)
         assert maps is not None
@@ -235,9 +235,9 @@ def measure_request(store: CaptureStore, phi: PhiArtifact, rivals: Rivals, devic
                     there, read = (None if share is None else offline.top_k(v.scene, share) for v in (before, seen))
                     at = maps.at(share or 0.0)
                     assert at.errors is not None
-                    error = offline.mass_errors(before.scene, logits[0], there, *grids)[1]
-                    fit = request_fit.best_fit(error, at.errors[0], *grids)
-                    own = at._replace(offsets=fit.shift[None], blends=fit.blend[None])
+                    error = offline.mass_errors(before.scene, logits[0], there, shifts)[1]
+                    fit = request_fit.best_shift(error, at.errors[0], shifts)
+                    own = at._replace(offsets=fit[None])
                     estimates = {"none": None, "phi": at.estimate(seen.scene, logits[1], read, share or 0.0),
                                  "phi_request": own.estimate(seen.scene, logits[1], read, share or 0.0),
                                  "centroid": estimators.bucket_means(seen.scene, *buckets, read)}

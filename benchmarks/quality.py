@@ -52,7 +52,7 @@ def train(options: argparse.Namespace, model: object, tokenizer: object) -> None
     train_router(RouterConfig(
         capture=str(store.path), output=str(out / "router"), scores="hybrid", key_space="rot", overwrite=True,
         num_buckets=options.buckets, hidden_size=options.hidden, max_steps=options.router_steps, long_range=0,
-        validation_documents=options.validation, layer_group=options.layer_group, device=options.device))
+        validation_documents=options.validation, layer_group=options.router_layer_group, device=options.device))
     print(f"router in {time.perf_counter() - began:.0f} s", flush=True)
     began = time.perf_counter()
     train_phi(PhiConfig(
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
+    parser.add_argument("--router-layer-group", type=int, default=3, help="layers whose targets are held at once")
     parser.add_argument("--phi-steps", type=int, default=4000)
     parser.add_argument("--phi-batch", type=int, default=128)
     parser.add_argument("--phi-keys", type=int, default=4096)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.models.estimators import phi_tokens
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
-from sparsekv.models.offline import Scene, blended
+from sparsekv.models.offline import Scene, capped
 
 KIND = "phi"
 
@@ -34,32 +35,27 @@ class PhiArtifactConfig:
     read_shares: list[float] = field(default_factory=lambda: [0.0])
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     shift_grid: list[float] = field(default_factory=list)
-    blend_grid: list[float] = field(default_factory=list)
-    """Shifts and blends of the mass at which `errors` holds the error on the validation windows; none: nothing."""
+    """Shifts of the mass at which `errors` holds the error on the validation windows; none: nothing."""
+    capped: bool = False
+    """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
     kind: str = KIND
 
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
-    `[S, Hq]`: what it is when that share of the context is read beside sink and tail; blends `[S, Hq]`: how far the
-    estimated mass is moved towards that of the mean score (`blend_mass`). errors `[S, n, P, Hq]`: the output error on
-    the validation windows at each of blend_grid and shift_grid."""
+    `[S, Hq]`: what it is when that share of the context is read beside sink and tail. errors `[S, P, Hq]`: the
+    output error on the validation windows at each of shift_grid. capped: the mass is first capped by `mass_cap`."""
 
     maps: Maps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
-    blends: Tensor | None = None
     errors: Tensor | None = None
     shift_grid: tuple[float, ...] = ()
-    blend_grid: tuple[float, ...] = ()
+    capped: bool = False
 
     @property
     def offset(self) -> Tensor:
         return self.offsets[0]
-
-    @property
-    def blend(self) -> Tensor | None:
-        return None if self.blends is None else self.blends[0]
 
     def at(self, share: float) -> PhiLayer:
         """Calibrated for a share of the context that is read: the best keys are the ones the maps underestimate, so
@@ -74,15 +70,14 @@ class PhiLayer(NamedTuple):
             part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
             return (1 - part) * table[low:low + 1] + part * table[high:high + 1]
 
-        errors, blends = (None if x is None else between(x) for x in (self.errors, self.blends))
-        return self._replace(offsets=between(self.offsets), shares=(share,), errors=errors, blends=blends)
+        errors = None if self.errors is None else between(self.errors)
+        return self._replace(offsets=between(self.offsets), shares=(share,), errors=errors)
 
     def estimate(self, scene: Scene, logits: Tensor, read: Tensor | None, share: float) -> Tensor:
         """The logits `[Hq, T, N]` that the runtime's completion amounts to where `read`, a share of the context, is
-        exact: from those of `maps.surrogate`, blended and moved by the offset."""
+        exact: from those of `maps.surrogate`, capped and moved by the offset."""
         layer = self.at(share)
-        logits = logits if layer.blend is None else blended(scene, logits, read, layer.blend)
-        return logits + layer.offset[:, None, None]
+        return (capped(scene, logits, read) if layer.capped else logits) + layer.offset[:, None, None]
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -102,21 +97,19 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
-        errors, blends = (None if x is None else x.to(device) for x in (self.errors, self.blends))
         return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device),
-                             errors=errors, blends=blends)
+                             errors=None if self.errors is None else self.errors.to(device))
 
 
 class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
-    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`; blend `[L, S, Hq]`: how far its logarithm is
-    moved towards that of the mean score before. errors `[L, S, n, P, Hq]`: the output error on the validation windows
-    at every blend and shift of the grids."""
+    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`. errors `[L, S, P, Hq]`: the output error on
+    the validation windows at every shift of the grid."""
 
     def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None,
-                 blend: Tensor | None = None, errors: Tensor | None = None):
+                 errors: Tensor | None = None):
         self.config, self.maps, self.path = config, maps, path
-        self.shift, self.gate, self.blend, self.errors = shift, gate, blend, errors
+        self.shift, self.gate, self.errors = shift, gate, errors
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> PhiLayer | None:
@@ -124,15 +117,20 @@ class PhiArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
-        blends, errors = (None if x is None else x[row] for x in (self.blend, self.errors))
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
-                        tuple(self.config.read_shares), blends, errors, tuple(self.config.shift_grid),
-                        tuple(self.config.blend_grid))
+                        tuple(self.config.read_shares), None if self.errors is None else self.errors[row],
+                        tuple(self.config.shift_grid), self.config.capped)
+
+    @property
+    def cache_tokens(self) -> float:
+        """What a decoded token fetches of a request's cache, per layer and KV head, in tokens of `2d` elements."""
+        config = self.config
+        return phi_tokens(config.num_features, config.model["head_dim"], moments=config.capped)
 
     def save(self, path: str | Path) -> None:
         tensors = {**self.maps.named(), "shift": self.shift, "gate": self.gate}
-        if self.blend is not None and self.errors is not None:
-            tensors |= {"blend": self.blend, "errors": self.errors}
+        if self.errors is not None:
+            tensors["errors"] = self.errors
         save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
@@ -154,12 +152,10 @@ class PhiArtifact:
                                                  for k, shape in shapes.items()}))
         shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
         gate = take(tensors, "gate", (layers, heads_q), where)
-        blend = errors = None
-        if config.blend_grid:
-            grid = len(config.blend_grid), len(config.shift_grid)
-            blend = take(tensors, "blend", tuple(shift.shape), where)
-            errors = take(tensors, "errors", (layers, len(config.read_shares), *grid, heads_q), where)
-        return cls(config, Maps(*maps), shift, gate, Path(path), blend, errors)
+        errors = None
+        if config.shift_grid:
+            errors = take(tensors, "errors", (layers, len(config.read_shares), len(config.shift_grid), heads_q), where)
+        return cls(config, Maps(*maps), shift, gate, Path(path), errors)
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -167,9 +163,9 @@ class PhiArtifact:
                           ignore=("rope",))
 
     def to(self, device: Any) -> PhiArtifact:
-        blend, errors = (None if x is None else x.to(device) for x in (self.blend, self.errors))
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
-                           self.gate.to(device), self.path, blend, errors)
+                           self.gate.to(device), self.path,
+                           None if self.errors is None else self.errors.to(device))
 
     def summary(self) -> str:
         c = self.config

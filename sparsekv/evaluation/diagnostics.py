@@ -141,10 +141,10 @@ def measure(
             _check_model(store, artifact)
     held = next((a.config for a in (phi, router) if a is not None), None)
     sink, window = (int(getattr(held, n) if held else store.config[n]) for n in ("sink_size", "window_size"))
-    features = phi.config.num_features if phi is not None else store.head_dim
+    size = phi.cache_tokens if phi is not None else estimators.phi_tokens(store.head_dim, store.head_dim)
     made = Diagnostics(
         store.model, sorted(store.layers), [float(b) for b in budgets], store.context_length, sink, window,
-        estimators.phi_tokens(features, store.head_dim), router=_folder(router), phi=_folder(phi))
+        size, router=_folder(router), phi=_folder(phi))
     count = store.num_documents if documents is None else min(documents, store.num_documents)
     sums: list[Sums] = []
     for layer in made.layers:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.errors import SparseKVError
-from sparsekv.evaluation.accounting import cache_tokens, retrieved_tokens
+from sparsekv.evaluation.accounting import retrieved_tokens
 from sparsekv.evaluation.requests import Request, score
 from sparsekv.evaluation.rows import origin
 
@@ -210,7 +210,7 @@ class Sweep:
             return 0.0
         if self.phi is None:
             return UNTRAINED_TOKENS
-        return cache_tokens(self.phi.config.num_features, self.phi.config.model["head_dim"])
+        return self.phi.cache_tokens
 
     def _decode(
         self, batch: Any, requests: list[Request], method: SweepMethod, rows: list[int], splits: int,

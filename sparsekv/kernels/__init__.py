@@ -7,17 +7,16 @@ from sparsekv.kernels.indexing import assign_buckets, extend_index
 from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.reference import (
     BucketMeans,
-    MeanKey,
     PhiCache,
     PhiRest,
     PhiStore,
     RouterWeights,
-    blend_mass,
+    ScoreMoments,
     bucket_tokens,
     build_index,
     mean_key_logits,
-    mean_mass,
     merge,
+    moments_cap,
     phi_bucket_sums,
     phi_extend,
     phi_features,
@@ -29,8 +28,8 @@ from sparsekv.kernels.reference import (
 from sparsekv.kernels.routing import route
 
 __all__ = [
-    "BucketMeans", "MeanKey", "PhiCache", "PhiRest", "PhiStore", "RouterWeights", "assign_buckets", "attend_buckets",
-    "attend_tokens", "blend_mass", "bucket_tokens", "build_index", "extend_index", "mean_key_logits", "mean_mass",
-    "merge", "paged_scores", "phi_bucket_sums", "phi_cache", "phi_extend", "phi_features", "phi_partial", "phi_query",
-    "phi_remainder", "route", "routed_attention", "router_logits", "top_buckets",
+    "BucketMeans", "PhiCache", "PhiRest", "PhiStore", "RouterWeights", "ScoreMoments", "assign_buckets",
+    "attend_buckets", "attend_tokens", "bucket_tokens", "build_index", "extend_index", "mean_key_logits",
+    "merge", "moments_cap", "paged_scores", "phi_bucket_sums", "phi_cache", "phi_extend", "phi_features", "phi_partial",
+    "phi_query", "phi_remainder", "route", "routed_attention", "router_logits", "top_buckets",
 ]

@@ -120,9 +120,7 @@ def launch(
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=device)
     partial_rest, partial_mass, features, a, c, whole, base = partial, partial_lse, k, q, lse, lse, lse
-    mean, blend = lse, lse
-    if rest is not None and rest.mean is not None and rest.blend is not None:
-        mean, blend = rest.mean, rest.blend
+    cap = lse if rest is None or rest.cap is None else rest.cap
     rest_parts = splits
     if rest is not None:
         a, c, whole, base = rest[:4]
@@ -155,9 +153,9 @@ def launch(
             DIM=width, FEATURES=max(16, _power_of_two(count)), OVERLAP=bool(pdl), num_warps=SUM_WARPS, **pdl)
     columns = min(width, how["merge_width"])
     merge_kernel[(batch * heads_q, width // columns)](
-        partial, partial_lse, partial_rest, partial_mass, c, whole, base, mean, blend, out, lse, reference.REST_EPS,
-        out.stride(0), out.stride(1), blend.stride(0), heads_q, splits, rest_parts, PADDED=_power_of_two(splits),
-        PADDED_REST=_power_of_two(rest_parts), DIM=dim, WIDTH=columns, PHI=rest is not None, BLENDED=mean is not lse,
+        partial, partial_lse, partial_rest, partial_mass, c, whole, base, cap, out, lse, reference.REST_EPS,
+        out.stride(0), out.stride(1), heads_q, splits, rest_parts, PADDED=_power_of_two(splits),
+        PADDED_REST=_power_of_two(rest_parts), DIM=dim, WIDTH=columns, PHI=rest is not None, CAPPED=cap is not lse,
         OVERLAP=bool(pdl), num_warps=how["merge_warps"], **pdl)
     return out, lse
 

@@ -119,7 +119,12 @@ def split_kernel(
             weight = tl.where(estimates[:, None], estimate, weight)
         mass = mass * keep + tl.sum(weight, 1)
         value = value.to(query.dtype)
-        out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        rounded = weight.to(value.dtype)
+        out = out * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        if PHI:
+            # what the estimates lose in rounding too: they are taken out of a sum they may nearly exhaust
+            missing = (weight - rounded.to(tl.float32)).to(value.dtype)
+            out += tl.dot(missing, value, input_precision="ieee")
         top = higher
     if OVERLAP:
         gdc_launch_dependents()
@@ -138,10 +143,10 @@ def split_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, mean, blend, out, out_lse, eps, o_row,
-    o_head, blend_row, heads_q, parts, rest_parts,
+    partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, cap, out, out_lse, eps, o_row,
+    o_head, heads_q, parts, rest_parts,
     PADDED: tl.constexpr, PADDED_REST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
-    BLENDED: tl.constexpr, OVERLAP: tl.constexpr,
+    CAPPED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """One program a query head and WIDTH of its columns."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
@@ -168,8 +173,8 @@ def merge_kernel(
         left = tl.where(live, left, 0.0)
         estimate = tl.where(live, estimate, 0.0)
         c = tl.load(shift_q + at)
-        if BLENDED:
-            c += tl.load(blend + row * blend_row + head) * (tl.load(mean + at) - c - tl.log(tl.where(live, left, 1.0)))
+        if CAPPED:
+            c = tl.minimum(c, tl.load(cap + at) - tl.log(tl.where(live, left, 1.0)))
         c = tl.where(live, c, float("-inf"))
         top = tl.maximum(top, c)
     safe = tl.where(top == float("-inf"), 0.0, top)

@@ -49,9 +49,9 @@ def phi_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiS
         return launch_query(q, weights, offset, store)
     logs = reference.add_centre(reference.log_phi(q[:, :, None], weights), q[:, :, None], store.centre)[:, :, 0]
     rest = reference.phi_query(logs + offset[..., None], store, q.dtype)
-    if store.mean is None:
+    if store.moments is None:
         return rest
-    return rest._replace(mean=reference.mean_mass(q, store.mean) + offset, blend=store.mean.blend)
+    return rest._replace(cap=reference.moments_cap(q, store.moments, offset))
 
 
 def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
@@ -65,18 +65,22 @@ def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: P
     a = torch.empty(batch, heads_q, features, dtype=q.dtype, device=q.device)
     c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
     base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
-    mean_key, size, mean = whole, whole, whole
-    if store.mean is not None:
-        mean_key, size = store.mean.key.contiguous(), store.mean.size.contiguous()
-        mean = torch.empty(batch, heads_q, dtype=torch.float32, device=q.device)
+    moments: tuple[Tensor, ...] = (whole,) * 5
+    cap = whole
+    rank = 1
+    if store.moments is not None:
+        rank = store.moments.factors.shape[2]
+        moments = tuple(x.contiguous() for x in store.moments)
+        cap = torch.empty(batch, heads_q, dtype=torch.float32, device=q.device)
     query_kernel[(batch * heads_q,)](
         q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
-        store.m if store.centre is None else store.centre.contiguous(), mean_key, size, a, c, whole, base, mean,
+        store.m if store.centre is None else store.centre.contiguous(), *moments, a, c, whole, base, cap,
         heads_q, store.m.shape[1], q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
-        CENTRED=store.centre is not None, BLENDED=store.mean is not None, ROWS=16, DIM=max(16, _power_of_two(dim)),
-        WIDTH=max(16, _power_of_two(width)), FEATURES=max(16, _power_of_two(features)), num_warps=QUERY_WARPS)
+        rank, CENTRED=store.centre is not None, CAPPED=store.moments is not None, RANK=_power_of_two(rank), ROWS=16,
+        DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)), FEATURES=max(16, _power_of_two(features)),
+        num_warps=QUERY_WARPS)
     rest = PhiRest(a, c, whole, base, *store[3:6])
-    return rest if store.mean is None else rest._replace(mean=mean, blend=store.mean.blend)
+    return rest if store.moments is None else rest._replace(cap=cap)
 
 
 def _power_of_two(n: int) -> int:

@@ -11,6 +11,20 @@ def gelu(x):
 
 
 @triton.jit
+def log_normal_cdf(x):
+    """Logarithm of the standard normal distribution function, right to 1e-7 wherever float32 reaches: from a Chebyshev
+    fit of `log erfc` (Press et al., Numerical Recipes, `erfcc`)."""
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.5 * z)
+    fit = -0.82215223 + t * 0.17087277
+    fit = -1.13520398 + t * (1.48851587 + t * fit)
+    fit = -0.18628806 + t * (0.27886807 + t * fit)
+    fit = 0.37409196 + t * (0.09678418 + t * fit)
+    tail = tl.log(t) - z * z - 1.26551223 + t * (1.00002368 + t * fit) - 0.6931471805599453
+    return tl.where(x < 0, tail, tl.log(1.0 - tl.exp(tail)))
+
+
+@triton.jit
 def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr, BIAS: tl.constexpr):
     """`x W + b` of one map: x `[ROWS, INSIDE]`, padded with zeros past `num_in`."""
     rows, columns = tl.arange(0, INSIDE), tl.arange(0, OUTSIDE)
@@ -24,10 +38,10 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 
 @triton.jit
 def query_kernel(
-    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, size, a, c, whole, base,
-    mean, heads_q, heads_kv, q_row, q_head, o_row, dim, width, features,
-    CENTRED: tl.constexpr, BLENDED: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    FEATURES: tl.constexpr,
+    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, factors, rest, size, bound,
+    a, c, whole, base, cap, heads_q, heads_kv, q_row, q_head, o_row, dim, width, features, rank,
+    CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`log φ_q + offset + m` of one query head, as largest value and linear rest, and what it makes of the cache. The
     query is the first of ROWS rows: products want so many."""
@@ -65,10 +79,17 @@ def query_kernel(
     tl.store(c + at, top)
     tl.store(whole + at, tl.sum(exact * mass, 0))
     tl.store(base + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
-    if BLENDED:
-        alike = tl.load(mean_key + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
-        score = tl.sum(tl.sum(x.to(tl.float32), 0) * alike, 0)
-        tl.store(mean + at, score + tl.log(tl.load(size + row)) + moved)
+    if CAPPED:
+        query = tl.sum(x.to(tl.float32), 0)
+        score = tl.sum(query * tl.load(mean_key + kv * dim + place, mask=inside, other=0.0), 0)
+        part = tl.arange(0, RANK)
+        along = tl.sum(tl.load(factors + (kv * rank + part)[:, None] * dim + place[None, :],
+                               mask=(part < rank)[:, None] & inside[None, :], other=0.0) * query[None, :], 1)
+        across = tl.load(rest + kv * dim + place, mask=inside, other=0.0) * query * query
+        variance = tl.sum(along * along, 0) + tl.sum(across, 0)
+        limit = tl.load(bound + row)
+        expected = tl.log(tl.load(size + row)) + score + variance / 2 + log_normal_cdf(limit - tl.sqrt(variance))
+        tl.store(cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
 
 
 @triton.jit
@@ -100,7 +121,11 @@ def cache_kernel(
         keep = tl.exp(top - safe)
         weight = tl.exp(log - safe[None, :])
         mass = mass * keep + tl.sum(weight, 0)
-        sums = sums * keep[:, None] + tl.dot(tl.trans(weight).to(value.dtype), value, input_precision="ieee")
+        rounded = tl.trans(weight).to(value.dtype)
+        missing = (tl.trans(weight) - rounded.to(tl.float32)).to(value.dtype)
+        sums = sums * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        # keys that are read are taken out of the sums again, at times nearly all there is
+        sums += tl.dot(missing, value, input_precision="ieee")
         top = higher
     at = (row * heads + head) * SPLITS + tl.program_id(1)
     kept = feature < features

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NEG_INF = float("-inf")
+RANK = 16
+"""Rows in which the covariance of the keys is kept."""
 REST_EPS = 1e-5
 
 
@@ -49,14 +51,17 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
     return torch.cat([sink, tail], dim=1)
 
 
-class MeanKey(NamedTuple):
-    """What the mean score of the mid region is made of: key `[B, Hkv, d]`, its mean key times the softmax scale, and
-    size `[B]` float32, its tokens. blend `[B, Hq]`: how far the completion's log mass is moved towards
-    `log size + q·key`, the bound below it (Jensen)."""
+class ScoreMoments(NamedTuple):
+    """What a query's scores over the mid region have for mean and variance, the softmax scale included: key
+    `[B, Hkv, d]`, the mean of its keys; factors `[B, Hkv, ρ, d]` and rest `[B, Hkv, d]`, their covariance as
+    `factorsᵀ factors + diag(rest)` (`factored`); size `[B]` float32, its tokens. bound `[B]`: the quantile of the
+    standard normal distribution above which scores are read (`read_bound`)."""
 
     key: Tensor
+    factors: Tensor
+    rest: Tensor
     size: Tensor
-    blend: Tensor
+    bound: Tensor
 
 
 class PhiStore(NamedTuple):
@@ -65,8 +70,8 @@ class PhiStore(NamedTuple):
     buckets, the sums of each, bucket_z `[B, Hkv, C, r]` and bucket_s `[B, Hkv, C, r, d]` (`phi_bucket_sums`).
 
     centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the key that was taken off the keys
-    before their second half of features; a query adds its product with it to its own second half. mean: what the
-    estimated mass is blended with, if it is."""
+    before their second half of features; a query adds its product with it to its own second half. moments: what the
+    estimated mass is capped by, if it is."""
 
     m: Tensor
     z: Tensor
@@ -75,7 +80,7 @@ class PhiStore(NamedTuple):
     bucket_z: Tensor | None = None
     bucket_s: Tensor | None = None
     centre: Tensor | None = None
-    mean: MeanKey | None = None
+    moments: ScoreMoments | None = None
 
 
 class PhiRest(NamedTuple):
@@ -83,7 +88,7 @@ class PhiRest(NamedTuple):
 
     a `[B, Hq, r]`, c `[B, Hq]`: features of the query, largest 1. whole `[B, Hq]`, base `[B, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^c`. features, bucket_z, bucket_s: `PhiStore`'s.
-    mean, blend `[B, Hq]`: what is left counts as `(1 − blend) · its log mass + blend · mean`.
+    cap `[B, Hq]`: what the log mass of what is left is at most taken for.
     """
 
     a: Tensor
@@ -93,8 +98,7 @@ class PhiRest(NamedTuple):
     features: Tensor | None = None
     bucket_z: Tensor | None = None
     bucket_s: Tensor | None = None
-    mean: Tensor | None = None
-    blend: Tensor | None = None
+    cap: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PhiRest:
         """With every tensor changed."""
@@ -113,17 +117,49 @@ def phi_query(log_phi_q: Tensor, store: PhiStore, dtype: torch.dtype | None = No
     return PhiRest(a, c, (exact * z).sum(-1), torch.einsum("bhr,bhrd->bhd", exact, s), *store[3:6])
 
 
-def mean_mass(q: Tensor, mean: MeanKey) -> Tensor:
-    """`log Σ exp(s)` over the mid region were all its scores the mean, as over one bucket: q `[B, Hq, d]` ->
-    `[B, Hq]`."""
-    counts = mean.size[:, None, None].expand(-1, mean.key.shape[1], -1)
-    return mean_key_logits(q, mean.key[:, :, None], counts, 1.0)[..., 0]
+def read_bound(share: Tensor) -> Tensor:
+    """Where the best `share` of a standard normal distribution begins; infinite for none."""
+    return torch.special.ndtri(1 - share.clamp(0.0, 0.999))
 
 
-def blend_mass(lse: Tensor, mean: Tensor, blend: Tensor) -> Tensor:
-    """`lse` moved by `blend` of the way to `mean`, of one shape; nothing (-inf) stays nothing. Ours, not the paper's: a
-    kernel that overestimates weak keys does so for all of them."""
-    return torch.where(torch.isinf(lse), lse, lse + blend * (mean - lse))
+def mass_cap(mean: Tensor, variance: Tensor, size: Tensor, bound: Tensor) -> Tensor:
+    """What `log Σ exp(s)` over `size` keys less the best ones is at most taken for: what it were, had the scores the
+    normal distribution of their mean and variance (the mass of a log-normal one below its `bound`, which is in standard
+    deviations from the mean). No limit where nothing is read: a few best keys, which are no normal tail, then hold most
+    of the mass. Any shapes that broadcast. Ours, not the papers': on texts unlike the training text a map may
+    overestimate all keys of a query manyfold."""
+    expected = size.log() + mean + variance / 2 + torch.special.log_ndtr(bound - variance.clamp(min=0).sqrt())
+    return torch.where(torch.isinf(bound), torch.inf, expected)
+
+
+def factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
+    """A covariance `[..., d, d]` as `rank` rows `[..., ρ, d]`, by Cholesky steps on the largest variance that is left,
+    and the variances after them, `[..., d]`: `rowsᵀ rows + diag(left)`, its diagonal exact."""
+    left = covariance.diagonal(dim1=-2, dim2=-1).clone()
+    least = 1e-6 * left.amax(-1, keepdim=True)
+    rows = covariance.new_zeros(*left.shape[:-1], min(rank, left.shape[-1]), left.shape[-1])
+    for step in range(rows.shape[-2]):
+        pivot = left.argmax(-1, keepdim=True)
+        where = pivot[..., None]
+        row = covariance.gather(-2, where.expand(*pivot.shape, left.shape[-1]))[..., 0, :]
+        row = row - (rows.gather(-1, where.expand(*rows.shape[:-1], 1)) * rows).sum(-2)
+        size = left.gather(-1, pivot)
+        row = torch.where(size > least, row / size.clamp(min=1e-30).sqrt(), 0.0)
+        rows[..., step, :] = row
+        left = (left - row.square()).clamp(min=0)
+    return rows, left
+
+
+def moments_cap(q: Tensor, moments: ScoreMoments, offset: Tensor) -> Tensor:
+    """`mass_cap` of the mid region for queries `[B, Hq, d]`, offset `[Hq]` or `[B, Hq]` added: `[B, Hq]`."""
+    acc = _acc(q)
+    heads = moments.key.shape[1]
+    query = q.to(acc).reshape(q.shape[0], heads, -1, q.shape[-1])
+    mean = torch.einsum("bhgd,bhd->bhg", query, moments.key.to(acc))
+    along = query @ moments.factors.to(acc).mT
+    variance = along.square().sum(-1) + torch.einsum("bhgd,bhd->bhg", query.square(), moments.rest.to(acc))
+    size, bound = (x.to(acc)[:, None] for x in (moments.size, moments.bound))
+    return mass_cap(mean.flatten(1) + offset, variance.flatten(1), size, bound)
 
 
 def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
@@ -223,8 +259,8 @@ def _left(rest: PhiRest, mass: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     live = left > REST_EPS * rest.whole.to(acc)
     safe = torch.where(live, left, 1.0)
     lse = torch.where(live, safe.log() + rest.c.to(acc), NEG_INF)
-    if rest.mean is not None and rest.blend is not None:
-        lse = blend_mass(lse, rest.mean.to(acc), rest.blend.to(acc))
+    if rest.cap is not None:
+        lse = torch.minimum(lse, rest.cap.to(acc))
     return torch.where(live[..., None], out / safe[..., None], 0.0), lse
 
 

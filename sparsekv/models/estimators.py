@@ -13,14 +13,16 @@ import math
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.reference import RANK
 from sparsekv.models.feature_map import log_kernel
 from sparsekv.models.offline import NEG_INF, Scene
 
 
-def phi_tokens(features: int, dim: int) -> float:
+def phi_tokens(features: int, dim: int, *, moments: bool = False) -> float:
     """Size of a completion cache `(m, z, S)` of r features in tokens of `2d` elements: `r(d+2)/(2d)` (completion
-    paper, budget accounting)."""
-    return features * (dim + 2) / (2 * dim)
+    paper, budget accounting); `moments`: with mean and covariance of the keys (`ScoreMoments`)."""
+    described = (min(RANK, dim) + 2) * dim if moments else 0
+    return (features * (dim + 2) + described) / (2 * dim)
 
 
 def equal_buckets(tokens: float, dim: int, rank: int = 0) -> int:

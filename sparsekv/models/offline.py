@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.reference import blend_mass
+from sparsekv.kernels.reference import mass_cap, read_bound
 
 NEG_INF = float("-inf")
 
@@ -118,29 +118,33 @@ def output(scene: Scene, read: Tensor | None = None, log_weights: Tensor | None 
     return apply_weights(logits.softmax(-1), scene.values)
 
 
-def mean_mass(scene: Scene) -> Tensor:
-    """`log Σ exp(s)` over the mid keys of every query, were all its scores their mean (a bound from below, Jensen):
-    `[Hq, T]`, -inf where there are no such keys."""
+def scene_cap(scene: Scene, read: Tensor | None) -> Tensor:
+    """`mass_cap` of the mid keys of every query, as many as `read` the best of them: `[Hq, T]`, -inf where there are
+    none, infinite where nothing is read."""
+    if read is None:
+        return scene.scores.new_full(scene.scores.shape[:2], float("inf"))
     size = scene.mid.sum(-1)
-    return torch.where(scene.mid, scene.scores, 0.0).sum(-1) / size.clamp(min=1) + size.log()
+    each = size.clamp(min=1)
+    mean = torch.where(scene.mid, scene.scores, 0.0).sum(-1) / each
+    variance = torch.where(scene.mid, scene.scores - mean[..., None], 0.0).square().sum(-1) / each
+    return mass_cap(mean, variance, size.to(mean.dtype), read_bound(read.sum(-1) / each))
 
 
-def blended(scene: Scene, logits: Tensor, read: Tensor | None, blend: Tensor) -> Tensor:
-    """The logits `[Hq, T, N]` of an estimate, all of a query's moved by as much, so that the logarithm of the mass it
-    leaves to the mid keys not read goes `blend [Hq]` of the way to `mean_mass`."""
+def capped(scene: Scene, logits: Tensor, read: Tensor | None) -> Tensor:
+    """The logits `[Hq, T, N]` of an estimate, all of a query's lowered by as much as brings the mass it leaves to the
+    mid keys not read down to `mass_cap`, where it is above."""
     rest = scene.mid if read is None else scene.mid & ~read
     mass = logits.masked_fill(~rest, NEG_INF).logsumexp(-1)
-    move = blend_mass(mass, mean_mass(scene), blend[:, None]) - mass
-    return logits + move.nan_to_num(0.0)[..., None]
+    return logits - (mass - scene_cap(scene, read)).nan_to_num(0.0).clamp(min=0)[..., None]
 
 
 def mass_errors(
-    scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor, blends: Tensor,
+    scene: Scene, logits: Tensor, read: Tensor | None, shifts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` blended by each of
-    `blends [n]` and shifted by each of `shifts [P]`: `[n, P, Hq]`.
+    """Relative output error without completion `[Hq]`, and with it, its logits `[Hq, T, N]` capped and then shifted by
+    each of `shifts [P]`: `[P, Hq]`.
 
-    Both only change the weight of the estimated part, so that all of them cost one pass over the keys.
+    A shift only changes the weight of the estimated part, so that all of them cost one pass over the keys.
     """
     exact = scene.anchors if read is None else scene.anchors | read
     base, base_mass = _part(scene, scene.scores, exact)
@@ -148,19 +152,10 @@ def mass_errors(
     off, move = base - scene.full, rest - base
     size = scene.full.norm(dim=-1).clamp(min=1e-12)
     still, along, across = (off * off).sum(-1), (off * move).sum(-1), (move * move).sum(-1)
-    mean, errors = mean_mass(scene), []
-    for blend in blends:
-        mass = blend_mass(rest_mass, mean, blend)
-        weight = torch.sigmoid(mass + shifts.reshape(-1, 1, 1) - base_mass)
-        square = still + 2 * weight * along + weight**2 * across
-        errors.append((square.clamp(min=0).sqrt() / size).mean(-1))
-    return (off.norm(dim=-1) / size).mean(-1), torch.stack(errors)
-
-
-def best_pair(errors: Tensor, shifts: Tensor, blends: Tensor) -> tuple[Tensor, Tensor]:
-    """Shift and blend, `[...]` each, with the least of `errors [n, P, ...]` at the blends `[n]` and shifts `[P]`."""
-    best = errors.flatten(0, 1).argmin(0)
-    return shifts[best % len(shifts)], blends[best // len(shifts)]
+    mass = torch.minimum(rest_mass, scene_cap(scene, read))
+    weight = torch.sigmoid(mass + shifts.reshape(-1, 1, 1) - base_mass)
+    square = still + 2 * weight * along + weight**2 * across
+    return (off.norm(dim=-1) / size).mean(-1), (square.clamp(min=0).sqrt() / size).mean(-1)
 
 
 def _part(scene: Scene, logits: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def attach(
     file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer and gate of every
     head, and the artifacts' folders unless router and phi are given. completion_tokens: size of an untrained completion
     (centroid, moments, sampling) by what it costs to fetch; without it 256 buckets or samples [tokens].
-    fit_request: shift and blend of φ's mass are fitted to the request, head by head, by the last queries of its
+    fit_request: the shift of φ's mass is fitted to the request, head by head, by the last queries of its
     prefill, for the first 256 tokens generated.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.

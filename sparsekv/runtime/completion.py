@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsekv.kernels import (
-    MeanKey,
     PhiCache,
     PhiStore,
-    blend_mass,
-    mean_mass,
+    ScoreMoments,
+    moments_cap,
     phi_cache,
     phi_extend,
     phi_features,
     phi_partial,
     phi_remainder,
 )
-from sparsekv.kernels.reference import FeatureMapWeights
+from sparsekv.kernels.reference import FeatureMapWeights, factored, read_bound
 from sparsekv.models.estimators import phi_tokens
 from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.request_fit import LASTS, Fit, request_fit
+from sparsekv.runtime.request_fit import LASTS, request_fit
 from sparsekv.runtime.rows import gather_rows
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold, one_launch
 
@@ -78,59 +78,63 @@ class PhiCompletion(Completion):
     `PhiArtifact.layer` gives.
     Maps with a centred half (`layer.centred`) also want the request's mean key: that of the mid region when the cache
     was built, `centre [B, Hkv, d]` float32. Where the mid region has doubled since, the cache is built anew. With
-    `layer.blend` the mass is blended with that of the mean score, by the mean key of all of the mid region times the
-    softmax scale, `mean_key [B, Hkv, d]`.
-    With `fit` shift and blend of a request's first tokens are fitted to it (`request_fit`).
+    `layer.capped` the mass is capped (`mass_cap`), by mean and covariance of the mid region's keys; the whole
+    `covariance [B, Hkv, d, d]` is kept for when it grows.
+    With `fit` the shift of a request's first tokens is fitted to it (`request_fit`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "mean_key", "size")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "moments",
+                 "covariance")
 
     def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
         self.fit, self.fitted_until = fit, 0
-        self.fitted: Fit | None = None
+        self.fitted: Tensor | None = None
         self.cache: PhiCache | None = None
         self.features: Tensor | None = None
         self.store: PhiStore | None = None
         self.maps: FeatureMapWeights | None = None
         self.centre: Tensor | None = None
         self.centre_of: Tensor | None = None
-        self.mean_key: Tensor | None = None
-        self.size: Tensor | None = None
+        self.share = 0.0
+        self.moments: ScoreMoments | None = None
+        self.covariance: Tensor | None = None
 
     def build(self, view: LayerView) -> None:
         self.cache, self.features, self.store = self._kept(view), None, None
         centred = getattr(self.layer, "centred", False) and self.cache is None
-        blended = getattr(self.layer, "blend", None) is not None
-        if centred or blended:
-            mean = _mean_key(view)
+        limited = getattr(self.layer, "capped", False)
+        if centred or limited:
+            mean, covariance = key_moments(view, view.regions.mid_first, view.regions.mid_last, second=limited)
             if centred:
                 self.centre, self.centre_of = mean, view.regions.mid_sizes
-            if blended:
-                self.mean_key, self.size = view.scale * mean.to(view.device), view.regions.mid_sizes.float()
+            if covariance is not None:
+                self._describe(view, view.scale * mean, view.scale**2 * covariance)
         if self.cache is None:
             self._add(view, view.regions.mid_first, view.regions.mid_last)
 
     def reads(self, view: LayerView, share: float) -> None:
         if hasattr(self.calibrated, "at"):
             self.layer = self.calibrated.at(share)
+        self.share = share
+        if self.moments is not None:
+            self.moments = self.moments._replace(bound=self._bound(view))
         self.fitted = None
         if self.fit and view.length - view.recent_end < LASTS:
             self.fitted = request_fit(view, self.layer, share, self.centre)
             self.fitted_until = view.recent_end + LASTS
 
-    def _mass(self, view: LayerView, queries: int = 1) -> tuple[Tensor, Tensor | None]:
-        """Offset and blend of the last `queries` tokens' mass: as fitted to the request while that lasts, then as
-        calibrated. `[Hq]`, or `[B·T, Hq]`."""
-        offset, blend = self.layer.offset, getattr(self.layer, "blend", None)
+    def _offset(self, view: LayerView, queries: int = 1) -> Tensor:
+        """Offset of the last `queries` tokens' mass: as fitted to the request while that lasts, then as calibrated.
+        `[Hq]`, or `[B·T, Hq]`."""
+        offset: Tensor = self.layer.offset
         if self.fitted is None or view.length - queries >= self.fitted_until:
-            return offset, blend
+            return offset
         if queries == 1:
             return self.fitted
         ends = torch.arange(view.length - queries + 1, view.length + 1, device=offset.device)
-        lasts = (ends <= self.fitted_until).repeat(self.fitted.shift.shape[0])[:, None]
-        offset = torch.where(lasts, fold(self.fitted.shift, queries), offset)
-        return offset, None if blend is None else torch.where(lasts, fold(self.fitted.blend, queries), blend)
+        lasts = (ends <= self.fitted_until).repeat(self.fitted.shape[0])[:, None]
+        return torch.where(lasts, fold(self.fitted, queries), offset)
 
     def _log_k(self, keys: Tensor, queries: int = 1) -> Tensor:
         """`log φ_k` of keys `[B · queries, Hkv, n, d]`."""
@@ -168,12 +172,14 @@ class PhiCompletion(Completion):
             return
         self.features = None
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
-        if self.mean_key is not None:
-            sizes = view.regions.mid_sizes
-            new = view.scale * _key_sum(view, *joined).to(view.device)
-            more = (sizes - old.mid_sizes)[:, None, None]
-            self.mean_key = self.mean_key + (new - more * self.mean_key) / sizes.clamp(min=1)[:, None, None]
-            self.size = sizes.float()
+        if self.moments is not None and self.covariance is not None:
+            mean, covariance = key_moments(view, *joined, second=True)
+            assert covariance is not None
+            part = (1 - old.mid_sizes / view.regions.mid_sizes.clamp(min=1))[:, None, None]
+            away = view.scale * mean - self.moments.key
+            between = (part * (1 - part))[..., None] * away[..., None] * away[..., None, :]
+            within = view.scale**2 * covariance - self.covariance
+            self._describe(view, self.moments.key + part * away, self.covariance + part[..., None] * within + between)
         self._add(view, *joined)
         if self.store is not None:
             self.store = self._stored(view, self.store, *joined)
@@ -190,15 +196,16 @@ class PhiCompletion(Completion):
             self.store = self._stored(view, None, view.regions.mid_first, view.regions.mid_last)
         if self.maps is None:
             self.maps = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
-        offset, blend = self._mass(view)
-        return self.maps, offset, self.store._replace(mean=self._mean(blend))
+        return self.maps, self._offset(view), self.store._replace(moments=self.moments)
 
-    def _mean(self, blend: Tensor | None, queries: int = 1) -> MeanKey | None:
-        """What the mass is blended with, for each of `queries` rows of every row of the batch."""
-        if self.mean_key is None or self.size is None or blend is None:
-            return None
-        size = fold(self.size, queries)
-        return MeanKey(fold(self.mean_key, queries), size, blend.expand(len(size), -1))
+    def _describe(self, view: LayerView, mean: Tensor, covariance: Tensor) -> None:
+        """The moments of the mid region as it is now."""
+        self.covariance = covariance
+        self.moments = ScoreMoments(mean, *factored(covariance), view.regions.mid_sizes.float(), self._bound(view))
+
+    def _bound(self, view: LayerView) -> Tensor:
+        """Where the keys that are read begin among those of the mid region."""
+        return read_bound(self.share * view.regions.context / view.regions.mid_sizes.clamp(min=1))
 
     def _stored(self, view: LayerView, held: PhiStore | None, first: Tensor, last: Tensor) -> PhiStore:
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
@@ -220,7 +227,7 @@ class PhiCompletion(Completion):
             else:
                 parts.append(new)
             z = z + new.float().sum(2)
-            s = s + (new.mT @ view.values[:, :, a:b].to(new.dtype)).float()
+            s = s + new.float().mT @ view.values[:, :, a:b].float()
         centre = None if self.centre is None else view.scale * self.centre
         return PhiStore(m, z, s, torch.cat(parts, dim=2), centre=centre)
 
@@ -239,25 +246,25 @@ class PhiCompletion(Completion):
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         assert self.cache is not None
         log_q = self.layer.log_phi_q(queries.rot, *(() if self.centre is None else (self.centre, view.scale)))
-        offset, blend = self._mass(view, queries.count)
+        offset = self._offset(view, queries.count)
         log_q = queries.folded(log_q) + offset[..., None]
-        mean = self._mean(blend, queries.count)
 
-        def blended(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-            if mean is None:
+        def capped(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+            if self.moments is None:
                 return out, lse
-            return out, blend_mass(lse, mean_mass(queries.folded(queries.rot), mean) + offset, mean.blend)
+            moments = ScoreMoments(*(fold(x, queries.count) for x in self.moments))
+            return out, torch.minimum(lse, moments_cap(queries.folded(queries.rot), moments, offset))
 
         tokens = selection.as_tokens()
         cache = PhiCache(*(fold(x, queries.count) for x in self.cache))
         if tokens.shape[-1] == 0:
-            return blended(*phi_partial(log_q, cache))
+            return capped(*phi_partial(log_q, cache))
         lists = tokens.shape[1] // view.num_kv_heads
         logs, values = self._read(view, selection, lists)
         if lists > 1:
             cache = PhiCache(*(x.repeat_interleave(lists, dim=1) for x in cache))
         rest = phi_remainder(cache, logs, values, tokens >= 0)
-        return blended(*phi_partial(log_q, rest, full_z=cache.z))
+        return capped(*phi_partial(log_q, rest, full_z=cache.z))
 
     def _read(self, view: LayerView, selection: Selection, lists: int) -> tuple[Tensor, Tensor]:
         """`log φ_k` and values of the selected tokens, `[Q, H, K, r]` and `[Q, H, K, d]`.
@@ -284,23 +291,31 @@ class PhiCompletion(Completion):
 
     def cost_tokens(self, view: LayerView) -> float:
         features, dim = self.cache.m.shape[-1], view.keys.shape[-1]  # type: ignore[union-attr]
-        mean = 0.0 if self.mean_key is None else 0.5
-        return phi_tokens(features, dim) + mean
+        return phi_tokens(features, dim, moments=self.moments is not None)
 
 
-def _mean_key(view: LayerView) -> Tensor:
-    """Mean of the mid region's keys, `[B, Hkv, d]` float32; zero where there are none."""
-    total = _key_sum(view, view.regions.mid_first, view.regions.mid_last)
-    return total / view.regions.mid_sizes.clamp(min=1)[:, None, None].to(total.device)
-
-
-def _key_sum(view: LayerView, first: Tensor, last: Tensor) -> Tensor:
-    """Sum of the keys `first[b] <= i < last[b]`, `[B, Hkv, d]` float32."""
-    total = torch.zeros((*view.keys.shape[:2], view.keys.shape[-1]), dtype=torch.float32, device=view.keys.device)
+def key_moments(view: LayerView, first: Tensor, last: Tensor, *, second: bool) -> tuple[Tensor, Tensor | None]:
+    """Mean `[B, Hkv, d]` and, if wanted, covariance `[B, Hkv, d, d]` of the keys `first[b] <= i < last[b]`, float32 on
+    the device; zero where there are none. The covariance in a second pass: keys lie far from zero."""
     low, high = int(first.min()), int(last.max())
-    for a in range(low, high, BLOCK):
-        keys = view.keys[:, :, a:min(a + BLOCK, high)]
-        place = torch.arange(a, a + keys.shape[2], device=first.device)
-        inside = (place >= first[:, None]) & (place < last[:, None])
-        total += torch.where(inside[:, None, :, None].to(keys.device), keys, 0).sum(2, dtype=torch.float32)
-    return total
+    size = (last - first).clamp(min=1)[:, None, None]
+    dim = view.keys.shape[-1]
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        for a in range(low, high, BLOCK):
+            keys = view.keys[:, :, a:min(a + BLOCK, high)].to(view.device)
+            place = torch.arange(a, a + keys.shape[2], device=view.device)
+            inside = (place >= first[:, None]) & (place < last[:, None])
+            yield keys, inside[:, None, :, None]
+
+    mean = torch.zeros(*view.keys.shape[:2], dim, device=view.device)
+    for keys, inside in blocks():
+        mean += torch.where(inside, keys, 0).sum(2, dtype=torch.float32)
+    mean /= size
+    if not second:
+        return mean, None
+    around = torch.zeros(*mean.shape, dim, device=view.device)
+    for keys, inside in blocks():
+        away = torch.where(inside, keys - mean[:, :, None], 0.0)
+        around += away.mT @ away
+    return mean, around / size[..., None]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.models.feature_map import grouped_log_kernel
-from sparsekv.models.offline import best_pair, make_scene, mass_errors, top_k
+from sparsekv.models.offline import make_scene, mass_errors, top_k
 from sparsekv.runtime.selectors.base import LayerView
 
 QUERIES = 32
@@ -20,20 +19,13 @@ LASTS = 256
 SCORES_AT_ONCE = 2**25
 
 
-class Fit(NamedTuple):
-    """Shift and blend of the mass, `[B, Hq]` float32, in place of the calibrated ones; the shift of a closed gate is
-    -inf."""
-
-    shift: Tensor
-    blend: Tensor
-
-
-def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | None = None) -> Fit | None:
-    """Shift and blend of every row and head for this request; None where there is nothing to fit: maps without
-    `errors`, no queries of the prefill, a mid region that has grown past them, keys that do not lie on the device.
+def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | None = None) -> Tensor | None:
+    """Shift `[B, Hq]` of every row and head for this request, float32, -inf of a closed gate; None where there is
+    nothing to fit: maps without `errors`, no queries of the prefill, a mid region that has grown past them, keys that
+    do not lie on the device.
 
     The last queries of the prefill attend as they did, and again with sink, tail and the best `share` of the context
-    exact and the rest estimated; a head takes the pair with the least error, half of the validation windows' own
+    exact and the rest estimated; a head takes the shift with the least error, half of the validation windows' own
     error there added. maps: calibrated for that share. centre `[B, Hkv, d]`: mean keys of maps with a centred half.
     """
     count = min(QUERIES, view.recent_queries.shape[2])
@@ -44,9 +36,9 @@ def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | 
     if window < 1:
         return None
     columns = torch.arange(end - count, end, device=view.device)[None]
-    shifts, blends = (torch.tensor(grid, device=view.device) for grid in (maps.shift_grid, maps.blend_grid))
+    shifts = torch.tensor(maps.shift_grid, device=view.device)
     prior = maps.errors[0]
-    found = Fit(*(torch.zeros(view.keys.shape[0], view.num_query_heads, device=view.device) for _ in range(2)))
+    found = torch.zeros(view.keys.shape[0], view.num_query_heads, device=view.device)
     for rows, heads in _pieces(view.keys.shape[0], view.num_kv_heads, view.group * count * end):
         asked = slice(heads.start * view.group, heads.stop * view.group)
         own = maps.maps.heads(asked, heads)
@@ -60,17 +52,15 @@ def request_fit(view: LayerView, maps: PhiLayer, share: float, centre: Tensor | 
                            columns.expand(starts.shape[0], -1), scale=view.scale, sink_size=view.regions.sink_size,
                            window_size=window, starts=starts)
         read = top_k(scene, share) if share > 0 else None
-        error = mass_errors(scene, logits, read, shifts, blends)[1]
-        error = error.reshape(*error.shape[:2], queries.shape[0], -1)
-        for whole, part in zip(found, best_fit(error, prior[:, :, None, asked], shifts, blends), strict=True):
-            whole[rows, asked] = part
-    return found._replace(shift=found.shift.masked_fill(torch.isneginf(maps.offset), float("-inf")))
+        error = mass_errors(scene, logits, read, shifts)[1]
+        error = error.reshape(len(shifts), queries.shape[0], -1)
+        found[rows, asked] = best_shift(error, prior[:, None, asked], shifts)
+    return found.masked_fill(torch.isneginf(maps.offset), float("-inf"))
 
 
-def best_fit(error: Tensor, prior: Tensor, shifts: Tensor, blends: Tensor) -> Fit:
-    """The pair with the least error, half of the prior's added: error and prior `[n, P, ...]` at the blends `[n]` and
-    shifts `[P]` -> `[...]` each."""
-    return Fit(*best_pair(error + PRIOR * prior, shifts, blends))
+def best_shift(error: Tensor, prior: Tensor, shifts: Tensor) -> Tensor:
+    """The shift with the least error, half of the prior's added: error and prior `[P, ...]` at the shifts `[P]`."""
+    return shifts[(error + PRIOR * prior).argmin(0)]
 
 
 def _pieces(rows: int, heads: int, scores: int) -> Iterator[tuple[slice, slice]]:

@@ -6,15 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.reference import blend_mass
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, best_pair, make_scene, mass_errors, mean_mass, top_k
+from sparsekv.models.offline import Scene, make_scene, mass_errors, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
                                   "topk@0.1": 0.1}
 SHIFTS = tuple(round(-3.0 + 0.1 * i, 1) for i in range(41))
-BLENDS = tuple(round(0.2 * i, 1) for i in range(6))
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 SCORES_AT_ONCE = 200_000_000
 GAP_KEYS = 512
@@ -41,11 +39,11 @@ def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Sce
 
 
 def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
-    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift` and `<case> blend`, the pair with
-    least error there (zero unless asked for), `<case> error` and, with both, `<case> + phi error`; `<case> table`
-    `[Lq, n, P]`, the latter at every blend and shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the
+    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with the least
+    error there (zero unless asked for), `<case> error` and, with it, `<case> + phi error`; `<case> table` `[Lq, P]`,
+    the latter at every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the
     first case's, and `gap_pXX`, quantiles of `ŝ − s` over mid keys after its shift."""
-    shifts, blends = (torch.tensor(x if shift else (0.0,), device=pool.keys.device) for x in (SHIFTS, BLENDS))
+    shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
     tables: dict[str, list[Tensor]] = {}
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
         heads = slice(first, min(first + pieces_at_once(pool, limit), pool.heads_kv))
@@ -53,30 +51,28 @@ def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[s
         own = maps.heads(asked, heads)
         none: dict[str, Tensor] = {}
         completed: dict[str, Tensor] = {}
-        ratio, gaps = torch.zeros(2, 1, device=shifts.device), []
+        ratio, gaps = torch.zeros(1, device=shifts.device), []
         for document in range(pool.documents):
             scene, queries, keys = pick_scene(pool, document, heads, limit)
             logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
             for case, fraction in CASES.items():
                 read = None if fraction is None else top_k(scene, fraction)
-                alone, many = mass_errors(scene, logits, read, shifts, blends)
+                alone, many = mass_errors(scene, logits, read, shifts)
                 none[case] = none.get(case, 0.0) + alone / pool.documents
                 completed[case] = completed.get(case, 0.0) + many / pool.documents
             mass, truth = (x.masked_fill(~scene.mid, NEG_INF).logsumexp(-1) for x in (logits, scene.scores))
-            log_ratios = torch.stack([mass - truth, mean_mass(scene) - truth])
-            ratio = ratio + log_ratios.nanmean(-1) / pool.documents
+            ratio = ratio + (mass - truth).nanmean(-1) / pool.documents
             columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
             gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
             gaps.append(gap.flatten(1))
-        pairs = {case: best_pair(errors, shifts, blends) for case, errors in completed.items()}
-        chosen, blend = pairs[next(iter(CASES))]
-        found = {"mass_ratio": (blend_mass(ratio[0], ratio[1], blend) + chosen).exp()}
+        best = {case: shifts[errors.argmin(0)] for case, errors in completed.items()}
+        chosen = best[next(iter(CASES))]
+        found = {"mass_ratio": (ratio + chosen).exp()}
         quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
         found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
         for case in CASES:
-            found |= {f"{case} shift": pairs[case][0], f"{case} blend": pairs[case][1], f"{case} error": none[case],
-                      f"{case} table": completed[case].permute(2, 0, 1),
-                      f"{case} + phi error": completed[case].amin((0, 1))}
+            found |= {f"{case} shift": best[case], f"{case} error": none[case], f"{case} table": completed[case].mT,
+                      f"{case} + phi error": completed[case].amin(0)}
         for name, value in found.items():
             tables.setdefault(name, []).append(value)
     return {name: torch.cat(parts) for name, parts in tables.items()}

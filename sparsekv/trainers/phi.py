@@ -18,7 +18,7 @@ from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.models.offline import mass_errors
 from sparsekv.trainers.anchors import anchor_attention
-from sparsekv.trainers.calibrate import BLENDS, CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
+from sparsekv.trainers.calibrate import CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
@@ -62,8 +62,8 @@ class PhiConfig(TrainingOptions):
     output_weight: float = option(0.0, help="λ of the output's own relative error, with sink and tail exact and with "
                                             "the best 2 % of the keys exact too (not in the paper; 0 = off).", min=0.0)
     calibrate: bool = option(True, help="Fit per head on the validation windows, for every share of the context that "
-                                        "is read, a shift of the mass and its blend with the mean score's; and switch "
-                                        "completion off for heads it does not help.")
+                                        "is read, a shift of the mass; and switch completion off for heads it "
+                                        "does not help.")
 
 
 def train_phi(config: PhiConfig) -> PhiArtifact:
@@ -101,7 +101,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
-        shift, blend, errors = (by_case(card, what) for what in ("shift", "blend", "table"))
+        shift, errors = (by_case(card, what) for what in ("shift", "table"))
         card = {k: v for k, v in card.items() if not k.endswith(" table")}
         gate = choose_gates(card) if config.calibrate else torch.ones_like(shift[:, 0])
         for case in CASES:
@@ -116,9 +116,9 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
                 centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"],
                 shift_grid=list(SHIFTS) if config.calibrate else [],
-                blend_grid=list(BLENDS) if config.calibrate else [],
+                capped=True,
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
-            maps, shift, gate, run.out, *((blend, errors.permute(0, 1, 3, 4, 2)) if config.calibrate else ())))
+            maps, shift, gate, run.out, errors.mT if config.calibrate else None))
         made[0].save(run.out)
 
     run.finish(assemble)
@@ -264,5 +264,5 @@ class PhiTask(Task):
             scene, queries, keys = pick_scene(self.held, document, slice(0, self.held.heads_kv), WATCHED_QUERIES)
             logits = self.maps().surrogate(queries, keys, scene.context, scale=self.held.scale,
                                            sink_size=self.held.sink_size)
-            found.append(mass_errors(scene, logits, None, zero, zero)[1][0, 0])
+            found.append(mass_errors(scene, logits, None, zero)[1][0])
         return torch.stack(found).mean(0).reshape(self.held.heads_kv, -1).mean(1)

@@ -42,7 +42,7 @@ def test_dense_gives_the_answers_of_lm_evals_own_class(tokenizer, prompts) -> No
 
 
 def test_sparse_answers_read_what_they_may(tokenizer, prompts) -> None:
-    _, phi = artifacts(make_model(), space="rot", centred=False, blended=False)
+    _, phi = artifacts(make_model(), space="rot", centred=False, capped=False)
     _, dense = answers("sparsekv", tokenizer, prompts)
     lm, got = answers("sparsekv", tokenizer, prompts, selector="topk", token_budget=8, phi=phi, dense_layers="0+1")
     report = lm.last_report

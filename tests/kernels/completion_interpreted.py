@@ -32,7 +32,7 @@ def main() -> None:
             given = logs.to(torch.float32), v.to(dtype)
             found = completion.launch_cache(*given, counted)
             truth = reference.phi_cache(given[0].double(), given[1].double(), counted)
-            limit = 1e-5 if dtype == torch.float32 else 5e-3
+            limit = 1e-5
             assert torch.equal(found.m.double(), truth.m)
             for name, mine, right in zip("zs", found[1:], truth[1:], strict=True):
                 error = float((mine.double() - right).norm() / right.norm().clamp(min=1e-30))
@@ -53,20 +53,25 @@ def main() -> None:
             offset[..., 0] = float("-inf")
             cache = reference.phi_cache(torch.randn(2, heads, keys, features), v.float())
             centre = torch.randn(2, heads, dim) * dim**-0.5 if dtype == torch.float32 else None
-            mean = None
+            moments = None
             if dtype == torch.float32:
-                mean = reference.MeanKey(torch.randn(2, heads, dim), torch.rand(2) * 50, torch.rand(2, heads_q))
-            store = reference.PhiStore(*cache, torch.ones(1), centre=centre, mean=mean)
+                # one row that reads nothing, and spreads from none at all to far past the bound
+                spreads = torch.logspace(-3, 0.5, heads)[:, None, None]
+                moments = reference.ScoreMoments(
+                    torch.randn(2, heads, dim), torch.randn(2, heads, 5, dim) * spreads, torch.rand(2, heads, dim),
+                    torch.rand(2) * 50, torch.tensor([float("inf"), 1.5]))
+            store = reference.PhiStore(*cache, torch.ones(1), centre=centre, moments=moments)
             found = completion.launch_query(q, maps, offset, store)
             exact = reference.FeatureMapWeights(*(w.double() for w in maps))
             log_q = reference.log_phi(q.double()[:, :, None], exact)
             log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)[:, :, 0] + offset[..., None]
             truth = reference.phi_query(log_q, reference.PhiStore(*(x.double() for x in store[:4])))
             limit = 1e-5 if dtype == torch.float32 else 2e-2
-            if mean is not None:
-                right = reference.mean_mass(q.double(), mean._replace(key=mean.key.double())) + offset
-                if not torch.allclose(found.mean[:, 1:].double(), right[:, 1:], atol=1e-4):
-                    sys.exit("the mass of the mean score differs from its twin")
+            if moments is not None:
+                wide = reference.ScoreMoments(*(x.double() for x in moments))
+                right = reference.moments_cap(q.double(), wide, offset)
+                if not torch.allclose(found.cap[:, 1:].double(), right[:, 1:], rtol=1e-5, atol=1e-4):
+                    sys.exit("the cap of the mass differs from its twin")
             scale = [x.c.double().exp() for x in (found, truth)]
             for name in ("a", "whole", "base"):
                 mine, right = (getattr(x, name).double() * (s if name == "whole" else s[..., None])

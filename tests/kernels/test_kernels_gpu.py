@@ -65,8 +65,7 @@ def completion(s: dict[str, Any], features: int = 32) -> list[reference.PhiRest]
     logs = torch.randn(*q.shape[:2], features, device=DEVICE)
     logs[0, 0] = float("-inf")
     rest = reference.phi_query(logs, store, q.dtype)
-    blend = torch.rand(q.shape[1], device=DEVICE).expand(len(q), -1)
-    rest = rest._replace(mean=torch.randn(*q.shape[:2], device=DEVICE), blend=blend)
+    rest = rest._replace(cap=torch.randn(*q.shape[:2], device=DEVICE))
     return [rest._replace(whole=rest.whole.float(), base=rest.base.float()), rest.map(torch.Tensor.double)]
 
 
@@ -147,7 +146,7 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
         mask[0, 0] = False
         found, truth = ops.phi_cache(logs, v, mask), reference.phi_cache(logs.double(), v.double(), mask)
         assert torch.equal(found.m.double(), truth.m)
-        assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < LIMITS[dtype]
+        assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < 1e-4
         width, heads_q = 40, heads * 2
 
         def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -161,8 +160,11 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
         q = random(2, heads_q, dim)
         cache = reference.phi_cache(torch.randn_like(logs), v.float())
         centre = torch.randn(2, heads, dim, device=DEVICE) * dim**-0.5
-        mean = reference.MeanKey(centre + 0.1, torch.rand(2, device=DEVICE) * 50, torch.rand(2, heads_q, device=DEVICE))
-        store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre, mean=mean)
+        moments = reference.ScoreMoments(
+            centre + 0.1, torch.randn(2, heads, 16, dim, device=DEVICE) * dim**-0.5,
+            torch.rand(2, heads, dim, device=DEVICE) / dim, torch.rand(2, device=DEVICE) * 50,
+            torch.tensor([float("inf"), 1.5], device=DEVICE))
+        store = reference.PhiStore(*cache, torch.ones(1, device=DEVICE), centre=centre, moments=moments)
         log_q = reference.log_phi(q.double()[:, :, None], reference.FeatureMapWeights(*(w.double() for w in maps)))
         log_q = reference.add_centre(log_q, q.double()[:, :, None], centre)
         for shape in ((heads_q,), (2, heads_q)):
@@ -173,8 +175,9 @@ def test_completion_cache_and_query(dtype: torch.dtype) -> None:
                                         reference.PhiStore(*(x.double() for x in store[:4])))
             scaled = [x.base.double() * x.c.double().exp()[..., None] for x in (mine, right)]
             assert error(*scaled) < (1e-4 if dtype == torch.float32 else 3e-2)
-            alike = reference.mean_mass(q.double(), mean._replace(key=mean.key.double())) + offset
-            torch.testing.assert_close(mine.mean[:, 1:].double(), alike[:, 1:].double(), atol=1e-3, rtol=1e-3)
+            wide = reference.ScoreMoments(*(x.double() for x in moments))
+            cap = reference.moments_cap(q.double(), wide, offset)
+            torch.testing.assert_close(mine.cap[:, 1:].double(), cap[:, 1:].double(), atol=1e-3, rtol=1e-3)
 
 
 @DTYPES

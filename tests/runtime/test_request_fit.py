@@ -1,4 +1,4 @@
-"""φ's mass fitted to a request: the best shift and blend for its last queries, row by row, for as long as it lasts."""
+"""φ's mass fitted to a request: the best shift for its last queries, row by row, for as long as it lasts."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -11,11 +11,10 @@ from tiny_artifacts import artifacts
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.models.offline import blended, make_scene, output, relative_error, top_k
-from sparsekv.runtime.request_fit import LASTS, PRIOR, QUERIES, Fit
+from sparsekv.models.offline import capped, make_scene, output, relative_error, top_k
+from sparsekv.runtime.request_fit import LASTS, PRIOR, QUERIES
 
 SHIFTS = [round(-3 + 0.2 * i, 1) for i in range(31)]
-BLENDS = [0.0, 0.5, 1.0]
 SHARES = [0.0, 0.1]
 LENGTHS = (150, 131)
 
@@ -25,15 +24,12 @@ def made(request):
     model = make_model()
     _, phi = artifacts(model, centred=request.param)
     layers, _, heads = phi.shift.shape
-    config = dataclasses.replace(phi.config, read_shares=SHARES, shift_grid=SHIFTS, blend_grid=BLENDS)
+    config = dataclasses.replace(phi.config, read_shares=SHARES, shift_grid=SHIFTS)
     generator = torch.Generator().manual_seed(3)
-    best = torch.randn(layers, len(SHARES), 1, 1, heads, generator=generator)
-    bent = torch.rand(layers, len(SHARES), 1, 1, heads, generator=generator)
-    errors = (0.3 + 0.2 * (torch.tensor(SHIFTS)[:, None] - best).square()
-              + 0.02 * (torch.tensor(BLENDS)[:, None, None] - bent).square())
-    found = errors.flatten(2, 3).argmin(2)
-    shift, blend = torch.tensor(SHIFTS)[found % len(SHIFTS)], torch.tensor(BLENDS)[found // len(SHIFTS)]
-    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, blend, errors)
+    best = torch.randn(layers, len(SHARES), 1, heads, generator=generator)
+    errors = 0.3 + 0.02 * (torch.tensor(SHIFTS)[:, None] - best).square()
+    shift = torch.tensor(SHIFTS)[errors.argmin(2)]
+    return model, PhiArtifact(config, phi.maps, shift, torch.ones(layers, heads), None, errors)
 
 
 def prompts() -> list[torch.Tensor]:
@@ -51,7 +47,7 @@ def decoded(model, phi, budget: float, ids: torch.Tensor, mask: torch.Tensor | N
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.1])
-def test_it_is_the_best_pair_of_the_grid(made, budget: float) -> None:
+def test_it_is_the_best_of_the_grid(made, budget: float) -> None:
     model, phi = made
     cache = decoded(model, phi, budget, prompts()[0])
     layer, length = cache.layers[1], LENGTHS[0]
@@ -65,15 +61,11 @@ def test_it_is_the_best_pair_of_the_grid(made, budget: float) -> None:
     log_q, log_k = maps.maps.log_phi_q(queries, centre, scale), maps.maps.log_phi_k(keys, centre)
     logits = log_kernel(log_q.reshape(keys.shape[0], -1, log_q.shape[-1]), log_k).reshape(scene.scores.shape)
     read = None if budget == 0.0 else top_k(scene, budget)
-    heads = len(scene.scores)
-    errors = torch.stack([torch.stack([relative_error(scene, output(scene, read, moved + shift)) for shift in SHIFTS])
-                          for moved in (blended(scene, logits, read, torch.full((heads,), b)) for b in BLENDS)])
-    best = (errors + PRIOR * maps.at(budget).errors[0]).flatten(0, 1).argmin(0)
-    torch.testing.assert_close(completion.fitted.shift[0], torch.tensor(SHIFTS)[best % len(SHIFTS)])
-    torch.testing.assert_close(completion.fitted.blend[0], torch.tensor(BLENDS)[best // len(SHIFTS)])
-    calibrated = maps.at(budget)
-    assert bool((completion.fitted.shift[0] != calibrated.offset).any())
-    assert bool((completion.fitted.blend[0] != calibrated.blend).any())
+    lowered = capped(scene, logits, read)
+    errors = torch.stack([relative_error(scene, output(scene, read, lowered + shift)) for shift in SHIFTS])
+    best = (errors + PRIOR * maps.at(budget).errors[0]).argmin(0)
+    torch.testing.assert_close(completion.fitted[0], torch.tensor(SHIFTS)[best])
+    assert bool((completion.fitted[0] != maps.at(budget).offset).any())
 
 
 def test_rows_of_a_padded_batch_have_their_own(made) -> None:
@@ -87,13 +79,11 @@ def test_rows_of_a_padded_batch_have_their_own(made) -> None:
         found = both.layers[layer].state.completion.fitted
         for row, cache in enumerate(alone):
             expected = cache.layers[layer].state.completion.fitted
-            # two neighbouring pairs may be equally good but for rounding
-            same = (found.shift[row] == expected.shift[0]) & (found.blend[row] == expected.blend[0])
-            assert bool(same.all())
+            assert torch.equal(found[row], expected[0])
     layer = both.layers[1].state
-    second = layer.completion.fitted.shift[1].clone()
+    second = layer.completion.fitted[1].clone()
     layer.take_rows(torch.tensor([1]))
-    assert torch.equal(layer.completion.fitted.shift[0], second)
+    assert torch.equal(layer.completion.fitted[0], second)
 
 
 def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> None:
@@ -106,7 +96,7 @@ def test_it_is_part_of_what_a_step_computes_and_can_be_switched_off(made) -> Non
             logits.append(model(ids[:, -1:], past_key_values=cache).logits)
             assert (cache.layers[1].state.completion.fitted is not None) == fit
     assert not torch.allclose(*logits)
-    plain = PhiArtifact(phi.config, phi.maps, phi.shift, phi.gate, blend=phi.blend)
+    plain = PhiArtifact(phi.config, phi.maps, phi.shift, phi.gate)
     with sparsekv.attach(model, phi=plain, selector="topk", token_budget=0.05, dense_below=0) as a:
         cache = a.prefill(ids[:, :-1])
         torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits, logits[1])
@@ -117,21 +107,20 @@ def test_it_ends_after_a_while(made) -> None:
     cache = decoded(model, phi, 0.05, prompts()[0])
     state, layer = cache.layers[1].state, cache.layers[1]
     view, completion = SimpleNamespace(length=layer.recent_end + LASTS), state.completion
-    fitted, calibrated = completion.fitted, (completion.layer.offset, completion.layer.blend)
-    assert isinstance(completion._mass(view), Fit) and completion._mass(view) is fitted
+    fitted, calibrated = completion.fitted, completion.layer.offset
+    assert completion._offset(view) is fitted
     view.length += 1
-    assert all(torch.equal(a, b) for a, b in zip(completion._mass(view), calibrated, strict=True))
-    for now, own, later in zip(completion._mass(view, 3), fitted, calibrated, strict=True):
-        torch.testing.assert_close(now, torch.stack([own[0], own[0], later]))
+    assert torch.equal(completion._offset(view), calibrated)
+    torch.testing.assert_close(completion._offset(view, 3), torch.stack([fitted[0], fitted[0], calibrated]))
     view.length += 2
-    assert all(torch.equal(a, b) for a, b in zip(completion._mass(view, 3), calibrated, strict=True))
+    assert torch.equal(completion._offset(view, 3), calibrated)
 
 
 def test_a_closed_gate_stays_closed(made) -> None:
     model, phi = made
     phi.gate[:, 0] = 0.0
     cache = decoded(model, phi, 0.05, prompts()[0])
-    offset = cache.layers[1].state.completion.fitted.shift
+    offset = cache.layers[1].state.completion.fitted
     assert torch.isneginf(offset[0, 0]) and bool(offset[0, 1:].isfinite().all())
 
 
@@ -139,7 +128,6 @@ def test_the_errors_are_saved_and_loaded(made, tmp_path) -> None:
     phi = made[1]
     phi.save(tmp_path / "phi")
     loaded = PhiArtifact.load(tmp_path / "phi")
-    assert loaded.config.shift_grid == SHIFTS and loaded.config.blend_grid == BLENDS
+    assert loaded.config.shift_grid == SHIFTS
     torch.testing.assert_close(loaded.errors, phi.errors)
     torch.testing.assert_close(loaded.layer(1).at(0.05).errors, phi.errors[1].mean(0, keepdim=True))
-    torch.testing.assert_close(loaded.layer(1).at(0.05).blend, phi.blend[1].mean(0))

@@ -12,7 +12,7 @@ from sparsekv.models.feature_map import FeatureMap, Maps
 
 
 def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hybrid", features: int = 12,
-              centred: bool = True, blended: bool = True):
+              centred: bool = True, capped: bool = True):
     torch.manual_seed(1)
     mark = model_fingerprint(model)
     layers, heads_q, heads_kv, dim = mark["num_layers"], mark["num_query_heads"], mark["num_kv_heads"], mark["head_dim"]
@@ -27,7 +27,6 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hyb
     sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
     maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
-    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, centred=centred, **common), maps,
-                      torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q),
-                      blend=torch.rand(layers, 1, heads_q) if blended else None)
+    config = PhiArtifactConfig(num_features=features, width=24, centred=centred, capped=capped, **common)
+    phi = PhiArtifact(config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi

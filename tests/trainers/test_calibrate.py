@@ -1,26 +1,25 @@
-"""Errors of many shifts and blends at once against the outputs one by one; gates that never raise a mean."""
+"""Errors of many shifts at once against the outputs one by one; gates that never raise a mean."""
 
 import torch
 
-from sparsekv.models.offline import blended, make_scene, mass_errors, output, relative_error, top_k
+from sparsekv.models.offline import capped, make_scene, mass_errors, output, relative_error, top_k
 from sparsekv.trainers.calibrate import CASES, choose_gates
 
 
-def test_errors_of_shifts_and_blends_are_those_of_the_outputs() -> None:
+def test_errors_of_shifts_are_those_of_the_outputs() -> None:
     torch.manual_seed(0)
     queries, keys, values = torch.randn(4, 5, 8) * 2, torch.randn(2, 60, 8), torch.randn(2, 60, 8)
     positions = torch.tensor([[5, 25, 40, 50, 59]]).expand(4, -1)
     scene = make_scene(queries, keys, values, positions, scale=0.4, sink_size=2, window_size=6)
     logits = scene.scores.masked_fill(~scene.mid, 0.0) + 0.7 * torch.randn(4, 5, 60)
-    shifts, blends = torch.tensor([-2.0, 0.0, 0.5]), torch.tensor([0.0, 0.4, 1.0])
+    shifts = torch.tensor([-2.0, 0.0, 0.5])
     for read in (None, top_k(scene, 0.1)):
-        alone, completed = mass_errors(scene, logits, read, shifts, blends)
+        alone, completed = mass_errors(scene, logits, read, shifts)
         torch.testing.assert_close(alone, relative_error(scene, output(scene, read)), rtol=1e-4, atol=1e-5)
-        for blend, row in zip(blends, completed, strict=True):
-            moved = blended(scene, logits, read, blend.expand(4))
-            for shift, found in zip(shifts, row, strict=True):
-                expected = relative_error(scene, output(scene, read, moved + shift))
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        lowered = capped(scene, logits, read)
+        for shift, found in zip(shifts, completed, strict=True):
+            expected = relative_error(scene, output(scene, read, lowered + shift))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_gates_never_raise_the_mean_of_a_case() -> None:
