@@ -73,10 +73,8 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
                 rows.append(_row(mean, method, budget, entries, seed))
                 groups = [e["agreement"] for e in entries if e is not None]
                 if all(groups):
-                    low, high = bootstrap(groups, seed=seed)
-                    value = round(_mean([_mean(g) for g in groups]), 2)
-                    rows.append({**rows[-1], "metric": "agreement", "value": value, "low": round(low, 2),
-                                 "high": round(high, 2), "samples": sum(map(len, groups))})
+                    value, interval = _points(groups, seed)
+                    rows.append({**rows[-1], "metric": "agreement", "value": value, **interval})
     return rows
 
 
@@ -113,14 +111,20 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
         infeasible = any(e["infeasible"] for e in entries)
         return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)
     groups = [[100 * s for s in e["scores"].values()] for e in entries]
-    low, high = bootstrap(groups, seed=seed)
+    value, interval = _points(groups, seed)
     read = _mean([x for e in entries for x in e["read"]])
     worst = _mean([r + e["cache_tokens"] / t for e in entries for r, t in zip(e["read"], e["tokens"], strict=True)])
     tokens = _mean([t for e in entries for t in e["tokens"]])
-    return row(case, method, "score", round(_mean([_mean(g) for g in groups]), 2), "points of 100", **extra,
-               low=round(low, 2), high=round(high, 2), samples=sum(map(len, groups)), read=round(read, 4),
+    return row(case, method, "score", value, "points of 100", **extra, **interval, read=round(read, 4),
                read_worst=round(min(worst, 1.0), 4), context_tokens=round(tokens),
                seconds=round(sum(e["seconds"] for e in entries), 2))
+
+
+def _points(groups: Sequence[Sequence[float]], seed: int) -> tuple[float, dict[str, Any]]:
+    """Mean of the groups' means, and its interval with the number of samples, as a row has them."""
+    low, high = bootstrap(groups, seed=seed)
+    return round(_mean([_mean(g) for g in groups]), 2), {
+        "low": round(low, 2), "high": round(high, 2), "samples": sum(map(len, groups))}
 
 
 def _mean(values: Sequence[float]) -> float:

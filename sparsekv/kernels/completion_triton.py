@@ -121,8 +121,9 @@ def cache_kernel(
         keep = tl.exp(top - safe)
         weight = tl.exp(log - safe[None, :])
         mass = mass * keep + tl.sum(weight, 0)
-        rounded = tl.trans(weight).to(value.dtype)
-        missing = (tl.trans(weight) - rounded.to(tl.float32)).to(value.dtype)
+        weight = tl.trans(weight)
+        rounded = weight.to(value.dtype)
+        missing = (weight - rounded.to(tl.float32)).to(value.dtype)
         sums = sums * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
         # keys that are read are taken out of the sums again, at times nearly all there is
         sums += tl.dot(missing, value, input_precision="ieee")

@@ -83,8 +83,7 @@ class PhiCompletion(Completion):
     With `fit` the shift of a request's first tokens is fitted to it (`request_fit`).
     """
 
-    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "moments",
-                 "covariance")
+    row_state = ("cache", "features", "store", "centre", "centre_of", "fitted", "moments", "covariance")
 
     def __init__(self, layer: Any, fit: bool = False):
         self.layer = self.calibrated = layer
@@ -104,14 +103,15 @@ class PhiCompletion(Completion):
         self.cache, self.features, self.store = self._kept(view), None, None
         centred = getattr(self.layer, "centred", False) and self.cache is None
         limited = getattr(self.layer, "capped", False)
+        mid = view.regions.mid_first, view.regions.mid_last
         if centred or limited:
-            mean, covariance = key_moments(view, view.regions.mid_first, view.regions.mid_last, second=limited)
+            mean = key_mean(view, *mid)
             if centred:
                 self.centre, self.centre_of = mean, view.regions.mid_sizes
-            if covariance is not None:
-                self._describe(view, view.scale * mean, view.scale**2 * covariance)
+            if limited:
+                self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view, *mid, mean))
         if self.cache is None:
-            self._add(view, view.regions.mid_first, view.regions.mid_last)
+            self._add(view, *mid)
 
     def reads(self, view: LayerView, share: float) -> None:
         if hasattr(self.calibrated, "at"):
@@ -173,12 +173,11 @@ class PhiCompletion(Completion):
         self.features = None
         joined = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         if self.moments is not None and self.covariance is not None:
-            mean, covariance = key_moments(view, *joined, second=True)
-            assert covariance is not None
+            mean = key_mean(view, *joined)
             part = (1 - old.mid_sizes / view.regions.mid_sizes.clamp(min=1))[:, None, None]
             away = view.scale * mean - self.moments.key
             between = (part * (1 - part))[..., None] * away[..., None] * away[..., None, :]
-            within = view.scale**2 * covariance - self.covariance
+            within = view.scale**2 * key_covariance(view, *joined, mean) - self.covariance
             self._describe(view, self.moments.key + part * away, self.covariance + part[..., None] * within + between)
         self._add(view, *joined)
         if self.store is not None:
@@ -211,36 +210,26 @@ class PhiCompletion(Completion):
         """Features of the tokens `first[b] <= i < last[b]` after those held, with the sums of what was rounded."""
         assert self.cache is not None
         m = self.cache.m if held is None else held.m
-        low = 0 if held is None else int(first.min())
-        parts = [] if held is None or held.features is None else [held.features[:, :, :low]]
+        parts = [] if held is None or held.features is None else [held.features[:, :, :int(first.min())]]
         z, s = (torch.zeros_like(x) for x in self.cache[1:]) if held is None else (held.z, held.s)
-        for a in range(low, int(last.max()), BLOCK):
-            b = min(a + BLOCK, int(last.max()))
-            positions = torch.arange(a, b, device=m.device)
-            inside = (positions >= first[:, None]) & (positions < last[:, None])
-            new = phi_features(self._log_k(view.keys[:, :, a:b]), m) * inside[:, None, :, None]
-            new = new.to(view.keys.dtype)
+        for block, inside in _blocks(first, last, 0 if held is None else None):
+            new = (phi_features(self._log_k(view.keys[:, :, block]), m) * inside).to(view.keys.dtype)
             if held is not None and held.features is not None:
                 # rows whose mid region ends later than the others' already hold some of these
-                there = held.features[:, :, a:b]
-                parts.append(new + torch.nn.functional.pad(there, (0, 0, 0, b - a - there.shape[2])))
+                there = held.features[:, :, block]
+                parts.append(new + torch.nn.functional.pad(there, (0, 0, 0, new.shape[2] - there.shape[2])))
             else:
                 parts.append(new)
             z = z + new.float().sum(2)
-            s = s + new.float().mT @ view.values[:, :, a:b].float()
+            s = s + new.float().mT @ view.values[:, :, block].float()
         centre = None if self.centre is None else view.scale * self.centre
         return PhiStore(m, z, s, torch.cat(parts, dim=2), centre=centre)
 
     def _add(self, view: LayerView, first: Tensor, last: Tensor) -> None:
         """Sum the tokens `first[b] <= i < last[b]` into the cache, a block at a time."""
-        low, high = int(first.min()), int(last.max())
-        for a in list(range(low, high, BLOCK)) or [low]:
-            b = max(a, min(a + BLOCK, high))
-            logs = self._log_k(view.keys[:, :, a:b])
-            positions = torch.arange(a, b, device=logs.device)
-            inside = (positions >= first[:, None]) & (positions < last[:, None])
-            logs = logs.masked_fill(~inside[:, None, :, None], float("-inf"))
-            values = view.values[:, :, a:b]
+        for block, inside in _blocks(first, last):
+            logs = self._log_k(view.keys[:, :, block]).masked_fill(~inside, float("-inf"))
+            values = view.values[:, :, block]
             self.cache = phi_cache(logs, values) if self.cache is None else phi_extend(self.cache, logs, values)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
@@ -294,28 +283,30 @@ class PhiCompletion(Completion):
         return phi_tokens(features, dim, moments=self.moments is not None)
 
 
-def key_moments(view: LayerView, first: Tensor, last: Tensor, *, second: bool) -> tuple[Tensor, Tensor | None]:
-    """Mean `[B, Hkv, d]` and, if wanted, covariance `[B, Hkv, d, d]` of the keys `first[b] <= i < last[b]`, float32 on
-    the device; zero where there are none. The covariance in a second pass: keys lie far from zero."""
-    low, high = int(first.min()), int(last.max())
-    size = (last - first).clamp(min=1)[:, None, None]
-    dim = view.keys.shape[-1]
+def key_mean(view: LayerView, first: Tensor, last: Tensor) -> Tensor:
+    """Mean `[B, Hkv, d]`, float32, of the keys `first[b] <= i < last[b]`; zero where there are none."""
+    total = torch.zeros(*view.keys.shape[:2], view.keys.shape[-1], device=view.device)
+    for block, inside in _blocks(first, last):
+        total += torch.where(inside, view.keys[:, :, block], 0).sum(2, dtype=torch.float32)
+    return total / (last - first).clamp(min=1)[:, None, None]
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        for a in range(low, high, BLOCK):
-            keys = view.keys[:, :, a:min(a + BLOCK, high)].to(view.device)
-            place = torch.arange(a, a + keys.shape[2], device=view.device)
-            inside = (place >= first[:, None]) & (place < last[:, None])
-            yield keys, inside[:, None, :, None]
 
-    mean = torch.zeros(*view.keys.shape[:2], dim, device=view.device)
-    for keys, inside in blocks():
-        mean += torch.where(inside, keys, 0).sum(2, dtype=torch.float32)
-    mean /= size
-    if not second:
-        return mean, None
-    around = torch.zeros(*mean.shape, dim, device=view.device)
-    for keys, inside in blocks():
-        away = torch.where(inside, keys - mean[:, :, None], 0.0)
-        around += away.mT @ away
-    return mean, around / size[..., None]
+def key_covariance(view: LayerView, first: Tensor, last: Tensor, mean: Tensor) -> Tensor:
+    """Covariance `[B, Hkv, d, d]`, float32, of the same keys around their `mean`, from which they are taken before they
+    are multiplied: keys lie far from zero."""
+    total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device)
+    for block, inside in _blocks(first, last):
+        away = torch.where(inside, view.keys[:, :, block] - mean[:, :, None], 0.0)
+        total += away.mT @ away
+    return total / (last - first).clamp(min=1)[:, None, None, None]
+
+
+def _blocks(first: Tensor, last: Tensor, low: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
+    where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`."""
+    low, high = int(first.min()) if low is None else low, int(last.max())
+    for a in range(low, high, BLOCK) or [low]:
+        b = max(a, min(a + BLOCK, high))
+        places = torch.arange(a, b, device=first.device)
+        inside = (places >= first[:, None]) & (places < last[:, None])
+        yield slice(a, b), inside[:, None, :, None]

@@ -39,10 +39,10 @@ def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Sce
 
 
 def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
-    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with the least
-    error there (zero unless asked for), `<case> error` and, with it, `<case> + phi error`; `<case> table` `[Lq, P]`,
-    the latter at every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the
-    first case's, and `gap_pXX`, quantiles of `ŝ − s` over mid keys after its shift."""
+    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with the least error
+    there (zero unless asked for), `<case> error` and, with it, `<case> + phi error`; `<case> table` `[Lq, P]`, the
+    latter at every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the first case's, and `gap_pXX`,
+    quantiles of `ŝ − s` over mid keys after its shift."""
     shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
     tables: dict[str, list[Tensor]] = {}
     for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):

@@ -115,8 +115,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
                 model=store.model, layers=store.layers, num_features=maps.query.b_out.shape[-1], width=config.width,
                 centred=config.centred, read_shares=[share or 0.0 for share in CASES.values()],
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"],
-                shift_grid=list(SHIFTS) if config.calibrate else [],
-                capped=True,
+                shift_grid=list(SHIFTS) if config.calibrate else [], capped=True,
                 provenance=provenance(store, asdict(config), train, validation), quality=quality),
             maps, shift, gate, run.out, errors.mT if config.calibrate else None))
         made[0].save(run.out)
