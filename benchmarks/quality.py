@@ -34,7 +34,7 @@ METHODS = "full,topk+phi,router+phi,topk,router,streaming,snapkv,quest,token_sel
 
 
 def train(options: argparse.Namespace, model: object, tokenizer: object) -> None:
-    """A hybrid router and feature maps for every layer, from windows of a text."""
+    """A router and feature maps for every layer, from windows of a text."""
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -50,7 +50,7 @@ def train(options: argparse.Namespace, model: object, tokenizer: object) -> None
     print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
     began = time.perf_counter()
     train_router(RouterConfig(
-        capture=str(store.path), output=str(out / "router"), scores="hybrid", key_space="rot", overwrite=True,
+        capture=str(store.path), output=str(out / "router"), scores=options.scores, key_space="rot", overwrite=True,
         num_buckets=options.buckets, hidden_size=options.hidden, max_steps=options.router_steps, long_range=0,
         validation_documents=options.validation, layer_group=options.router_layer_group, device=options.device))
     print(f"router in {time.perf_counter() - began:.0f} s", flush=True)
@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--validation", type=int, default=4)
     parser.add_argument("--buckets", type=int, default=4096)
+    parser.add_argument("--scores", default="mean_key", choices=["mean_key", "hybrid", "mlp"],
+                        help="how the router scores its buckets; --hidden and --router-steps are for the trained ones")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--router-steps", type=int, default=1500)
     parser.add_argument("--router-layer-group", type=int, default=3, help="layers whose targets are held at once")

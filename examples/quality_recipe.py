@@ -57,9 +57,9 @@ def commands(model: str, length: int, text: str, output: Path, samples: int) -> 
     return [
         (capture, ["capture", "--model", model, "--corpus", text, "--output", str(capture), "--context-length",
                    str(length), "--num-documents", "64", "--queries-per-document", "256", "--dtype", "bfloat16"]),
-        (router, ["train-router", "--capture", str(capture), "--output", str(router), "--scores", "hybrid",
-                  "--key-space", "rot", "--num-buckets", buckets, "--hidden-size", "512", "--long-range", "0",
-                  "--layer-group", "4", "--validation-documents", "4"]),
+        (router, ["train-router", "--capture", str(capture), "--output", str(router), "--scores", "mean_key",
+                  "--key-space", "rot", "--num-buckets", buckets, "--long-range", "0", "--layer-group", "4",
+                  "--validation-documents", "4"]),
         (phi, ["train-phi", "--capture", str(capture), "--output", str(phi), "--width", "256", "--max-steps", "6000",
                "--weight-decay", "0.01", "--lr", "0.002", "--layer-group", "4", "--validation-documents", "4"]),
         (results, ["eval", "--model", model, "--output", str(results), "--router", str(router), "--phi", str(phi),

@@ -47,7 +47,6 @@ class DemoConfig:
     num_needles: int = option(5, help="Needle prompts answered by every method [prompts].", min=1)
     continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
     num_buckets: int = option(256, help="Buckets of the router [buckets].", min=2)
-    router_steps: int = option(150, help="Training steps of the router [steps].", min=1)
     phi_steps: int = option(220, help="Training steps of the feature maps [steps].", min=1)
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="auto, cpu or cuda.")
@@ -93,9 +92,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
                       queries_per_document=64),
         model=model, tokenizer=tokenizer)
     train_router(RouterConfig(
-        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, hidden_size=128,
-        scores="hybrid", kmeans_iterations=6, max_steps=config.router_steps, batch_size=64,
-        long_range=config.context_length // 8, device=config.device, seed=config.seed))
+        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, scores="mean_key",
+        kmeans_iterations=6, long_range=config.context_length // 8, device=config.device, seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=352,
         optimizer="adam", output_weight=3.0, device=config.device, seed=config.seed))
@@ -174,10 +172,8 @@ def _write_report(
     from sparsekv.evaluation.report import Figure, Table, write_report
     from sparsekv.trainers.fit import read_metrics
 
-    curves = {}
-    for name in ("router", "phi"):
-        metrics = read_metrics(out / name / "metrics.csv")
-        curves[f"{name} training"] = (metrics["step"], metrics["loss"])
+    metrics = read_metrics(out / "phi" / "metrics.csv")
+    curves = {"phi training": (metrics["step"], metrics["loss"])}
     fractions, quartiles = _mass_curves(heldout)
     intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
              f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took "

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.kernels import assign_buckets
+
+BLOCK = 8192
+
 
 def spherical_kmeans(keys: Tensor, num_buckets: int, iterations: int = 10, *, sample: int = 64) -> Tensor:
     """keys `[H, n, d]` -> unit centroids `[H, C, d]` float32, assignment by largest inner product (Saap §4.1).
@@ -22,10 +26,46 @@ def spherical_kmeans(keys: Tensor, num_buckets: int, iterations: int = 10, *, sa
     start = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     centroids = torch.nn.functional.normalize(keys[:, start[torch.arange(num_buckets) % count].to(keys.device)], dim=-1)
     for _ in range(iterations):
-        nearest = torch.cat([(part @ centroids.mT).argmax(-1) for part in keys.split(16384, dim=1)], dim=1)
+        nearest = torch.cat([(part @ centroids.mT).argmax(-1) for part in keys.split(BLOCK, dim=1)], dim=1)
         sums = torch.zeros_like(centroids).scatter_add_(1, nearest[..., None].expand_as(keys), keys)
         norm = sums.norm(dim=-1, keepdim=True)
         centroids = torch.where(norm > 0, sums / norm.clamp(min=1e-12), centroids)
+    return centroids
+
+
+def restart_empty(keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | None = None) -> Tensor:
+    """Buckets that none of these keys falls into restart at the keys served worst, one key each.
+
+    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` (the keys that count; all of them without it) -> unit
+    centroids `[H, C, d]` in the keys' dtype. Served worst are the keys furthest from the mean of their bucket, which is
+    what `mean_key` scores in their place. Buckets that hold keys keep their centroids; where none is empty nothing
+    changes. This project's own.
+    """
+    heads, count, dim = keys.shape
+    buckets = centroids.shape[1]
+    centroids = centroids.to(keys.dtype)
+    used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
+    available = used.sum(1, keepdim=True)
+    for _ in range(rounds if count else 0):
+        nearest = torch.cat([assign_buckets(part[None], centroids)[0] for part in keys.split(BLOCK, dim=1)], 1).long()
+        sizes = torch.zeros(heads, buckets, device=keys.device).scatter_add_(1, nearest, used.float())
+        empty = sizes == 0
+        if not bool(empty.any()):
+            break
+        places = [x[..., None].expand(-1, -1, dim) for x in nearest.split(BLOCK, dim=1)]
+        means = torch.zeros(heads, buckets, dim, device=keys.device)
+        for part, place, counts in zip(keys.split(BLOCK, dim=1), places, used.split(BLOCK, dim=1), strict=True):
+            means.scatter_add_(1, place, part.float() * counts[..., None])
+        means /= sizes.clamp(min=1)[..., None]
+        apart = torch.cat([(part.float() - means.gather(1, place)).norm(dim=-1)
+                           for part, place in zip(keys.split(BLOCK, dim=1), places, strict=True)], dim=1)
+        worst = apart.masked_fill(~used, -1.0).topk(min(buckets, count), dim=1).indices
+        # the i-th empty bucket takes the i-th worst key, while there are any
+        rank = empty.cumsum(1) - 1
+        start = worst.gather(1, rank.clamp(min=0, max=worst.shape[1] - 1))
+        start = keys.gather(1, start[..., None].expand(-1, -1, dim)).float()
+        start = torch.nn.functional.normalize(start, dim=-1).to(centroids.dtype)
+        centroids = torch.where((empty & (rank < available))[..., None], start, centroids)
     return centroids
 
 

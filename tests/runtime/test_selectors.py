@@ -13,6 +13,7 @@ from views import full_attention, make_view
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import RouterWeights
 from sparsekv.runtime.attention import sparse_attention
+from sparsekv.runtime.kmeans import restart_empty
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors import SELECTORS
 from sparsekv.runtime.selectors.base import tokens_of_budget
@@ -190,9 +191,10 @@ def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[floa
 @pytest.mark.parametrize("how", ["mlp", "mean_key", "hybrid"])
 def test_router(case, how, space):
     trained = Trained(how, space)
-    _, step, queries, probed = run("router", case, probes=2, artifact=trained)
-    _, _, _, alone = run("router", case, probes=2, artifact=trained, joint=False)
-    _, _, _, budgeted = run("router", case, token_budget=20, artifact=trained)
+    fixed = {"artifact": trained, "adapt": 0}
+    _, step, queries, probed = run("router", case, probes=2, **fixed)
+    _, _, _, alone = run("router", case, probes=2, joint=False, **fixed)
+    _, _, _, budgeted = run("router", case, token_budget=20, **fixed)
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):
             p, members = literal_router(trained, step, queries, b, h, t)
@@ -223,6 +225,73 @@ def test_router_grows_as_if_built_at_once_and_clusters_requests():
             torch.testing.assert_close(selector.order, once.order)
         assert int(selector.counts.sum(-1)[0, 0]) == len(mid(step, 0))
         assert len(chosen(selector.select(step, queries), 0, 0)) == 15
+
+
+def test_router_restarts_the_buckets_a_request_leaves_empty():
+    g = torch.Generator().manual_seed(5)
+    trained = Trained("mean_key", "rot", buckets=40)
+    trained.centroids[:, :, 6:] = -trained.centroids[:, :, :1]  # 34 times the same: one of them gets keys at most
+    pads = (0, 30)
+    before, _, step = make_view(batch=2, pads=pads, new=40)
+    made = {}
+    for adapt in (0, 1, None):
+        selector = SELECTORS["router"](token_budget=15, artifact=trained, adapt=adapt)
+        selector.validate()
+        selector.build(before)
+        made[adapt] = selector
+    assert int((made[0].counts > 0).sum(-1).max()) <= 7
+    assert int((made[1].counts > 0).sum(-1).min()) > 15
+    assert bool(((made[None].counts > 0).sum(-1) >= (made[1].counts > 0).sum(-1)).all())
+    for b in range(2):
+        keys = before.keys[b][:, sorted(mid(before, b))]
+        for h in range(keys.shape[0]):
+            # the literal first round: means, distances, the i-th empty bucket at the i-th worst key
+            nearest = (keys[h] @ trained.centroids[0, h].mT).argmax(-1).tolist()
+            means = {c: keys[h][[i for i, x in enumerate(nearest) if x == c]].mean(0) for c in set(nearest)}
+            apart = [float((k - means[c]).norm()) for k, c in zip(keys[h], nearest, strict=True)]
+            worst = sorted(range(len(apart)), key=lambda i: -apart[i])
+            want = trained.centroids[0, h].clone()
+            for i, c in enumerate(c for c in range(40) if c not in means):
+                want[c] = keys[h][worst[i]] / keys[h][worst[i]].norm()
+            torch.testing.assert_close(made[1].centroids[b, h], want)
+    # every row is adapted alone, what is decoded joins its own buckets, and none is lost
+    selector = made[None]
+    selector.extend(step, _moved(step, 120))
+    for b in range(2):
+        tokens = sorted(mid(step, b))
+        assert sorted(selector.order[b, 0][selector.order[b, 0] >= 0].tolist()) == tokens
+        place = (step.keys[b][:, tokens] @ selector.centroids[b].mT).argmax(-1)
+        torch.testing.assert_close(selector.assignment[b][:, tokens].long(), place)
+    keys = torch.randn(2, 5, 8, generator=g)
+    full = torch.nn.functional.normalize(keys, dim=-1)
+    torch.testing.assert_close(restart_empty(keys, full, 3), full)  # no empty bucket: nothing changes
+    assert restart_empty(keys[:, :0], full, 3).shape == full.shape
+    more = torch.randn(2, 30, 8, generator=g)
+    start = torch.nn.functional.normalize(torch.randn(2, 6, 8, generator=g), dim=-1)
+    start = torch.cat([start, start[:, :1].expand(-1, 4, -1)], 1)
+    seen = (torch.arange(30) < 20).expand(2, -1)
+    part = restart_empty(more, start, 3, seen)
+    torch.testing.assert_close(part, restart_empty(more[:, :20], start, 3))
+    assert not torch.equal(part, restart_empty(more, start, 3))
+    many = restart_empty(keys, torch.cat([full, -full, -full], 1), 3)  # more buckets than keys
+    torch.testing.assert_close((keys @ many.mT).amax(-1), keys.norm(dim=-1))
+
+
+def _moved(step, tail):
+    old, step.regions = step.regions, step.regions.moved(tail)
+    return old
+
+
+def test_only_buckets_scored_by_their_means_restart():
+    trained = Trained("hybrid", "rot")
+    trained.config = type("Config", (), {"scores": "hybrid"})
+    with pytest.raises(SparseKVError, match="scores hybrid: leave adapt out"):
+        SELECTORS["router"](artifact=trained, adapt=1).validate()
+    with pytest.raises(SparseKVError, match="partition request"):
+        SELECTORS["router"](partition="request", adapt=1).validate()
+    SELECTORS["router"](artifact=trained, adapt=1, scores="mean_key").validate()
+    selector, _, _, _ = run("router", CASES[0], artifact=trained)
+    torch.testing.assert_close(selector.centroids[0], trained.centroids[0])
 
 
 @pytest.mark.parametrize("how", ["soft", "hard", "topk"])

@@ -19,11 +19,12 @@ from sparsekv.kernels import (
     router_logits,
 )
 from sparsekv.runtime.index import bucket_tokens, budget_tokens
-from sparsekv.runtime.kmeans import cluster_segments
+from sparsekv.runtime.kmeans import cluster_segments, restart_empty
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold, one_launch
 
 SCORES = ("mlp", "mean_key", "hybrid")
+ADAPT = 3
 NEG_INF = float("-inf")
 BLOCK = 8192
 
@@ -53,6 +54,9 @@ class Router(Selector):
     segments: int = option(1, help="Position segments that are clustered apart on the request and share the buckets "
                                    "evenly [segments].", min=1)
     kmeans_iterations: int = option(10, help="Iterations of k-means on the request [iterations].", min=1)
+    adapt: int | None = option(None, help="How often trained buckets that this request leaves empty restart at the "
+                                          "keys furthest from their buckets' means; without it 3 for mean_key, 0 for "
+                                          "scores with a query model, which knows no such bucket [rounds].", min=0)
     joint: bool = option(True, help="The heads of a group sum their probabilities and read the same buckets; otherwise "
                                     "every query head reads its own.")
     rank: str | None = option(None, help="What orders buckets: mass (probability) or density (probability per token); "
@@ -72,6 +76,9 @@ class Router(Selector):
         if self.partition == "request" and self.scores in ("mlp", "hybrid"):
             raise SparseKVError(f"scores {self.scores} belongs to trained buckets; with partition='request' use "
                                 "mean_key")
+        if self.adapt and (self.partition == "request" or self._scores() != "mean_key"):
+            raise SparseKVError("adapt restarts trained buckets that mean_key scores; found partition "
+                                f"{self.partition}, scores {self._scores()}: leave adapt out or choose scores mean_key")
         if self.probes is not None and self.token_budget is not None:
             raise SparseKVError("selector router takes probes or token_budget, found both; leave one out")
         if self.probes is None and self.token_budget is None:
@@ -83,6 +90,10 @@ class Router(Selector):
     def read_share(self, view: LayerView) -> float:
         return super().read_share(view) if self.probes is None else self.probes / self._buckets()
 
+    def _scores(self) -> str:
+        config = getattr(self.artifact, "config", None)
+        return self.scores or str(getattr(config, "scores", "mean_key"))
+
     def _buckets(self) -> int:
         return self.num_buckets if self.partition == "request" else self.artifact.centroids.shape[-2]
 
@@ -91,12 +102,18 @@ class Router(Selector):
         self.offsets: Tensor
         self.means: Tensor | None
         self.space, self.how, self.weights = self.key_space or "rot", self.scores or "mean_key", None
+        self.own_centroids = True
         if self.partition == "request":
             self.centroids, self.segment_ends = self._cluster(view)
         else:
             trained = self.artifact.layer(view.layer_idx)
             self.space, self.how = trained.key_space, self.scores or trained.scores
-            self.centroids = trained.centroids[None].expand(view.keys.shape[0], -1, -1, -1)
+            rounds = ADAPT if self.adapt is None else self.adapt
+            self.own_centroids = self.how == "mean_key" and rounds > 0
+            if self.own_centroids:
+                self.centroids = self._adapted(view, trained.centroids, rounds)
+            else:
+                self.centroids = trained.centroids[None].expand(view.keys.shape[0], -1, -1, -1)
             if self.how != "mean_key":
                 if trained.weights is None:
                     raise SparseKVError(f"scores {self.how} needs the query model, and this router was saved without "
@@ -187,7 +204,10 @@ class Router(Selector):
         parts = [view.keys.new_zeros(*view.keys.shape[:2], 0, dtype=torch.long)]
         for a in range(first, last, BLOCK):
             keys = self._keys(view, a, min(a + BLOCK, last))
-            if self.partition == "offline":
+            if self.partition == "offline" and self.own_centroids:
+                own = assign_buckets(keys.flatten(0, 1)[None], self.centroids.to(keys.device).flatten(0, 1))
+                parts.append(own[0].unflatten(0, keys.shape[:2]))
+            elif self.partition == "offline":
                 parts.append(assign_buckets(keys, self.centroids[0].to(keys.device)))
             else:
                 scores = keys.to(self.centroids.dtype) @ self.centroids.mT
@@ -223,6 +243,16 @@ class Router(Selector):
             keys = self._keys(view, low, high)[b].float()
             rows.append(cluster_segments(keys, [c - low for c in cuts], self.num_buckets, self.kmeans_iterations))
         return torch.stack(rows), ends
+
+    def _adapted(self, view: LayerView, centroids: Tensor, rounds: int) -> Tensor:
+        """The trained centroids after `restart_empty` over every row's mid keys, `[B, Hkv, C, d]`."""
+        batch, heads = view.keys.shape[:2]
+        low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
+        # every row has its own buckets: its heads are heads of one long row
+        used = view.regions.mid_mask()[:, low:high].repeat_interleave(heads, dim=0)
+        started = centroids.to(view.keys.device).repeat(batch, 1, 1)
+        keys = self._keys(view, low, high).flatten(0, 1)
+        return restart_empty(keys, started, rounds, used.to(keys.device)).unflatten(0, (batch, heads))
 
     def _allowed(self, first: int, count: int) -> Tensor:
         """Which buckets a token may join, `[count, C]`: those of its segment."""
