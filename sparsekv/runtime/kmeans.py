@@ -33,21 +33,25 @@ def spherical_kmeans(keys: Tensor, num_buckets: int, iterations: int = 10, *, sa
     return centroids
 
 
-def restart_empty(keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | None = None) -> Tensor:
+def restart_empty(
+    keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Buckets that none of these keys falls into restart at the keys served worst, one key each.
 
     keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` (the keys that count; all of them without it) -> unit
-    centroids `[H, C, d]` in the keys' dtype. Served worst are the keys furthest from the mean of their bucket, which is
-    what `mean_key` scores in their place. Buckets that hold keys keep their centroids; where none is empty nothing
-    changes. This project's own.
+    centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int64. Served worst are the keys
+    furthest from the mean of their bucket, which is what `mean_key` scores in their place. Buckets that hold keys keep
+    their centroids; where none is empty nothing changes. This project's own.
     """
     heads, count, dim = keys.shape
     buckets = centroids.shape[1]
     centroids = centroids.to(keys.dtype)
     used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
     available = used.sum(1, keepdim=True)
-    for _ in range(rounds if count else 0):
-        nearest = torch.cat([assign_buckets(part[None], centroids)[0] for part in keys.split(BLOCK, dim=1)], 1).long()
+    if count == 0:
+        return centroids, torch.zeros(heads, 0, dtype=torch.long, device=keys.device)
+    nearest = _nearest(keys, centroids)
+    for _ in range(rounds):
         sizes = torch.zeros(heads, buckets, device=keys.device).scatter_add_(1, nearest, used.float())
         empty = sizes == 0
         if not bool(empty.any()):
@@ -66,7 +70,12 @@ def restart_empty(keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | N
         start = keys.gather(1, start[..., None].expand(-1, -1, dim)).float()
         start = torch.nn.functional.normalize(start, dim=-1).to(centroids.dtype)
         centroids = torch.where((empty & (rank < available))[..., None], start, centroids)
-    return centroids
+        nearest = _nearest(keys, centroids)
+    return centroids, nearest
+
+
+def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
+    return torch.cat([assign_buckets(part[None], centroids)[0] for part in keys.split(BLOCK, dim=1)], dim=1).long()
 
 
 def cluster_segments(keys: Tensor, cuts: list[int], num_buckets: int, iterations: int) -> Tensor:

@@ -264,16 +264,17 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
         torch.testing.assert_close(selector.assignment[b][:, tokens].long(), place)
     keys = torch.randn(2, 5, 8, generator=g)
     full = torch.nn.functional.normalize(keys, dim=-1)
-    torch.testing.assert_close(restart_empty(keys, full, 3), full)  # no empty bucket: nothing changes
-    assert restart_empty(keys[:, :0], full, 3).shape == full.shape
+    torch.testing.assert_close(restart_empty(keys, full, 3)[0], full)  # no empty bucket: nothing changes
+    assert [x.shape for x in restart_empty(keys[:, :0], full, 3)] == [full.shape, (2, 0)]
     more = torch.randn(2, 30, 8, generator=g)
     start = torch.nn.functional.normalize(torch.randn(2, 6, 8, generator=g), dim=-1)
     start = torch.cat([start, start[:, :1].expand(-1, 4, -1)], 1)
     seen = (torch.arange(30) < 20).expand(2, -1)
-    part = restart_empty(more, start, 3, seen)
-    torch.testing.assert_close(part, restart_empty(more[:, :20], start, 3))
-    assert not torch.equal(part, restart_empty(more, start, 3))
-    many = restart_empty(keys, torch.cat([full, -full, -full], 1), 3)  # more buckets than keys
+    part, bucket = restart_empty(more, start, 3, seen)
+    torch.testing.assert_close(part, restart_empty(more[:, :20], start, 3)[0])
+    assert torch.equal(bucket, (more @ part.mT).argmax(-1))
+    assert not torch.equal(part, restart_empty(more, start, 3)[0])
+    many, _ = restart_empty(keys, torch.cat([full, -full, -full], 1), 3)  # more buckets than keys
     torch.testing.assert_close((keys @ many.mT).amax(-1), keys.norm(dim=-1))
 
 

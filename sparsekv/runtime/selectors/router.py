@@ -102,16 +102,16 @@ class Router(Selector):
         self.offsets: Tensor
         self.means: Tensor | None
         self.space, self.how, self.weights = self.key_space or "rot", self.scores or "mean_key", None
-        self.own_centroids = True
+        self.adapted = False
         if self.partition == "request":
             self.centroids, self.segment_ends = self._cluster(view)
         else:
             trained = self.artifact.layer(view.layer_idx)
             self.space, self.how = trained.key_space, self.scores or trained.scores
             rounds = ADAPT if self.adapt is None else self.adapt
-            self.own_centroids = self.how == "mean_key" and rounds > 0
-            if self.own_centroids:
-                self.centroids = self._adapted(view, trained.centroids, rounds)
+            self.adapted = self.how == "mean_key" and rounds > 0
+            if self.adapted:
+                self.centroids, self.assignment = self._adapted(view, trained.centroids, rounds)
             else:
                 self.centroids = trained.centroids[None].expand(view.keys.shape[0], -1, -1, -1)
             if self.how != "mean_key":
@@ -119,9 +119,10 @@ class Router(Selector):
                     raise SparseKVError(f"scores {self.how} needs the query model, and this router was saved without "
                                         "one; use mean_key")
                 self.weights = trained.weights
-        end = int(view.regions.mid_last.max())
-        kept = self._kept(view)
-        self.assignment = torch.cat([kept[..., :end], self._assign(view, min(kept.shape[-1], end), end)], dim=-1)
+        if not self.adapted:
+            end = int(view.regions.mid_last.max())
+            kept = self._kept(view)
+            self.assignment = torch.cat([kept[..., :end], self._assign(view, min(kept.shape[-1], end), end)], dim=-1)
         self._index(view)
         self.key_sums = None
         if self.how != "mlp":
@@ -204,7 +205,7 @@ class Router(Selector):
         parts = [view.keys.new_zeros(*view.keys.shape[:2], 0, dtype=torch.long)]
         for a in range(first, last, BLOCK):
             keys = self._keys(view, a, min(a + BLOCK, last))
-            if self.partition == "offline" and self.own_centroids:
+            if self.adapted:
                 own = assign_buckets(keys.flatten(0, 1)[None], self.centroids.to(keys.device).flatten(0, 1))
                 parts.append(own[0].unflatten(0, keys.shape[:2]))
             elif self.partition == "offline":
@@ -244,15 +245,16 @@ class Router(Selector):
             rows.append(cluster_segments(keys, [c - low for c in cuts], self.num_buckets, self.kmeans_iterations))
         return torch.stack(rows), ends
 
-    def _adapted(self, view: LayerView, centroids: Tensor, rounds: int) -> Tensor:
-        """The trained centroids after `restart_empty` over every row's mid keys, `[B, Hkv, C, d]`."""
+    def _adapted(self, view: LayerView, centroids: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """The trained centroids after `restart_empty` over every row's mid keys, `[B, Hkv, C, d]`, and the bucket of
+        every token up to their end, `[B, Hkv, n]`."""
         batch, heads = view.keys.shape[:2]
-        low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
+        end = int(view.regions.mid_last.max())
         # every row has its own buckets: its heads are heads of one long row
-        used = view.regions.mid_mask()[:, low:high].repeat_interleave(heads, dim=0)
+        used = view.regions.mid_mask()[:, :end].repeat_interleave(heads, dim=0).to(view.keys.device)
         started = centroids.to(view.keys.device).repeat(batch, 1, 1)
-        keys = self._keys(view, low, high).flatten(0, 1)
-        return restart_empty(keys, started, rounds, used.to(keys.device)).unflatten(0, (batch, heads))
+        found = restart_empty(self._keys(view, 0, end).flatten(0, 1), started, rounds, used)
+        return found[0].unflatten(0, (batch, heads)), found[1].unflatten(0, (batch, heads))
 
     def _allowed(self, first: int, count: int) -> Tensor:
         """Which buckets a token may join, `[count, C]`: those of its segment."""
