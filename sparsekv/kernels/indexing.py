@@ -8,13 +8,15 @@ from torch import Tensor
 from sparsekv.kernels import reference
 
 BLOCK, BUCKETS, WARPS, STAGES = 128, 64, 4, 3
+KEYS_AT_ONCE = 8192
 
 
 def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
-    """See `reference.assign_buckets`; on CUDA products and maximum are one kernel, in the keys' precision, and the
-    scores `[N, C]` are never written. Returns int32 there."""
+    """See `reference.assign_buckets`, some keys at a time; on CUDA products and maximum are one kernel, in the keys'
+    precision, and the scores `[N, C]` are never written. Returns int32 there."""
     if not keys.is_cuda or keys.dtype == torch.float64:
-        return reference.assign_buckets(keys, centroids)
+        parts = keys.split(KEYS_AT_ONCE, dim=2)
+        return torch.cat([reference.assign_buckets(part, centroids) for part in parts], dim=2)
     return launch_assign(keys, centroids)
 
 

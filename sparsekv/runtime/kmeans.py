@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels import assign_buckets
+from sparsekv.models.buckets import restarts
 
 BLOCK = 8192
 
@@ -50,7 +51,7 @@ def restart_empty(
     available = used.sum(1, keepdim=True)
     if count == 0:
         return centroids, torch.zeros(heads, 0, dtype=torch.long, device=keys.device)
-    nearest = _nearest(keys, centroids)
+    nearest = assign_buckets(keys[None], centroids)[0].long()
     for _ in range(rounds):
         sizes = torch.zeros(heads, buckets, device=keys.device).scatter_add_(1, nearest, used.float())
         empty = sizes == 0
@@ -64,18 +65,12 @@ def restart_empty(
         apart = torch.cat([(part.float() - means.gather(1, place)).norm(dim=-1)
                            for part, place in zip(keys.split(BLOCK, dim=1), places, strict=True)], dim=1)
         worst = apart.masked_fill(~used, -1.0).topk(min(buckets, count), dim=1).indices
-        # the i-th empty bucket takes the i-th worst key, while there are any
-        rank = empty.cumsum(1) - 1
-        start = worst.gather(1, rank.clamp(min=0, max=worst.shape[1] - 1))
-        start = keys.gather(1, start[..., None].expand(-1, -1, dim)).float()
-        start = torch.nn.functional.normalize(start, dim=-1).to(centroids.dtype)
-        centroids = torch.where((empty & (rank < available))[..., None], start, centroids)
-        nearest = _nearest(keys, centroids)
+        start = torch.nn.functional.normalize(restarts(keys, empty, worst).float(), dim=-1).to(centroids.dtype)
+        # while there are keys that count
+        taken = empty & (empty.cumsum(1) <= available)
+        centroids = torch.where(taken[..., None], start, centroids)
+        nearest = assign_buckets(keys[None], centroids)[0].long()
     return centroids, nearest
-
-
-def _nearest(keys: Tensor, centroids: Tensor) -> Tensor:
-    return torch.cat([assign_buckets(part[None], centroids)[0] for part in keys.split(BLOCK, dim=1)], dim=1).long()
 
 
 def cluster_segments(keys: Tensor, cuts: list[int], num_buckets: int, iterations: int) -> Tensor:

@@ -43,12 +43,13 @@ def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
 
 
 def _built(layer: SparseLayer, i: int) -> dict[str, Tensor]:
-    """The bucket index and the φ cache, where decoding has built them."""
+    """The bucket index and the φ cache, where decoding has built them. Buckets that restart on the request are found
+    anew over all of it, so that an index of the prefix serves nothing."""
     found: dict[str, Tensor] = {}
     if layer.state is None:
         return found
     selector, completion = layer.state.selector, layer.state.completion
-    if isinstance(selector, Router):
+    if isinstance(selector, Router) and not selector.adapted:
         found |= {f"{i}.index.centroids": selector.centroids, f"{i}.index.assignment": selector.assignment}
     if isinstance(completion, PhiCompletion) and completion.cache is not None:
         regions = layer.state.regions

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
+from sparsekv.models.buckets import restarts
 
 ENGINES = ("auto", "faiss", "torch")
 INITS = ("random", "kmeans++")
@@ -108,7 +109,7 @@ def _plus_plus(keys: Tensor, num_buckets: int, seed: int) -> Tensor:
 def _lloyd(keys: Tensor, centroids: Tensor) -> Tensor:
     """One iteration over all heads at once; an empty bucket restarts at the key worst served."""
     sums, sizes, worst = _assign(keys, centroids)
-    moved = torch.where((sizes == 0)[..., None], _replacements(keys, sizes, worst), sums)
+    moved = torch.where((sizes == 0)[..., None], restarts(keys, sizes == 0, worst), sums)
     return torch.nn.functional.normalize(moved, dim=-1)
 
 
@@ -118,7 +119,7 @@ def repair(keys: Tensor, centroids: Tensor) -> Tensor:
         _, sizes, worst = _assign(keys, centroids)
         if bool((sizes > 0).all()):
             break
-        new = torch.nn.functional.normalize(_replacements(keys, sizes, worst), dim=-1)
+        new = torch.nn.functional.normalize(restarts(keys, sizes == 0, worst), dim=-1)
         centroids = torch.where((sizes == 0)[..., None], new, centroids)
     return centroids
 
@@ -135,12 +136,6 @@ def _assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         sizes.scatter_add_(1, bucket, torch.ones_like(score))
         served.append(score / part.norm(dim=-1).clamp(min=1e-6))
     return sums, sizes, torch.cat(served, 1).topk(buckets, dim=1, largest=False).indices
-
-
-def _replacements(keys: Tensor, sizes: Tensor, worst: Tensor) -> Tensor:
-    """For the i-th empty bucket of a head the i-th worst served key: `[H, C, d]`."""
-    rank = ((sizes == 0).cumsum(1) - 1).clamp(min=0)
-    return keys.gather(1, worst.gather(1, rank)[..., None].expand(-1, -1, keys.shape[2]))
 
 
 def imbalance(sizes: Tensor) -> Tensor:
