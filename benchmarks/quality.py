@@ -96,11 +96,12 @@ def sweep(options: argparse.Namespace, model: object, tokenizer: object) -> bool
 def write_tables(options: argparse.Namespace) -> None:
     """quality.json and quality.md in the output folder, from all shards' cells."""
     rows = score_rows(collect(options.output))
-    origin = rows[0]
+    commits = ", ".join(sorted({r["commit"] for r in rows}))
     (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     samples = sorted({r["samples"] for r in rows if "@" in r["case"] and not r["case"].startswith("ruler@")
                       and r["value"] is not None})
-    intro = (f"# Quality on RULER\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}.\n\n"
+    intro = (f"# Quality on RULER\n\n{rows[0]['machine']}; commits {commits}; every row of quality.json has its "
+             "command.\n\n"
              "Points of 100 ± half the 95 % bootstrap interval; columns are budgets: the share of the context a query "
              "may retrieve. Prompts are prefilled densely but for their last token; layer 0 stays dense in every "
              f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--noise-documents", type=int, default=32, help="of these, half random tokens")
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--validation", type=int, default=4)
-    parser.add_argument("--buckets", type=int, default=4096)
+    parser.add_argument("--buckets", type=int, default=1024)
     parser.add_argument("--scores", default="mean_key", choices=["mean_key", "hybrid", "mlp"],
                         help="how the router scores its buckets; --hidden and --router-steps are for the trained ones")
     parser.add_argument("--hidden", type=int, default=512)

@@ -10,6 +10,7 @@ from sparsekv.evaluation.rows import row
 LANE_A = ("topk", "topk+centroid", "topk+moments", "topk+sampling", "topk+phi", "router", "router+phi")
 LANE_B = ("streaming", "snapkv", "token_select", "lfps", "quest", "magicpig", "router", "router+phi", "topk",
           "topk+phi")
+BASELINES = LANE_B[:6]
 RESAMPLES = 2000
 
 
@@ -49,7 +50,8 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
 
 def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of metric `score` (0 to 100): every case, and `ruler@L` (`babilong@L`), the mean of a length's tasks where
-    all are there. Then rows of metric `agreement`, where full attention's answers are there to compare with.
+    all are there. For those means also rows of metric `agreement`, where full attention's answers are there to compare
+    with, and of metric `difference`: points above the method named by `against`, on the same samples.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, and `read_worst`: the same with the completion's cache fetched for one
@@ -72,10 +74,31 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
             if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
                 rows.append(_row(mean, method, budget, entries, seed))
                 groups = [e["agreement"] for e in entries if e is not None]
+                scored = rows[-1]
                 if all(groups):
                     value, interval = _points(groups, seed)
-                    rows.append({**rows[-1], "metric": "agreement", "value": value, **interval})
+                    rows.append({**scored, "metric": "agreement", "value": value, **interval})
+                for rival in _rivals(method):
+                    groups = [_differences(merged, case, (method, budget), rival) for case in cases]
+                    if all(groups):
+                        value, interval = _points(groups, seed)
+                        rows.append({**scored, "metric": "difference", "against": rival, "value": value, **interval})
     return rows
+
+
+def _rivals(method: str) -> tuple[str, ...]:
+    """Whom a method is compared with: the same selector uncompleted, and router + φ with full attention and Lane B."""
+    selector, _, completion = method.partition("+")
+    return (*([selector] if completion else []), *(("full", *BASELINES) if method == "router+phi" else ()))
+
+
+def _differences(merged: dict[Any, Any], case: str, one: tuple[str, float | None], rival: str) -> list[float]:
+    """Points a sample between two methods at one budget (full attention and streaming have none)."""
+    mine = merged.get((case, *one))
+    other = merged.get((case, rival, None)) or merged.get((case, rival, one[1]))
+    if mine is None or other is None:
+        return []
+    return [100 * (score - other["scores"][i]) for i, score in mine["scores"].items() if i in other["scores"]]
 
 
 def _agreement(entry: dict[str, Any], full: dict[str, Any] | None) -> list[float]:
@@ -162,30 +185,26 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
-    """What the project set out to reach, and whether these rows do: header and lines. Differences are of means; the
-    intervals are in the tables."""
-    known = {(r["method"], r["budget"]): r["value"] for r in rows
-             if r["case"] == case and r["metric"] == "score" and r["value"] is not None}
-    budgets = sorted({b for _, b in known if b is not None})
+    """What the project set out to reach, and whether these rows do: header and lines. A target is judged by the mean
+    difference; `-0.5 ± 1.0` is half the width of the interval of the difference, paired by sample."""
+    known = {(r["method"], r["against"], r["budget"]): r for r in rows
+             if r["case"] == case and r["metric"] == "difference"}
+    budgets = sorted({b for _, _, b in known if b is not None})
     lines = []
 
-    def line(what: str, difference: float | None, needed: float) -> None:
-        shown = "–" if difference is None else f"{difference:+.1f}"
-        lines.append([what, shown, "–" if difference is None else "yes" if difference >= needed else "no"])
-
-    def gap(one: tuple[str, float | None], other: tuple[str, float | None]) -> float | None:
-        return known[one] - known[other] if one in known and other in known else None
+    def line(what: str, method: str, rival: str, budget: float, needed: float) -> None:
+        found = known.get((method, rival, budget))
+        if found is not None:
+            shown = f"{found['value']:+.1f} ± {(found['high'] - found['low']) / 2:.1f}"
+            lines.append([f"{what} at {100 * budget:g} %", shown, "yes" if found["value"] >= needed else "no"])
 
     for b in budgets:
-        line(f"topk+phi is not below topk at {100 * b:g} %", gap(("topk+phi", b), ("topk", b)), 0.0)
-    line("router+phi is within 2 points of full attention at 5 %", gap(("router+phi", 0.05), ("full", None)), -2.0)
-    for name in LANE_B:
-        if name.startswith(("router", "topk")):
-            continue
+        line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)
+    line("router+phi is within 2 points of full attention", "router+phi", "full", 0.05, -2.0)
+    for name in BASELINES:
         for b in budgets:
-            rival = (name, None) if (name, None) in known else (name, b)
-            line(f"router+phi is above {name} at {100 * b:g} %", gap(("router+phi", b), rival), 1e-9)
-    return ["target", "difference", "reached"], [x for x in lines if x[1] != "–"]
+            line(f"router+phi is above {name}", "router+phi", name, b, 1e-9)
+    return ["target", "difference", "reached"], lines
 
 
 def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:

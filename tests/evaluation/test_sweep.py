@@ -215,16 +215,22 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path, tokenizer, monkeypatch, t
         assert {"seed", "budget", "low", "high", "samples", "corpus"} <= set(fresh.rows[0])
 
 
-def test_targets_are_judged_from_the_rows() -> None:
-    values = {("full", None): 60.0, ("topk", 0.05): 58.0, ("topk+phi", 0.05): 58.0, ("router+phi", 0.05): 58.5,
-              ("streaming", None): 3.0, ("quest", 0.05): 58.5, ("quest", 0.01): None}
-    rows = [{"case": "ruler@1", "metric": "score", "method": m, "budget": b, "value": v}
-            for (m, b), v in values.items()]
+def test_targets_are_judged_on_the_same_samples() -> None:
+    scores = {("full", None): [0.5, 0.7], ("topk", 0.05): [0.6, 0.5], ("topk+phi", 0.05): [0.6, 0.5],
+              ("router+phi", 0.05): [0.5, 0.67], ("streaming", None): [0.0, 0.0], ("quest", 0.05): [0.67, 0.5]}
+    cells = [{"case": case, "method": m, "budget": b, "indices": [0, 1], "scores": s, "read": 0.05, "tokens": 9,
+              "seconds": 1.0} for case in ("one@1", "two@1") for (m, b), s in scores.items()]
+    cells.append({"case": "one@1", "method": "quest", "budget": 0.01, "infeasible": True})
+    rows = score_rows(cells)
     lines = {line[0]: line[1:] for line in targets(rows, "ruler@1")[1]}
-    assert lines == {"topk+phi is not below topk at 5 %": ["+0.0", "yes"],
-                     "router+phi is within 2 points of full attention at 5 %": ["-1.5", "yes"],
-                     "router+phi is above streaming at 5 %": ["+55.5", "yes"],
-                     "router+phi is above quest at 5 %": ["+0.0", "no"]}
+    assert {what: (shown.split()[0], reached) for what, (shown, reached) in lines.items()} == {
+        "topk+phi is not below topk at 5 %": ("+0.0", "yes"),
+        "router+phi is within 2 points of full attention at 5 %": ("-1.5", "yes"),
+        "router+phi is above streaming at 5 %": ("+58.5", "yes"),
+        "router+phi is above quest at 5 %": ("+0.0", "no")}
+    found = {r["against"]: r for r in rows if r["metric"] == "difference" and r["method"] == "router+phi"}
+    assert set(found) == {"full", "streaming", "quest"} and found["full"]["samples"] == 4
+    assert found["full"]["low"] == -3.0 and found["full"]["high"] == 0.0  # of two pairs: -3 and 0 points, not -20 to 17
 
 
 def test_older_and_foreign_results_are_refused(tmp_path) -> None:
