@@ -48,29 +48,49 @@ def restart_empty(
     buckets = centroids.shape[1]
     centroids = centroids.to(keys.dtype)
     used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
-    available = used.sum(1, keepdim=True)
     if count == 0:
         return centroids, torch.zeros(heads, 0, dtype=torch.long, device=keys.device)
     nearest = assign_buckets(keys[None], centroids)[0].long()
+    near = _products(keys, centroids, nearest)
     for _ in range(rounds):
         sizes = torch.zeros(heads, buckets, device=keys.device).scatter_add_(1, nearest, used.float())
         empty = sizes == 0
-        if not bool(empty.any()):
+        taken = empty & (empty.cumsum(1) <= used.sum(1, keepdim=True))  # while there are keys that count
+        if not bool(taken.any()):
             break
-        places = [x[..., None].expand(-1, -1, dim) for x in nearest.split(BLOCK, dim=1)]
-        means = torch.zeros(heads, buckets, dim, device=keys.device)
-        for part, place, counts in zip(keys.split(BLOCK, dim=1), places, used.split(BLOCK, dim=1), strict=True):
-            means.scatter_add_(1, place, part.float() * counts[..., None])
-        means /= sizes.clamp(min=1)[..., None]
-        apart = torch.cat([(part.float() - means.gather(1, place)).norm(dim=-1)
-                           for part, place in zip(keys.split(BLOCK, dim=1), places, strict=True)], dim=1)
-        worst = apart.masked_fill(~used, -1.0).topk(min(buckets, count), dim=1).indices
-        start = torch.nn.functional.normalize(restarts(keys, empty, worst).float(), dim=-1).to(centroids.dtype)
-        # while there are keys that count
-        taken = empty & (empty.cumsum(1) <= available)
+        start = restarts(keys, empty, _served_worst(keys, nearest, sizes, used))
+        start = torch.nn.functional.normalize(start.float(), dim=-1).to(keys.dtype)
         centroids = torch.where(taken[..., None], start, centroids)
-        nearest = assign_buckets(keys[None], centroids)[0].long()
+        # the others have not moved: keys are compared with the new ones alone (and, to fill up, with some that lose)
+        new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
+        moved = centroids.gather(1, new[..., None].expand(-1, -1, dim))
+        found = assign_buckets(keys[None], moved)[0].long()
+        product = _products(keys, moved, found)
+        nearest = torch.where(product > near, new.gather(1, found), nearest)
+        near = torch.maximum(near, product)
+    others = ~used.all(0)
+    if bool(others.any()):  # they may have been of a bucket that counted as empty and has moved
+        nearest[:, others] = assign_buckets(keys[None, :, others], centroids)[0].long()
     return centroids, nearest
+
+
+def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:
+    """Inner product of every key with the centroid of its bucket, `[H, n]` float32, some keys at a time."""
+    return torch.cat([(part.float() * centroids.gather(1, own[..., None].expand(-1, -1, keys.shape[2]))).sum(-1)
+                      for part, own in zip(keys.split(BLOCK, dim=1), buckets.split(BLOCK, dim=1), strict=True)], dim=1)
+
+
+def _served_worst(keys: Tensor, buckets: Tensor, sizes: Tensor, used: Tensor) -> Tensor:
+    """The keys that count by distance to the mean of their bucket, furthest first and as many as there are buckets:
+    `[H, k]`. sizes `[H, C]`."""
+    places = [x[..., None].expand(-1, -1, keys.shape[2]) for x in buckets.split(BLOCK, dim=1)]
+    means = torch.zeros(*sizes.shape, keys.shape[2], device=keys.device)
+    for part, place, counts in zip(keys.split(BLOCK, dim=1), places, used.split(BLOCK, dim=1), strict=True):
+        means.scatter_add_(1, place, part.float() * counts[..., None])
+    means /= sizes.clamp(min=1)[..., None]
+    apart = torch.cat([(part.float() - means.gather(1, place)).norm(dim=-1)
+                       for part, place in zip(keys.split(BLOCK, dim=1), places, strict=True)], dim=1)
+    return apart.masked_fill(~used, -1.0).topk(min(sizes.shape[1], keys.shape[1]), dim=1).indices
 
 
 def cluster_segments(keys: Tensor, cuts: list[int], num_buckets: int, iterations: int) -> Tensor:
