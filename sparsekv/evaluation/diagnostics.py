@@ -21,6 +21,7 @@ from sparsekv.capture.store import CaptureStore, LayerCapture
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import assign_buckets, router_logits
 from sparsekv.models import estimators, offline
+from sparsekv.models.buckets import request_buckets
 from sparsekv.models.offline import NEG_INF, Scene
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 1
@@ -208,7 +209,7 @@ def _examine(
         estimates = _rivals(scene, q, keys, made, item.scale) if rivals else {}
         _examine_selection(total, scene, made, logits, estimates)
         if router is not None:
-            _examine_router(total, scene, made, _routed(scene, item, part, q, keys, router), logits)
+            _examine_router(total, scene, made, _routed(scene, item, made, part, q, keys, router), logits)
         if logits is not None:
             _examine_map(total, scene, logits(0.0, None))
         made.fractions, curve = offline.mass_curve(scene)
@@ -293,7 +294,8 @@ class Routed:
 
 
 def _routed(
-    scene: Scene, item: LayerCapture, part: Tensor, queries: Tensor, keys: Tensor, router: RouterLayer,
+    scene: Scene, item: LayerCapture, made: Diagnostics, part: Tensor, queries: Tensor, keys: Tensor,
+    router: RouterLayer,
 ) -> Routed:
     """Scores of the buckets as the runtime's selector makes them, from the keys a query sees (Saap §4)."""
     device, heads_q, count = keys.device, queries.shape[0], queries.shape[1]
@@ -301,7 +303,8 @@ def _routed(
     buckets = centroids.shape[1]
     pre = router.key_space == "pre"
     clustered = item.keys_pre.float() if pre else keys
-    bucket = assign_buckets(clustered[None], centroids)[0].long()
+    bucket = request_buckets(clustered, centroids, router.scores, sink_size=made.sink_size,
+                             window_size=made.window_size)
     place = bucket.repeat_interleave(scene.group, 0)[:, None].expand_as(scene.scores)
     mid = scene.mid.expand_as(scene.scores)
     sizes = scene.scores.new_zeros(heads_q, count, buckets).scatter_add_(-1, place, mid.to(scene.scores.dtype))

@@ -158,7 +158,7 @@ def train_query_model(
         targets = make_targets(pool, centroids, space, mean_key=hybrid, advance=advance)
     watched = []
     if config.validate_every:
-        watched = held_out(held, centroids, space, mean_key=hybrid)
+        watched = held_out(held, centroids, space, scores=config.scores)
     # from here on the targets stand for the keys
     pool = replace(pool, keys=pool.keys[:, :, :0].clone(), keys_pre=None)
     task = RouterTask(config, pool, targets, space, parts, watched, held)
@@ -236,7 +236,7 @@ def quality(config: RouterConfig, pool: Pool, centroids: Tensor, space: str, wei
             ) -> dict[str, Tensor]:
     """The card, from held-out windows: per query head the share of the mid mass reached at every budget and an oracle's
     on the same buckets; per KV head the imbalance `C · Σ share²` and the largest bucket's share of the keys."""
-    windows = held_out(pool, centroids, space, mean_key=config.scores != "mlp")
+    windows = held_out(pool, centroids, space, scores=config.scores)
     sums: dict[str, Tensor] = {}
     for held in windows:
         found = {"imbalance": imbalance(held.counts), "largest_bucket": held.counts.amax(1) / held.counts.sum(1)}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.models.buckets import request_buckets
 from sparsekv.trainers.pool import Pool
 
 ASSIGN_AT_ONCE = 200_000_000
@@ -111,19 +112,21 @@ class HeldOut(NamedTuple):
     counts: Tensor
 
 
-def held_out(pool: Pool, centroids: Tensor, space: str, *, mean_key: bool, limit: int = 64) -> list[HeldOut]:
-    """For every document of a validation pool, at most `limit` of its queries past the first third."""
+def held_out(pool: Pool, centroids: Tensor, space: str, *, scores: str, limit: int = 64) -> list[HeldOut]:
+    """For every document of a validation pool, at most `limit` of its queries past the first third. scores: how the
+    router will score its buckets; those of `mean_key` restart where a window leaves them empty, as at run time."""
     buckets, total = centroids.shape[1], pool.queries.shape[2]
     some = torch.linspace(total // 3, total - 1, min(limit, total), device=pool.keys.device).long()
     found = []
     for document in range(pool.documents):
-        bucket = assign(pool.clustered(space)[document], centroids)
+        bucket = request_buckets(pool.clustered(space)[document].float(), centroids, scores,
+                                 sink_size=pool.sink_size, window_size=pool.window_size)
         queries, positions = pool.queries[document][:, some], pool.positions[document][:, some]
         mass = _mass(pool, queries, document, bucket, buckets, torch.float32, positions)
         # a query of zeros attends to all keys alike: its mass counts the mid keys in sight
         mid = (positions - pool.window_size - pool.sink_size + 1).clamp(min=0)
         alike = _mass(pool, torch.zeros_like(queries), document, bucket, buckets, torch.float32, positions)
-        base = mean_key_logits(pool, document, bucket, buckets, some) if mean_key else None
+        base = mean_key_logits(pool, document, bucket, buckets, some) if scores != "mlp" else None
         found.append(HeldOut(document, some, mass, alike * mid[..., None], base, positions + 1,
                              bucket_sizes(bucket, buckets)))
     return found

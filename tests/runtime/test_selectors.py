@@ -12,8 +12,8 @@ from views import full_attention, make_view
 
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import RouterWeights
+from sparsekv.models.buckets import request_buckets, restart_empty
 from sparsekv.runtime.attention import sparse_attention
-from sparsekv.runtime.kmeans import restart_empty
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors import SELECTORS
 from sparsekv.runtime.selectors.base import tokens_of_budget
@@ -254,6 +254,11 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
             for i, c in enumerate(c for c in range(40) if c not in means):
                 want[c] = keys[h][worst[i]] / keys[h][worst[i]].norm()
             torch.testing.assert_close(made[1].centroids[b, h], want)
+    # offline judgement has the same buckets
+    alike = request_buckets(before.keys[0], trained.centroids[0], "mean_key", sink_size=before.regions.sink_size,
+                            window_size=before.length - int(before.regions.mid_last[0]))
+    tokens = sorted(mid(before, 0))
+    assert torch.equal(alike[:, tokens], made[None].assignment[0][:, tokens].long())
     # every row is adapted alone, what is decoded joins its own buckets, and none is lost
     selector = made[None]
     selector.extend(step, _moved(step, 120))

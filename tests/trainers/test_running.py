@@ -22,11 +22,12 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
+from sparsekv.models.buckets import request_buckets
 from sparsekv.models.router import BucketRouter
 from sparsekv.trainers.fit import by_head, clip_by_head, read_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import load_pool, split_documents
-from sparsekv.trainers.targets import assign, held_out, make_targets, recall
+from sparsekv.trainers.targets import assign, bucket_sizes, held_out, make_targets, recall
 
 CHILD = Path(__file__).parent / "training_child.py"
 ARTIFACTS = {"router": RouterArtifact, "phi": PhiArtifact}
@@ -219,14 +220,32 @@ def test_windows_of_one_source_stay_together(store) -> None:
 
 
 def test_a_hybrid_is_never_below_the_untrained_router_on_validation(store, tmp_path) -> None:
-    """It starts there and keeps the best, even when training destroys it."""
+    """It starts there, its residual at zero, and keeps the best, even when training destroys it."""
     untrained, kept, last = (
-        train("router", str(store.path), str(tmp_path / f"{scores}{every}"), scores=scores, validate_every=every,
-              lr=1.0, max_steps=30, num_buckets=30).config.quality
-        for scores, every in (("mean_key", 0), ("hybrid", 10), ("hybrid", 0)))
+        train("router", str(store.path), str(tmp_path / f"{lr}{every}"), scores="hybrid", validate_every=every, lr=lr,
+              max_steps=30, num_buckets=30).config.quality
+        for lr, every in ((1e-12, 0), (1.0, 10), (1.0, 0)))
     assert last["mass_share@0.05"] < untrained["mass_share@0.05"] - 0.01
     by_head = [torch.tensor(q["per_head"]["mass_share@0.05"]).unflatten(1, (2, 2)).mean(2) for q in (kept, untrained)]
     assert bool((by_head[0] >= by_head[1] - 1e-4).all())
+
+
+def test_the_card_of_mean_key_is_of_buckets_that_restart(store, tmp_path) -> None:
+    """As a request has them: of 90 buckets for 96 keys many would be empty."""
+    cards = {scores: train("router", str(store.path), str(tmp_path / scores), scores=scores, max_steps=1, lr=1e-12,
+                           validate_every=0, num_buckets=90) for scores in ("mean_key", "hybrid")}
+    pool = load_pool(store, [1], [3], device="cpu")
+    torch.testing.assert_close(cards["mean_key"].centroids, cards["hybrid"].centroids)
+    for scores, made in cards.items():
+        centroids = made.centroids[made.config.layers.index(1)]
+        keys = pool.keys[0].float()
+        bucket = request_buckets(keys, centroids, scores, sink_size=4, window_size=16)
+        assert (scores == "mean_key") == bool((bucket != assign(keys, centroids)).any())
+        share = bucket_sizes(bucket, 90) / bucket.shape[1]
+        found = made.config.quality["per_head"]["imbalance"][made.config.layers.index(1)]
+        torch.testing.assert_close(torch.tensor(found), 90 * share.square().sum(1), rtol=1e-3, atol=1e-3)
+    recalls = [cards[s].config.quality["mass_share@0.1"] for s in ("mean_key", "hybrid")]
+    assert recalls[0] > recalls[1]
 
 
 def test_recall_is_that_of_the_keys_read(store) -> None:
@@ -237,7 +256,7 @@ def test_recall_is_that_of_the_keys_read(store) -> None:
     targets = make_targets(pool, centroids, "rot", mean_key=True)
     some = (pool.positions - 16 - 4 >= 0).float()
     torch.testing.assert_close(targets.mass.float().sum(-1), some, rtol=0, atol=1e-2)
-    held = held_out(pool, centroids, "rot", mean_key=True, limit=8)[1]
+    held = held_out(pool, centroids, "rot", scores="hybrid", limit=8)[1]
     bucket = assign(pool.keys[1], centroids)
     guess = torch.rand(held.mass.shape).softmax(-1)
     shared = guess.reshape(2, 2, 8, 6).sum(1)

@@ -18,13 +18,13 @@ from sparsekv.kernels import (
     routed_attention,
     router_logits,
 )
+from sparsekv.models.buckets import ROUNDS, restart_empty
 from sparsekv.runtime.index import bucket_tokens, budget_tokens
-from sparsekv.runtime.kmeans import cluster_segments, restart_empty
+from sparsekv.runtime.kmeans import cluster_segments
 from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold, one_launch
 
 SCORES = ("mlp", "mean_key", "hybrid")
-ADAPT = 3
 NEG_INF = float("-inf")
 BLOCK = 8192
 
@@ -108,7 +108,7 @@ class Router(Selector):
         else:
             trained = self.artifact.layer(view.layer_idx)
             self.space, self.how = trained.key_space, self.scores or trained.scores
-            rounds = ADAPT if self.adapt is None else self.adapt
+            rounds = ROUNDS if self.adapt is None else self.adapt
             self.adapted = self.how == "mean_key" and rounds > 0
             if self.adapted:
                 self.centroids, self.assignment = self._adapted(view, trained.centroids, rounds)
