@@ -9,7 +9,7 @@ from typing import Any
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.requests import Request, load_requests, make_requests, save_requests, score_answers
 from sparsekv.evaluation.sweep import Sweep, SweepOptions, collect, parse_methods, read_cells, write_cells
-from sparsekv.evaluation.tables import LANE_A, LANE_B, is_mean, score_rows, table
+from sparsekv.evaluation.tables import GAINS, LANE_A, LANE_B, gains, is_mean, score_rows, table
 from sparsekv.progress import progress
 
 
@@ -85,6 +85,9 @@ def suite_tables(rows: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
             header, lines = table(rows, case, names)
             if len(lines) > 1:
                 made.append(Table(f"{case}. {title}", header, lines, note))
+        header, lines = gains(rows, case)
+        if lines:
+            made.append(Table(f"{case}. What completion adds", header, lines, GAINS))
     every = list(dict.fromkeys((*LANE_A, *LANE_B)))
     return made, [Table(c, *table(rows, c, every), note) for c in cases if c not in means]
 

@@ -12,6 +12,7 @@ LANE_B = ("streaming", "snapkv", "token_select", "lfps", "quest", "magicpig", "r
           "topk+phi")
 BASELINES = LANE_B[:6]
 RESAMPLES = 2000
+GAINS = "Points above the same selector without completion, paired by sample: ± half the 95 % bootstrap interval."
 
 
 def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
@@ -169,7 +170,15 @@ def table(
             continue
         free = known.get((method, None))
         lines.append([method, *(_cell(free or known.get((method, b))) for b in budgets)])
-    return ["method", *(f"{b:.3g}".rstrip() if b >= 1 else f"{100 * b:g} %" for b in budgets)], lines
+    return ["method", *(_budget(b) for b in budgets)], lines
+
+
+def _budget(budget: float) -> str:
+    return f"{budget:.3g}" if budget >= 1 else f"{100 * budget:g} %"
+
+
+def _signed(found: dict[str, Any]) -> str:
+    return f"{found['value']:+.1f} ± {(found['high'] - found['low']) / 2:.1f}"
 
 
 def _cell(found: dict[str, Any] | None) -> str:
@@ -184,6 +193,16 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
+def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
+    """What completion adds to a selector, paired by sample: header and lines, `+1.6 ± 1.2`."""
+    known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == "difference"
+             and r["method"].startswith(f"{r['against']}+")}
+    budgets = sorted({b for _, b in known if b is not None})
+    methods = dict.fromkeys(m for m, _ in known)
+    shown = [[m, *(_signed(known[m, b]) if (m, b) in known else "–" for b in budgets)] for m in methods]
+    return ["gain of", *(_budget(b) for b in budgets)], shown
+
+
 def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
     """What the project set out to reach, and whether these rows do: header and lines. A target is judged by the mean
     difference; `-0.5 ± 1.0` is half the width of the interval of the difference, paired by sample."""
@@ -195,8 +214,7 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
     def line(what: str, method: str, rival: str, budget: float, needed: float) -> None:
         found = known.get((method, rival, budget))
         if found is not None:
-            shown = f"{found['value']:+.1f} ± {(found['high'] - found['low']) / 2:.1f}"
-            lines.append([f"{what} at {100 * budget:g} %", shown, "yes" if found["value"] >= needed else "no"])
+            lines.append([f"{what} at {100 * budget:g} %", _signed(found), "yes" if found["value"] >= needed else "no"])
 
     for b in budgets:
         line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)
@@ -215,12 +233,13 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
     every = list(dict.fromkeys((*LANE_A, *LANE_B)))
     for case in means:
         parts.append(f"## {case}")
-        for title, methods in (("Lane A: aggregation at a fixed selector", LANE_A), ("Lane B: systems", LANE_B)):
-            header, lines = table(rows, case, methods)
-            parts += [f"### {title}", markdown(header, lines)]
-        header, lines = targets(rows, case)
-        if lines:
-            parts += ["### Targets", markdown(header, lines)]
+        parts += ["### Lane A: aggregation at a fixed selector", markdown(*table(rows, case, LANE_A))]
+        for title, note, (header, lines) in (
+                ("What completion adds", GAINS, gains(rows, case)),
+                ("Lane B: systems", "", table(rows, case, LANE_B)),
+                ("Targets", "", targets(rows, case))):
+            if lines:
+                parts += [f"### {title}", *([note] if note else []), markdown(header, lines)]
         header, lines = table(rows, case, every, "agreement")
         if lines:
             parts += ["### Agreement with full attention",

@@ -14,7 +14,7 @@ from sparsekv.evaluation import sweep as sweep_module
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
 from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.sweep import Sweep, SweepMethod, SweepOptions, collect, parse_methods
-from sparsekv.evaluation.tables import bootstrap, lanes_markdown, score_rows, table, targets
+from sparsekv.evaluation.tables import bootstrap, gains, lanes_markdown, score_rows, table, targets
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 
@@ -228,6 +228,9 @@ def test_targets_are_judged_on_the_same_samples() -> None:
         "router+phi is within 2 points of full attention at 5 %": ("-1.5", "yes"),
         "router+phi is above streaming at 5 %": ("+58.5", "yes"),
         "router+phi is above quest at 5 %": ("+0.0", "no")}
+    header, (line,) = gains(rows, "ruler@1")
+    assert header == ["gain of", "5 %"] and line == ["topk+phi", "+0.0 ± 0.0"]  # no router alone to compare with
+    assert "What completion adds" in lanes_markdown(rows)
     found = {r["against"]: r for r in rows if r["metric"] == "difference" and r["method"] == "router+phi"}
     assert set(found) == {"full", "streaming", "quest"} and found["full"]["samples"] == 4
     assert found["full"]["low"] == -3.0 and found["full"]["high"] == 0.0  # of two pairs: -3 and 0 points, not -20 to 17
