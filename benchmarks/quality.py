@@ -1,4 +1,4 @@
-"""RULER under every selector and budget: the rows of docs/results/quality.json and the tables of quality.md.
+"""RULER under every selector and budget: the rows of docs/results/quality.json, the tables of quality.md, the figures.
 
     python3 benchmarks/quality.py --model MODEL --requests FILE --train TEXT --train-only --output DIR
     python3 benchmarks/quality.py --model MODEL --requests FILE --router DIR/router --phi DIR/phi --output DIR
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.evaluation.figures import score_by_budget
 from sparsekv.evaluation.requests import load_requests
 from sparsekv.evaluation.sweep import BATCH_TOKENS, Sweep, SweepOptions, collect, parse_methods
 from sparsekv.evaluation.tables import LANE_B, lanes_markdown, markdown, score_rows, table
@@ -94,7 +95,7 @@ def sweep(options: argparse.Namespace, model: object, tokenizer: object) -> bool
 
 
 def write_tables(options: argparse.Namespace) -> None:
-    """quality.json and quality.md in the output folder, from all shards' cells."""
+    """quality.json, quality.md and a figure of the systems a length in the output folder, from all shards' cells."""
     rows = score_rows(collect(options.output))
     commits = ", ".join(sorted({r["commit"] for r in rows}))
     (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -108,6 +109,8 @@ def write_tables(options: argparse.Namespace) -> None:
              "“–”: the budget cannot pay for what is always read.\n\n")
     (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
+        drawn = score_by_budget(rows, case, ["full", *LANE_B])
+        (options.output / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
         print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
 
 
