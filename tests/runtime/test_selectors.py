@@ -480,6 +480,19 @@ def test_lfps(case):
             assert chosen(again, b, h) == table.step(step, queries, b, h, 8, 0.3)
 
 
+@pytest.mark.parametrize("queries_at_once", [1, 2])
+def test_lfps_without_a_candidate_reads_the_anchors(queries_at_once):
+    """Thresholds that no place passes, in every head: nothing is read, and steps go on."""
+    before, queries, step = make_view(length=150, new=queries_at_once)
+    selector = SELECTORS["lfps"](token_budget=8, alpha=1e9, eta=1.0)
+    selector.build(before)
+    want = sparse_attention(step, queries, SELECTORS["streaming"](), None)
+    for _ in range(2):
+        got = sparse_attention(step, queries, selector, None)
+        assert not got.selection.counts().any()
+        torch.testing.assert_close(got.out, want.out)
+
+
 def test_lfps_bypasses_heads_that_look_at_the_sink():
     before, queries, step = make_view(heads_q=2, length=200)
     step.keys[0, 0, 0] = queries.rot[0, 0, 0] * 40

@@ -151,7 +151,7 @@ class LFPS(Selector):
         total = total.masked_fill(tokens < 0, NEG_INF)
         place = total.topk(widest, dim=-1, sorted=batch > 1).indices
         tokens = tokens.gather(-1, place).view(batch, lists, widest)
-        scores = scores.gather(-1, place[:, None].expand(-1, scores.shape[1], -1)).view(batch, lists, -1, widest)
+        scores = scores.gather(-1, place[:, None].expand(-1, scores.shape[1], -1)).unflatten(0, (batch, lists))
         if batch > 1:
             keep = (torch.arange(widest, device=q.device) < k[:, None])[:, None]
             tokens = torch.where(keep, tokens, -1)
