@@ -27,7 +27,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.figures import score_by_budget
 from sparsekv.evaluation.requests import load_requests
 from sparsekv.evaluation.sweep import BATCH_TOKENS, Sweep, SweepOptions, collect, parse_methods
-from sparsekv.evaluation.tables import LANE_B, lanes_markdown, markdown, score_rows, table
+from sparsekv.evaluation.tables import LANE_B, in_order, lanes_markdown, markdown, score_rows, table
 from sparsekv.hub import load_model
 from sparsekv.progress import progress
 
@@ -109,7 +109,7 @@ def write_tables(options: argparse.Namespace) -> None:
              "“–”: the budget cannot pay for what is always read.\n\n")
     (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
-        drawn = score_by_budget(rows, case, ["full", *LANE_B])
+        drawn = score_by_budget(rows, case, in_order({r["method"] for r in rows}, ["full", *LANE_B]))
         (options.output / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
         print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
 
@@ -132,7 +132,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)
-    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--methods", default=METHODS,
+                        help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi")
     parser.add_argument("--budgets", type=numbers(float), default=[0.01, 0.02, 0.03, 0.05, 0.10])
     parser.add_argument("--lengths", type=numbers(int), help="only these of the file's lengths")
     parser.add_argument("--samples", type=int, default=100, help="of every task and length")

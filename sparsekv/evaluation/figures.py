@@ -52,7 +52,7 @@ METHOD_HUES = {"streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "
 
 def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None) -> Drawing:
     """Score of the methods (all without `methods`) by budget with its interval; rows of metric `score`. The colour says
-    what is read, the line's style what completes it."""
+    what is read, the line's style what completes it, or that a selector has other options."""
     figure, axes = _figure()
     known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
              and (methods is None or r["method"] in methods)]
@@ -64,9 +64,12 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
     for number, method in enumerate(names):
         line = sorted((r for r in known if r["method"] == method), key=lambda r: r["budget"] or 0.0)
         name, _, completion = method.partition("+")
+        name, options, _ = name.partition(":")
         colour = METHOD_HUES.get(name, HUES["full"])
         label = shown(method)
         styles[label] = "-" if name in ("full", "streaming") else COMPLETION_STYLES.get(completion, "-")
+        if options:
+            styles[label] = ":"
         if line[0]["budget"] is None:
             axes.axhline(line[0]["value"], color=colour, linestyle=styles[label], linewidth=1.8)
         else:
@@ -103,7 +106,7 @@ def _end_labels(
 
 def shown(method: str) -> str:
     """A method's name for readers: `topk + φ`."""
-    return method.replace("+phi", " + φ").replace("+", " + ").replace("  ", " ")
+    return method.replace(":", ", ", 1).replace("+phi", " + φ").replace("+", " + ").replace("  ", " ")
 
 
 def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> str:

@@ -213,7 +213,7 @@ def suite_figures(rows: list[dict[str, Any]]) -> list[Any]:
     """Score by budget, one figure a length and lane; selectivity by task; the map of needles."""
     from sparsekv.evaluation.figures import score_by_budget
     from sparsekv.evaluation.report import Figure
-    from sparsekv.evaluation.tables import LANE_A, LANE_B, is_mean, mean_case
+    from sparsekv.evaluation.tables import LANE_A, LANE_B, in_order, is_mean, mean_case
 
     found = [r for r in rows if r["metric"] == "score"]
     cases = list(dict.fromkeys(r["case"] for r in found))
@@ -223,7 +223,7 @@ def suite_figures(rows: list[dict[str, Any]]) -> list[Any]:
             continue
         methods = {r["method"] for r in found if r["case"] == case} - {"full"}
         lanes = {"": sorted(methods)} if len(methods) <= 6 else {
-            ", lane A": [m for m in LANE_A if m in methods], ", lane B": [m for m in LANE_B if m in methods]}
+            ", lane A": in_order(methods, LANE_A), ", lane B": in_order(methods, LANE_B)}
         figures += [Figure(f"{case}: score by budget{lane}", score_by_budget(rows, case, ["full", *names]),
                            "Mean score and its 95 % bootstrap interval; grey: full attention. The colour says what is "
                            "read, the line what completes it: dashed nothing, solid φ.")

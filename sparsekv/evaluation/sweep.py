@@ -31,27 +31,33 @@ SAID = ("accounting", "weights", "dtype", "requests")
 
 @dataclass(frozen=True)
 class SweepMethod:
-    """A selector, what completes it (none, phi, centroid, …) and the share of the context it may retrieve."""
+    """A selector, what completes it (none, phi, centroid, …) and the share of the context it may retrieve. options: the
+    selector's own that are not its defaults."""
 
     selector: str
     completion: str = "none"
     budget: float | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
-        """As in tables: `full`, `topk`, `topk+phi`."""
+        """As in tables: `full`, `topk`, `topk+phi`, `lfps:alpha=0.03`."""
         shown = "full" if self.selector == "dense" else self.selector
+        shown += "".join(f":{name}={value if isinstance(value, str) else json.dumps(value)}"
+                         for name, value in self.options)
         return shown if self.completion == "none" else f"{shown}+{self.completion}"
 
 
 def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[SweepMethod]:
-    """`topk+phi` at every budget; methods without a budget (`full`, `streaming`) once. Raises SparseKVError."""
+    """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
+    budget (`full`, `streaming`) once. Raises SparseKVError."""
     from sparsekv.runtime.plan import COMPLETIONS
     from sparsekv.runtime.selectors import SELECTORS
 
     methods: list[SweepMethod] = []
     for name in names:
-        selector, _, completion = name.partition("+")
+        words, _, completion = name.partition("+")
+        selector, *given = words.split(":")
         selector = "dense" if selector == "full" else selector
         if selector not in SELECTORS:
             raise SparseKVError(f"unknown selector {selector!r}: expected full or some of {', '.join(SELECTORS)}")
@@ -59,8 +65,22 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[SweepM
             raise SparseKVError(f"unknown completion {completion!r} in {name!r}: expected one of "
                                 f"{', '.join(COMPLETIONS)}")
         spends = SELECTORS[selector].needs_budget or selector in SPENDING
-        methods += [SweepMethod(selector, completion or "none", b) for b in (budgets if spends else (None,))]
+        options = tuple(_option(word, selector, SELECTORS[selector].option_names()) for word in given)
+        methods += [SweepMethod(selector, completion or "none", b, options) for b in (budgets if spends else (None,))]
     return methods
+
+
+def _option(word: str, selector: str, names: Sequence[str]) -> tuple[str, Any]:
+    """`alpha=0.03` as name and value."""
+    name, equals, value = word.partition("=")
+    allowed = [n for n in names if n not in ("token_budget", "accounting", "amortise_over")]
+    if not equals or name not in allowed:
+        raise SparseKVError(f"{word!r} is no option of selector {selector} in a sweep: expected name=value with one of "
+                            f"{', '.join(allowed) or 'none'}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 @dataclass
@@ -221,7 +241,8 @@ class Sweep:
         from sparsekv.evaluation.batch import answer_batch
         from sparsekv.runtime.attach import attach
 
-        options = {"dense_below": 0, **self.options.attach}  # short contexts are measured sparsely too
+        # short contexts are measured sparsely too
+        options = {"dense_below": 0, **self.options.attach, **dict(method.options)}
         if method.budget is not None:
             options |= {"token_budget": float(method.budget), "accounting": self.options.accounting,
                         "amortise_over": self.options.amortise_over}

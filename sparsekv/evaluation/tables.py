@@ -64,6 +64,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     for case, _, _ in merged:
         tasks.setdefault(mean_case(case), {})[case] = None
     rows = []
+    names = list(dict.fromkeys(method for _, method, _ in merged))
     for (case, method, budget), entry in merged.items():
         entry["agreement"] = _agreement(entry, merged.get((case, "full", None)))
         rows.append(_row(case, method, budget, [entry], seed))
@@ -79,7 +80,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
                 if all(groups):
                     value, interval = _points(groups, seed)
                     rows.append({**scored, "metric": "agreement", "value": value, **interval})
-                for rival in _rivals(method):
+                for rival in _rivals(method, names):
                     groups = [_differences(merged, case, (method, budget), rival) for case in cases]
                     if all(groups):
                         value, interval = _points(groups, seed)
@@ -87,10 +88,17 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     return rows
 
 
-def _rivals(method: str) -> tuple[str, ...]:
+def plain(method: str) -> str:
+    """A method's name without its selector's options: `lfps:alpha=0.03` -> `lfps`."""
+    words, plus, completion = method.partition("+")
+    return words.partition(":")[0] + plus + completion
+
+
+def _rivals(method: str, names: Sequence[str]) -> list[str]:
     """Whom a method is compared with: the same selector uncompleted, and router + φ with full attention and Lane B."""
     selector, _, completion = method.partition("+")
-    return (*([selector] if completion else []), *(("full", *BASELINES) if method == "router+phi" else ()))
+    systems = ("full", *BASELINES) if plain(method) == "router+phi" else ()
+    return [n for n in names if (completion and n == selector) or plain(n) in systems]
 
 
 def _differences(merged: dict[Any, Any], case: str, one: tuple[str, float | None], rival: str) -> list[float]:
@@ -165,12 +173,15 @@ def table(
     known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == metric}
     budgets = sorted({b for _, b in known if b is not None})
     lines = []
-    for method in ("full", *methods):
-        if not any(m == method for m, _ in known):
-            continue
+    for method in in_order({m for m, _ in known}, ("full", *methods)):
         free = known.get((method, None))
         lines.append([method, *(_cell(free or known.get((method, b))) for b in budgets)])
     return ["method", *(_budget(b) for b in budgets)], lines
+
+
+def in_order(found: set[str], wanted: Sequence[str]) -> list[str]:
+    """The methods found that are wanted, in that order; those with options after the one without."""
+    return [m for name in wanted for m in sorted(found) if plain(m) == name]
 
 
 def _budget(budget: float) -> str:
@@ -219,7 +230,7 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
     for b in budgets:
         line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)
     line("router+phi is within 2 points of full attention", "router+phi", "full", 0.05, -2.0)
-    for name in BASELINES:
+    for name in in_order({rival for _, rival, _ in known}, BASELINES):
         for b in budgets:
             line(f"router+phi is above {name}", "router+phi", name, b, 1e-9)
     return ["target", "difference", "reached"], lines

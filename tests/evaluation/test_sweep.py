@@ -250,6 +250,29 @@ def test_older_and_foreign_results_are_refused(tmp_path) -> None:
         parse_methods(["best"], [0.1])
     with pytest.raises(SparseKVError, match="unknown completion 'magic'"):
         parse_methods(["topk+magic"], [0.1])
+    for wrong in ("lfps:beta=1", "lfps:alpha", "topk:token_budget=3", "full:alpha=1"):
+        with pytest.raises(SparseKVError, match="is no option of selector"):
+            parse_methods([wrong], [0.1])
+
+
+def test_methods_may_have_options_of_their_selector(tmp_path, tokenizer) -> None:
+    methods = parse_methods(["full", "random", "random:seed=5", "random:seed=5+moments"], [0.2])
+    assert [m.name for m in methods] == ["full", "random", "random:seed=5", "random:seed=5+moments"]
+    assert methods[2].options == (("seed", 5),)
+    assert parse_methods(["router:scores=mlp"], [0.1])[0].options == (("scores", "mlp"),)
+    run(tmp_path, tokenizer, methods)
+    answers = {c["method"]: c["answers"] for c in collect(tmp_path)}
+    assert answers["random"] != answers["random:seed=5"]
+    rows = score_rows(collect(tmp_path))
+    _, lines = table(rows, "one@128", ["random"])
+    assert [line[0] for line in lines] == ["full", "random", "random:seed=5"]
+    assert {(r["method"], r["against"]) for r in rows if r["metric"] == "difference"} == {
+        ("random:seed=5+moments", "random:seed=5")}
+    cells = [{"case": case, "method": m, "budget": 0.1, "indices": [0], "scores": [s], "read": 0.1, "tokens": 9,
+              "seconds": 1.0} for case in ("one@1", "two@1") for m, s in (
+                  ("lfps", 0.1), ("lfps:alpha=0.03", 0.5), ("router+phi", 0.4))]
+    assert [(line[0], line[2]) for line in targets(score_rows(cells), "ruler@1")[1]] == [
+        ("router+phi is above lfps at 10 %", "yes"), ("router+phi is above lfps:alpha=0.03 at 10 %", "no")]
 
 
 def test_bootstrap_covers_the_mean_and_narrows_with_samples() -> None:
