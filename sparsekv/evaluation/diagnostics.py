@@ -201,6 +201,9 @@ def _examine(
     wanted = queries.shape[1]
     some = torch.linspace(wanted // 3, wanted - 1, min(limit, wanted - wanted // 3)).long()
     step = max(1, SCORES_AT_ONCE // (queries.shape[0] * keys.shape[1]))
+    bucket = None if router is None else request_buckets(
+        item.keys_pre.float() if router.key_space == "pre" else keys, router.centroids.to(keys.device), router.scores,
+        sink_size=made.sink_size, window_size=made.window_size)
     for part in some.split(step):
         q, positions = queries[:, part], item.query_positions[:1, part]
         scene = offline.make_scene(q, keys, values, positions, scale=item.scale, sink_size=made.sink_size,
@@ -208,8 +211,8 @@ def _examine(
         logits = None if phi is None else _phi_logits(scene, q, keys, phi, item.scale, made.sink_size)
         estimates = _rivals(scene, q, keys, made, item.scale) if rivals else {}
         _examine_selection(total, scene, made, logits, estimates)
-        if router is not None:
-            _examine_router(total, scene, made, _routed(scene, item, made, part, q, keys, router), logits)
+        if router is not None and bucket is not None:
+            _examine_router(total, scene, made, _routed(scene, item, part, q, bucket, router), logits)
         if logits is not None:
             _examine_map(total, scene, logits(0.0, None))
         made.fractions, curve = offline.mass_curve(scene)
@@ -294,31 +297,25 @@ class Routed:
 
 
 def _routed(
-    scene: Scene, item: LayerCapture, made: Diagnostics, part: Tensor, queries: Tensor, keys: Tensor,
-    router: RouterLayer,
+    scene: Scene, item: LayerCapture, part: Tensor, queries: Tensor, bucket: Tensor, router: RouterLayer,
 ) -> Routed:
     """Scores of the buckets as the runtime's selector makes them, from the keys a query sees (Saap §4)."""
-    device, heads_q, count = keys.device, queries.shape[0], queries.shape[1]
-    centroids = router.centroids.to(device)
-    buckets = centroids.shape[1]
-    pre = router.key_space == "pre"
-    clustered = item.keys_pre.float() if pre else keys
-    bucket = request_buckets(clustered, centroids, router.scores, sink_size=made.sink_size,
-                             window_size=made.window_size)
+    heads_q, count = queries.shape[:2]
+    buckets = router.centroids.shape[1]
     place = bucket.repeat_interleave(scene.group, 0)[:, None].expand_as(scene.scores)
     mid = scene.mid.expand_as(scene.scores)
     sizes = scene.scores.new_zeros(heads_q, count, buckets).scatter_add_(-1, place, mid.to(scene.scores.dtype))
     logits = torch.zeros_like(sizes)
     if router.weights is not None and router.scores != "mean_key":
-        asked = item.queries_pre[:, part].float() if pre else queries
-        weights = type(router.weights)(*(w.to(device) for w in router.weights))
+        asked = item.queries_pre[:, part].float() if router.key_space == "pre" else queries
+        weights = type(router.weights)(*(w.to(queries.device) for w in router.weights))
         logits = router_logits(asked.transpose(0, 1).contiguous(), weights).transpose(0, 1)
     if router.scores != "mlp":
         total = torch.zeros_like(sizes).scatter_add_(-1, place, torch.where(mid, scene.scores, 0.0))
         logits = logits + total / sizes.clamp(min=1) + sizes.clamp(min=1).log()
     p = logits.masked_fill(sizes == 0, NEG_INF).softmax(-1).nan_to_num(0.0)
     mass = offline.bucket_mass(scene, bucket, buckets)
-    p, mass = (x.reshape(keys.shape[0], scene.group, count, buckets).sum(1) for x in (p, mass))
+    p, mass = (x.reshape(bucket.shape[0], scene.group, count, buckets).sum(1) for x in (p, mass))
     sizes = sizes[:: scene.group]
     ranked = [(x / sizes.clamp(min=1)).masked_fill(sizes == 0, NEG_INF) for x in (p, mass)]
     return Routed(bucket, ranked[0], ranked[1], sizes[:, -1])

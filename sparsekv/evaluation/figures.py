@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekv.evaluation.tables import plain
+
 # Okabe and Ito's palette, told apart under the common colour-vision deficiencies
 HUES = {"full": "#7f7f7f", "sink_tail": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "oracle": "#009E73"}
 PLACEHOLDER = "#1d1d1e"
@@ -63,12 +65,11 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
     styles = {}
     for number, method in enumerate(names):
         line = sorted((r for r in known if r["method"] == method), key=lambda r: r["budget"] or 0.0)
-        name, _, completion = method.partition("+")
-        name, options, _ = name.partition(":")
+        name, _, completion = plain(method).partition("+")
         colour = METHOD_HUES.get(name, HUES["full"])
         label = shown(method)
         styles[label] = "-" if name in ("full", "streaming") else COMPLETION_STYLES.get(completion, "-")
-        if options:
+        if plain(method) != method:
             styles[label] = ":"
         if line[0]["budget"] is None:
             axes.axhline(line[0]["value"], color=colour, linestyle=styles[label], linewidth=1.8)

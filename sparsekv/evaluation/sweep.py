@@ -52,8 +52,9 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[SweepM
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
     budget (`full`, `streaming`) once. Raises SparseKVError."""
     from sparsekv.runtime.plan import COMPLETIONS
-    from sparsekv.runtime.selectors import SELECTORS
+    from sparsekv.runtime.selectors import SELECTORS, Selector
 
+    shared = Selector.option_names()  # the sweep's own: budget and accounting
     methods: list[SweepMethod] = []
     for name in names:
         words, _, completion = name.partition("+")
@@ -65,18 +66,18 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[SweepM
             raise SparseKVError(f"unknown completion {completion!r} in {name!r}: expected one of "
                                 f"{', '.join(COMPLETIONS)}")
         spends = SELECTORS[selector].needs_budget or selector in SPENDING
-        options = tuple(_option(word, selector, SELECTORS[selector].option_names()) for word in given)
+        own = [n for n in SELECTORS[selector].option_names() if n not in shared]
+        options = tuple(_option(word, selector, own) for word in given)
         methods += [SweepMethod(selector, completion or "none", b, options) for b in (budgets if spends else (None,))]
     return methods
 
 
 def _option(word: str, selector: str, names: Sequence[str]) -> tuple[str, Any]:
-    """`alpha=0.03` as name and value."""
+    """`alpha=0.03` as name and value, one of the names."""
     name, equals, value = word.partition("=")
-    allowed = [n for n in names if n not in ("token_budget", "accounting", "amortise_over")]
-    if not equals or name not in allowed:
+    if not equals or name not in names:
         raise SparseKVError(f"{word!r} is no option of selector {selector} in a sweep: expected name=value with one of "
-                            f"{', '.join(allowed) or 'none'}")
+                            f"{', '.join(names) or 'none'}")
     try:
         return name, json.loads(value)
     except ValueError:

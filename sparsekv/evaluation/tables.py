@@ -75,16 +75,15 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
             entries = [merged.get((case, method, budget)) for case in cases]
             if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
                 rows.append(_row(mean, method, budget, entries, seed))
-                groups = [e["agreement"] for e in entries if e is not None]
                 scored = rows[-1]
-                if all(groups):
-                    value, interval = _points(groups, seed)
-                    rows.append({**scored, "metric": "agreement", "value": value, **interval})
-                for rival in _rivals(method, names):
-                    groups = [_differences(merged, case, (method, budget), rival) for case in cases]
+                compared = [({"metric": "agreement"}, [e["agreement"] for e in entries if e is not None])]
+                compared += [({"metric": "difference", "against": rival},
+                              [_differences(merged, case, (method, budget), rival) for case in cases])
+                             for rival in _rivals(method, names)]
+                for what, groups in compared:
                     if all(groups):
                         value, interval = _points(groups, seed)
-                        rows.append({**scored, "metric": "difference", "against": rival, "value": value, **interval})
+                        rows.append({**scored, **what, "value": value, **interval})
     return rows
 
 
@@ -188,14 +187,10 @@ def _budget(budget: float) -> str:
     return f"{budget:.3g}" if budget >= 1 else f"{100 * budget:g} %"
 
 
-def _signed(found: dict[str, Any]) -> str:
-    return f"{found['value']:+.1f} ± {(found['high'] - found['low']) / 2:.1f}"
-
-
-def _cell(found: dict[str, Any] | None) -> str:
+def _cell(found: dict[str, Any] | None, sign: str = "") -> str:
     if found is None or found["value"] is None:
         return "–"
-    return f"{found['value']:.1f} ± {(found['high'] - found['low']) / 2:.1f}"
+    return f"{found['value']:{sign}.1f} ± {(found['high'] - found['low']) / 2:.1f}"
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -210,7 +205,7 @@ def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[li
              and r["method"].startswith(f"{r['against']}+")}
     budgets = sorted({b for _, b in known if b is not None})
     methods = dict.fromkeys(m for m, _ in known)
-    shown = [[m, *(_signed(known[m, b]) if (m, b) in known else "–" for b in budgets)] for m in methods]
+    shown = [[m, *(_cell(known.get((m, b)), "+") for b in budgets)] for m in methods]
     return ["gain of", *(_budget(b) for b in budgets)], shown
 
 
@@ -225,7 +220,8 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
     def line(what: str, method: str, rival: str, budget: float, needed: float) -> None:
         found = known.get((method, rival, budget))
         if found is not None:
-            lines.append([f"{what} at {100 * budget:g} %", _signed(found), "yes" if found["value"] >= needed else "no"])
+            lines.append([f"{what} at {_budget(budget)}", _cell(found, "+"),
+                          "yes" if found["value"] >= needed else "no"])
 
     for b in budgets:
         line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)

@@ -12,15 +12,15 @@ ROUNDS = 3
 BLOCK = 8192
 
 
-def restarts(keys: Tensor, empty: Tensor, worst: Tensor) -> Tensor:
-    """For the i-th empty bucket of a head the i-th worst served key, `[H, C, d]`; what stands in the other places means
-    nothing. keys `[H, n, d]`, empty `[H, C]`, worst `[H, k]`: keys by number, the worst first; past them the last."""
-    return keys.gather(1, _in_turn(empty, worst)[..., None].expand(-1, -1, keys.shape[2]))
-
-
-def _in_turn(empty: Tensor, worst: Tensor) -> Tensor:
-    """Number of the key at which a bucket restarts, `[H, C]`."""
+def restarts(empty: Tensor, worst: Tensor) -> Tensor:
+    """For the i-th empty bucket of a head the number of the i-th worst served key, `[H, C]`; what stands in the other
+    places means nothing. empty `[H, C]`, worst `[H, k]`: keys by number, the worst first; past them the last."""
     return worst.gather(1, (empty.cumsum(1) - 1).clamp(min=0, max=worst.shape[1] - 1))
+
+
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """The rows of every head by number: `[H, n, d]`, `[H, k]` -> `[H, k, d]`."""
+    return table.gather(1, index[..., None].expand(-1, -1, table.shape[2]))
 
 
 def restart_empty(
@@ -33,37 +33,38 @@ def restart_empty(
     furthest from the mean of their bucket, which is what `mean_key` scores in their place; a key serves once. Buckets
     that hold keys keep their centroids; where none is empty nothing changes. This project's own.
     """
-    heads, count, dim = keys.shape
-    buckets = centroids.shape[1]
+    heads, count, _ = keys.shape
     centroids = centroids.to(keys.dtype)
     used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
     if count == 0:
         return centroids, torch.zeros(heads, 0, dtype=torch.long, device=keys.device)
     free = used
     nearest = assign_buckets(keys[None], centroids)[0].long()
-    near = _products(keys, centroids, nearest)
     for _ in range(rounds):
-        sizes = torch.zeros(heads, buckets, device=keys.device).scatter_add_(1, nearest, used.float())
+        sizes = torch.zeros(heads, centroids.shape[1], device=keys.device).scatter_add_(1, nearest, used.float())
         empty = sizes == 0
         taken = empty & (empty.cumsum(1) <= free.sum(1, keepdim=True))  # while there are keys
         if not bool(taken.any()):
             break
-        which = _in_turn(empty, _served_worst(keys, nearest, sizes, used, free))
-        start = keys.gather(1, which[..., None].expand(-1, -1, dim))
-        start = torch.nn.functional.normalize(start.float(), dim=-1).to(keys.dtype)
+        which = restarts(empty, _served_worst(keys, nearest, sizes, used, free))
+        start = torch.nn.functional.normalize(rows_of(keys, which).float(), dim=-1).to(keys.dtype)
         free = free & ~torch.zeros_like(free, dtype=torch.int32).scatter_add_(1, which, taken.int()).bool()
         centroids = torch.where(taken[..., None], start, centroids)
-        # the others have not moved: keys are compared with the new ones alone (and, to fill up, with some that lose)
-        new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
-        moved = centroids.gather(1, new[..., None].expand(-1, -1, dim))
-        found = assign_buckets(keys[None], moved)[0].long()
-        product = _products(keys, moved, found)
-        nearest = torch.where(product > near, new.gather(1, found), nearest)
-        near = torch.maximum(near, product)
-    others = ~used.all(0)
-    if bool(others.any()):  # they may have been of a bucket that counted as empty and has moved
-        nearest[:, others] = assign_buckets(keys[None, :, others], centroids)[0].long()
+        nearest = _after_moves(keys, centroids, nearest, taken)
     return centroids, nearest
+
+
+def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor) -> Tensor:
+    """Bucket of every key once the buckets `taken [H, C]` have moved to where their centroids now are."""
+    lost = taken.gather(1, nearest).any(0)  # keys that do not count may have been of a bucket that counted as empty
+    if bool(lost.any()):
+        nearest[:, lost] = assign_buckets(keys[None, :, lost], centroids)[0].long()
+    # the others stay or join a moved one (heads with fewer of these compare with some that lose, to fill up)
+    new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
+    moved = rows_of(centroids, new)
+    found = assign_buckets(keys[None], moved)[0].long()
+    nearer = _products(keys, moved, found) > _products(keys, centroids, nearest)
+    return torch.where(nearer, new.gather(1, found), nearest)
 
 
 def request_buckets(keys: Tensor, centroids: Tensor, scores: str, *, sink_size: int, window_size: int) -> Tensor:
@@ -76,18 +77,17 @@ def request_buckets(keys: Tensor, centroids: Tensor, scores: str, *, sink_size: 
 
 def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:
     """Inner product of every key with the centroid of its bucket, `[H, n]` float32, some keys at a time."""
-    return torch.cat([(part.float() * centroids.gather(1, own[..., None].expand(-1, -1, keys.shape[2]))).sum(-1)
+    return torch.cat([(part.float() * rows_of(centroids, own)).sum(-1)
                       for part, own in zip(keys.split(BLOCK, dim=1), buckets.split(BLOCK, dim=1), strict=True)], dim=1)
 
 
 def _served_worst(keys: Tensor, buckets: Tensor, sizes: Tensor, used: Tensor, free: Tensor) -> Tensor:
     """The free keys by distance to the mean of their bucket, of the used ones, furthest first and as many as there are
     buckets: `[H, k]`. sizes `[H, C]`."""
-    places = [x[..., None].expand(-1, -1, keys.shape[2]) for x in buckets.split(BLOCK, dim=1)]
+    parts = list(zip(*(x.split(BLOCK, dim=1) for x in (keys, buckets, used)), strict=True))
     means = torch.zeros(*sizes.shape, keys.shape[2], device=keys.device)
-    for part, place, counts in zip(keys.split(BLOCK, dim=1), places, used.split(BLOCK, dim=1), strict=True):
-        means.scatter_add_(1, place, part.float() * counts[..., None])
+    for part, own, counts in parts:
+        means.scatter_add_(1, own[..., None].expand_as(part), part.float() * counts[..., None])
     means /= sizes.clamp(min=1)[..., None]
-    apart = torch.cat([(part.float() - means.gather(1, place)).norm(dim=-1)
-                       for part, place in zip(keys.split(BLOCK, dim=1), places, strict=True)], dim=1)
+    apart = torch.cat([(part.float() - rows_of(means, own)).norm(dim=-1) for part, own, _ in parts], dim=1)
     return apart.masked_fill(~free, -1.0).topk(min(sizes.shape[1], keys.shape[1]), dim=1).indices

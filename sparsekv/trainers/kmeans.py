@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
-from sparsekv.models.buckets import restarts
+from sparsekv.models.buckets import restarts, rows_of
 
 ENGINES = ("auto", "faiss", "torch")
 INITS = ("random", "kmeans++")
@@ -109,7 +109,7 @@ def _plus_plus(keys: Tensor, num_buckets: int, seed: int) -> Tensor:
 def _lloyd(keys: Tensor, centroids: Tensor) -> Tensor:
     """One iteration over all heads at once; an empty bucket restarts at the key worst served."""
     sums, sizes, worst = _assign(keys, centroids)
-    moved = torch.where((sizes == 0)[..., None], restarts(keys, sizes == 0, worst), sums)
+    moved = torch.where((sizes == 0)[..., None], rows_of(keys, restarts(sizes == 0, worst)), sums)
     return torch.nn.functional.normalize(moved, dim=-1)
 
 
@@ -119,7 +119,7 @@ def repair(keys: Tensor, centroids: Tensor) -> Tensor:
         _, sizes, worst = _assign(keys, centroids)
         if bool((sizes > 0).all()):
             break
-        new = torch.nn.functional.normalize(restarts(keys, sizes == 0, worst), dim=-1)
+        new = torch.nn.functional.normalize(rows_of(keys, restarts(sizes == 0, worst)), dim=-1)
         centroids = torch.where((sizes == 0)[..., None], new, centroids)
     return centroids
 
