@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.config import CaptureConfig
-from sparsekv.capture.rope import rotate
-from sparsekv.capture.shard import ShardWriter
 from sparsekv.capture.statistics import query_statistics
-from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, layer_name
+from sparsekv.core.rope import rotate
+from sparsekv.store.shard import ShardWriter
+from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, layer_name
 
 TOPICS = 4096
 THETA = 500_000.0

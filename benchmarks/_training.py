@@ -11,10 +11,11 @@ from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.capture.store import CaptureStore, LayerCapture
+from sparsekv.core import offline
 from sparsekv.kernels.reference import RouterWeights, router_logits
-from sparsekv.models import estimators, offline
+from sparsekv.models import estimators
 from sparsekv.runtime import request_fit
+from sparsekv.store.store import CaptureStore, LayerCapture
 from sparsekv.trainers.calibrate import CASES
 from sparsekv.trainers.kmeans import spherical_kmeans
 

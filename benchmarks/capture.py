@@ -35,14 +35,14 @@ from _rows import RESULTS, row, write_rows
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
-from sparsekv.capture.corpus import Window
 from sparsekv.capture.document import Plan
-from sparsekv.capture.place import place
 from sparsekv.capture.prepare import begin_output
-from sparsekv.capture.ranks import Ranks
 from sparsekv.capture.run import _complete, capture_documents, capture_window
-from sparsekv.capture.store import CaptureStore
 from sparsekv.capture.tap import decoder, probe
+from sparsekv.corpus import Window
+from sparsekv.ranks import Ranks
+from sparsekv.store.place import place
+from sparsekv.store.store import CaptureStore
 
 CASES = {"cpu": ["smollm2@4096"],
          "gpu": ["smollm2@32768", "smollm2@131072", "llama8b@32768", "llama8b@131072"]}
@@ -193,7 +193,7 @@ def profile(case: str, setting: Setting) -> None:
     parts = {"all": contextlib.nullcontext(),
              "no statistics": patch.object(document, "query_statistics", no_statistics),
              "no writing": patch.object(document.ShardWriter, "write", lambda *a, **k: None),
-             "no checksums": patch("sparsekv.capture.shard.checksum", lambda file: "")}
+             "no checksums": patch("sparsekv.store.shard.checksum", lambda file: "")}
     setting.prefill_chunked()
     print(f"{case}: chunks alone {timed(setting.prefill_chunked)[0]:.2f} s, {transfer.SLOTS} slots")
     capture()

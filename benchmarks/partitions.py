@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import CaptureStore, LayerCapture
+from sparsekv.core import offline
 from sparsekv.hub import load_model, resolve_device
-from sparsekv.models import offline
+from sparsekv.store.store import CaptureStore, LayerCapture
 from sparsekv.trainers.kmeans import imbalance, spherical_kmeans
 
 BUCKETS = (512, 1024, 2048, 4096)

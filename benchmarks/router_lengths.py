@@ -32,8 +32,8 @@ from benchmarks.partitions import NATIVE, SINK, yarn
 from benchmarks.training import without_training
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import CaptureStore
 from sparsekv.hub import load_model, resolve_device
+from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.router import RouterConfig, train_router
 
 SPACES = ("pre", "rot")

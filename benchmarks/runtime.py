@@ -22,11 +22,11 @@ import torch
 from _pages import fill, take_over
 from _rows import RESULTS, row, write_rows
 
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.core.selectors.base import LayerView, Queries
 from sparsekv.kernels import RouterWeights
 from sparsekv.runtime.attention import sdpa, sparse_attention
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors import SELECTORS, Selector
-from sparsekv.runtime.selectors.base import LayerView, Queries
 
 BUDGET = 0.02
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}

@@ -36,8 +36,8 @@ from benchmarks._training import Rivals, check, measure, measure_request, measur
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import MANIFEST, CaptureStore
 from sparsekv.hub import load_model, resolve_device
+from sparsekv.store.store import MANIFEST, CaptureStore
 from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.pool import split_documents
 from sparsekv.trainers.router import RouterConfig, train_router

@@ -18,7 +18,7 @@ from sparsekv.evaluation.decode import HEADER, Method, decode, markdown_table, t
 from sparsekv.progress import progress
 
 if TYPE_CHECKING:
-    from sparsekv.capture.store import CaptureStore
+    from sparsekv.store.store import CaptureStore
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
 
@@ -194,7 +194,7 @@ def _write_report(
 def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
     import torch
 
-    from sparsekv.models.offline import make_scene, mass_curve
+    from sparsekv.core.offline import make_scene, mass_curve
 
     shares, entropies = [], []
     fractions: list[float] = []

@@ -24,7 +24,7 @@ def inspect_path(config: InspectConfig) -> None:
     from sparsekv.artifacts.format import read_config
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.capture.store import CaptureStore
+    from sparsekv.store.store import CaptureStore
 
     path = Path(config.path)
     remote = "://" in str(config.path)

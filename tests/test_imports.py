@@ -12,8 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = ("capture", "trainers", "runtime", "evaluation")
-LEAVES = ("models", "kernels", "artifacts", "capture.rope", "capture.store", "capture.place", "capture.shard",
-          "capture.ranks", "capture.corpus", "config", "errors", "progress", "hub")
+LEAVES = ("core", "models", "kernels", "artifacts", "store", "ranks", "corpus", "config", "errors", "progress", "hub")
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "demo", "inspection")
 

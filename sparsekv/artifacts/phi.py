@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.core.offline import Scene, capped
 from sparsekv.models.estimators import phi_tokens
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
-from sparsekv.models.offline import Scene, capped
 
 KIND = "phi"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparsekv.capture.corpus import SPLITS
 from sparsekv.config import option
+from sparsekv.corpus import SPLITS
 from sparsekv.errors import SparseKVError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

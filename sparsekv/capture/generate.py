@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.capture.corpus import GENERATED, Window
+from sparsekv.corpus import GENERATED, Window
 from sparsekv.progress import progress
 
 ROWS, LENGTH = 256, 512

@@ -9,10 +9,10 @@ import tempfile
 from typing import Any
 
 from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, parse_numbers, sampled_keys
-from sparsekv.capture.place import Place
-from sparsekv.capture.rope import LayerRope
-from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, storage_bytes
+from sparsekv.core.rope import LayerRope
 from sparsekv.errors import SparseKVError
+from sparsekv.store.place import Place
+from sparsekv.store.store import FORMAT_VERSION, MANIFEST, storage_bytes
 
 
 def check_output(place: Place, config: CaptureConfig) -> None:

@@ -10,10 +10,8 @@ import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options
-from sparsekv.capture.corpus import Window, add_noise, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture, Plan
 from sparsekv.capture.generate import generated_windows
-from sparsekv.capture.place import Place, place
 from sparsekv.capture.prepare import (
     begin_output,
     check_output,
@@ -21,13 +19,15 @@ from sparsekv.capture.prepare import (
     choose_heads,
     choose_layers,
 )
-from sparsekv.capture.ranks import Ranks, join
-from sparsekv.capture.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
 from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tap, whole_tables
 from sparsekv.capture.transfer import Transfer
+from sparsekv.corpus import Window, add_noise, make_windows, read_documents
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
 from sparsekv.progress import progress
+from sparsekv.ranks import Ranks, join
+from sparsekv.store.place import Place, place
+from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
 
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "run_capture"]
 

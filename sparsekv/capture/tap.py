@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekv.capture.rope import LayerRope, find_layout, unrotate
+from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.dense import causal_attention
 

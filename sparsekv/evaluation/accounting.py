@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import tokens_of_budget
 from sparsekv.errors import SparseKVError
 from sparsekv.models.estimators import phi_tokens
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import tokens_of_budget
 
 
 def cache_tokens(num_features: int, head_dim: int) -> float:

@@ -46,12 +46,12 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     """Measure, write and draw. Raises SparseKVError for bad options, stores and artifacts."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.capture.store import CaptureStore
     from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.rows import provenance
     from sparsekv.evaluation.tables import markdown
     from sparsekv.hub import resolve_device
+    from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)
     if output.exists() and any(output.iterdir()) and not config.overwrite:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
-from sparsekv.capture.store import CaptureStore, LayerCapture
+from sparsekv.core import offline
+from sparsekv.core.buckets import request_buckets
+from sparsekv.core.offline import NEG_INF, Scene
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import assign_buckets, router_logits
-from sparsekv.models import estimators, offline
-from sparsekv.models.buckets import request_buckets
-from sparsekv.models.offline import NEG_INF, Scene
+from sparsekv.models import estimators
+from sparsekv.store.store import CaptureStore, LayerCapture
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 1
 BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -230,7 +231,7 @@ def _rivals(
     scene: Scene, queries: Tensor, keys: Tensor, made: Diagnostics, scale: float,
 ) -> dict[str, Callable[[Tensor], Tensor]]:
     """Untrained estimates of the rest as functions of what is read, each at the bytes of φ's cache."""
-    from sparsekv.runtime.kmeans import spherical_kmeans
+    from sparsekv.core.kmeans import spherical_kmeans
 
     dim = keys.shape[-1]
     found: dict[str, Callable[[Tensor], Tensor]] = {}

@@ -74,8 +74,8 @@ def attach_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises SparseKVError for what `attach` and no selector knows.
     """
+    from sparsekv.core.selectors import SELECTORS
     from sparsekv.runtime.attach import attach
-    from sparsekv.runtime.selectors import SELECTORS
 
     known = set(inspect.signature(attach).parameters) | {n for s in SELECTORS.values() for n in s.option_names()}
     unknown = sorted(set(options) - (known - {"model", "options"}))

@@ -160,12 +160,12 @@ def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.core.selectors import SELECTORS
+    from sparsekv.core.selectors.base import ACCOUNTINGS
     from sparsekv.evaluation.diagnostics import Diagnostics
     from sparsekv.evaluation.requests import check_names, task_names
     from sparsekv.evaluation.suite import lengths_of
     from sparsekv.runtime.plan import COMPLETIONS
-    from sparsekv.runtime.selectors import SELECTORS
-    from sparsekv.runtime.selectors.base import ACCOUNTINGS
 
     names = [] if config.requests is not None and config.tasks == OWN_TASKS else task_names(config.tasks)
     own, public = ([n for n in names if (n in ("needle", "perplexity")) == mine] for mine in (True, False))
@@ -278,8 +278,8 @@ def _needle_figures(rows: list[dict[str, Any]]) -> list[Any]:
 
 def _methods(selectors: list[str], budgets: list[float], phi: bool) -> list[Any]:
     """The lines of the table of needle and perplexity."""
+    from sparsekv.core.selectors import SELECTORS
     from sparsekv.evaluation.decode import Method
-    from sparsekv.runtime.selectors import SELECTORS
 
     methods = [Method("full attention", "full", "dense", None, False)]
     for name in selectors:
@@ -297,7 +297,7 @@ def _own_tasks(
     """Rows of needle and perplexity."""
     import torch
 
-    from sparsekv.capture.corpus import make_windows, read_documents
+    from sparsekv.corpus import make_windows, read_documents
     from sparsekv.evaluation.decode import Kept, decode, prompts_digest
     from sparsekv.evaluation.needle import make_needles
     from sparsekv.evaluation.rows import origin

@@ -51,8 +51,8 @@ class SweepMethod:
 def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[SweepMethod]:
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
     budget (`full`, `streaming`) once. Raises SparseKVError."""
+    from sparsekv.core.selectors import SELECTORS, Selector
     from sparsekv.runtime.plan import COMPLETIONS
-    from sparsekv.runtime.selectors import SELECTORS, Selector
 
     shared = Selector.option_names()  # the sweep's own: budget and accounting
     methods: list[SweepMethod] = []

@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
+from sparsekv.core.offline import NEG_INF, Scene
 from sparsekv.kernels.reference import RANK
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.models.offline import NEG_INF, Scene
 
 
 def phi_tokens(features: int, dim: int, *, moments: bool = False) -> float:

@@ -17,7 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.capture.rope import LayerRope, find_layout
+from sparsekv.core.rope import LayerRope, find_layout
+from sparsekv.core.selectors.base import LayerView, Queries, Selector
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
 from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
@@ -25,7 +26,6 @@ from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.offload import HostLayer, Resident
 from sparsekv.runtime.plan import make_plan
 from sparsekv.runtime.prefix import load_prefix, save_prefix
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selector
 from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.state import LayerState
 from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
@@ -44,7 +44,7 @@ def attach(
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    router, phi: artifacts or their folders. selector: a name of `sparsekv.runtime.selectors.SELECTORS` or a Selector;
+    router, phi: artifacts or their folders. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
     without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
     float = fraction of the context, per query and KV head. completion: phi, centroid, moments, sampling or none;
     without it phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.core.estimators.phi import Completion, PhiCompletion
+from sparsekv.core.rows import attend_rows, gather_rows
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
 from sparsekv.kernels import PhiRest, attend_buckets, attend_tokens, merge, phi_query
 from sparsekv.kernels.dense import causal_attention
 from sparsekv.kernels.reference import anchor_indices
-from sparsekv.runtime.completion import Completion, PhiCompletion
-from sparsekv.runtime.rows import attend_rows, gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
 QUERY_BLOCK = 64
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparsekv.capture.rope import Layout, rotate, unrotate
+from sparsekv.core.rope import Layout, rotate, unrotate
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.state import LayerState
 from sparsekv.runtime.storage import Growing, repeated, take_rows

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.runtime.centroid import CentroidCompletion
-from sparsekv.runtime.completion import Completion
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.rows import gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold
+from sparsekv.core.estimators.centroid import CentroidCompletion
+from sparsekv.core.estimators.phi import Completion
+from sparsekv.core.regions import Regions
+from sparsekv.core.rows import gather_rows
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, fold
 
 BLOCK = 8192
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.core.regions import Regions
+from sparsekv.core.rows import attend_gathered, gather_rows
+from sparsekv.core.selectors.base import LayerView, Selection, fold
 from sparsekv.kernels import merge
 from sparsekv.runtime.cache import SparseLayer
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.rows import attend_gathered, gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Selection, fold
 from sparsekv.runtime.storage import Growing
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekv.core.estimators.phi import Completion, PhiCompletion
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.completion import Completion, PhiCompletion
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors import SELECTORS, Selector
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
@@ -73,7 +73,7 @@ class Plan:
                     offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
             return None if maps is None else PhiCompletion(maps, fit=self.fit_request)
         if self.completion_kind == "centroid":
-            from sparsekv.runtime.centroid import CentroidCompletion
+            from sparsekv.core.estimators.centroid import CentroidCompletion
 
             return CentroidCompletion(tokens=self.completion_tokens)
         if self.completion_kind in ("moments", "sampling"):

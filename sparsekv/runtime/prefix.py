@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsekv.core.estimators.phi import PhiCompletion
+from sparsekv.core.selectors.router import Router
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
-from sparsekv.runtime.completion import PhiCompletion
-from sparsekv.runtime.selectors.router import Router
 
 FORMAT_VERSION = 1
 

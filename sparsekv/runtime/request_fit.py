@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.offline import make_scene, mass_errors, top_k
+from sparsekv.core.selectors.base import LayerView
 from sparsekv.models.feature_map import grouped_log_kernel
-from sparsekv.models.offline import make_scene, mass_errors, top_k
-from sparsekv.runtime.selectors.base import LayerView
 
 QUERIES = 32
 PRIOR = 0.5

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsekv.runtime.selectors.base import LayerView
+from sparsekv.core.selectors.base import LayerView
 
 
 class LayerState:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.core.offline import Scene, make_scene, mass_errors, top_k
 from sparsekv.models.feature_map import Maps
-from sparsekv.models.offline import Scene, make_scene, mass_errors, top_k
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,

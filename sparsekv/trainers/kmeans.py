@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.core.buckets import restarts, rows_of
 from sparsekv.errors import SparseKVError
-from sparsekv.models.buckets import restarts, rows_of
 
 ENGINES = ("auto", "faiss", "torch")
 INITS = ("random", "kmeans++")

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
-from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
+from sparsekv.core.offline import mass_errors
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
-from sparsekv.models.offline import mass_errors
+from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import CASES, SHIFTS, by_case, calibrate, choose_gates, pick_scene
 from sparsekv.trainers.fit import Task, by_head, fit

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.capture.corpus import GENERATED
-from sparsekv.capture.rope import Layout, rotate
-from sparsekv.capture.store import CaptureStore
+from sparsekv.core.rope import Layout, rotate
+from sparsekv.corpus import GENERATED
 from sparsekv.errors import SparseKVError
+from sparsekv.store.store import CaptureStore
 
 
 class Part(NamedTuple):

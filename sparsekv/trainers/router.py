@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.router import WEIGHT_DTYPES, RouterArtifact, RouterArtifactConfig
-from sparsekv.capture.store import CaptureStore
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels.reference import RouterWeights, router_logits
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.progress import progress
+from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.fit import Task, by_head, fit
 from sparsekv.trainers.kmeans import ENGINES, INITS, imbalance, spherical_kmeans
 from sparsekv.trainers.options import TrainingOptions

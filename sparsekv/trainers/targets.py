@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.core.buckets import request_buckets
 from sparsekv.kernels.bucket_mass import bucket_mass
-from sparsekv.models.buckets import request_buckets
 from sparsekv.trainers.pool import Pool
 
 ASSIGN_AT_ONCE = 200_000_000

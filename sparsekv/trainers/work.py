@@ -21,9 +21,9 @@ from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, prepare_output
-from sparsekv.capture.ranks import Ranks, join
-from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
+from sparsekv.ranks import Ranks, join
+from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.fit import read_metrics, write_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part

@@ -16,7 +16,7 @@ from test_families import FAMILIES, SIZES, Words
 from transformers import AutoModelForCausalLM
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.shard import ShardWriter
+from sparsekv.store.shard import ShardWriter
 
 
 def tiny():

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from test_families import Words, captured, tiny
 
-from sparsekv.capture.corpus import Document, _dataset, make_windows, read_documents
+from sparsekv.corpus import Document, _dataset, make_windows, read_documents
 from sparsekv.errors import SparseKVError
 
 TEXTS = [f"document {i} " + "abc " * (10 + i) for i in range(12)]

@@ -15,9 +15,9 @@ from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from sparsekv.capture.rope import rotate, unrotate
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.tap import probe, tap
+from sparsekv.core.rope import rotate, unrotate
 from sparsekv.errors import SparseKVError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -2,7 +2,7 @@
 
 from test_families import Words
 
-from sparsekv.capture.corpus import add_noise, make_windows, read_documents
+from sparsekv.corpus import add_noise, make_windows, read_documents
 
 
 class Vocabulary(Words):

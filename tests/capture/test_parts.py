@@ -10,13 +10,13 @@ from test_families import SIZES, Words, captured, tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
-from sparsekv.capture.corpus import Document, make_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import storage_bytes
 from sparsekv.capture.tap import probe
+from sparsekv.corpus import Document, make_windows
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
 from sparsekv.kernels.dense import lerp_rows
+from sparsekv.store.store import storage_bytes
 
 
 def test_fewer_layers_heads_and_keys_hold_the_same_numbers(tmp_path) -> None:

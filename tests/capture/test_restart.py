@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.capture.shard import checksum
+from sparsekv.store.shard import checksum
 
 CHILD = Path(__file__).parent / "capture_child.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

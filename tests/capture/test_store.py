@@ -11,12 +11,12 @@ import torch
 from test_families import Words, captured, tiny
 
 from sparsekv.capture.config import parse_numbers
-from sparsekv.capture.corpus import make_windows, read_documents
-from sparsekv.capture.place import place
-from sparsekv.capture.shard import ShardWriter, checksum
-from sparsekv.capture.store import CaptureStore
+from sparsekv.corpus import make_windows, read_documents
 from sparsekv.errors import SparseKVError
 from sparsekv.inspection import InspectConfig, inspect_path
+from sparsekv.store.place import place
+from sparsekv.store.shard import ShardWriter, checksum
+from sparsekv.store.store import CaptureStore
 
 
 def bytes_of(folder: Path) -> dict[str, str]:

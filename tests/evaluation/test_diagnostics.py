@@ -11,13 +11,13 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.store import CaptureStore
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures, matched_ratio
 from sparsekv.evaluation.diagnostics import Diagnostics, measure
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
+from sparsekv.store.store import CaptureStore
 
 LENGTH = 256
 BUDGETS = (0.0, 0.05, 0.2, 0.5, 1.0)

@@ -4,12 +4,12 @@ import re
 import pytest
 import torch
 
+from sparsekv.core import offline
 from sparsekv.evaluation.accounting import cache_tokens, retrieved_tokens
 from sparsekv.evaluation.decode import Method, Score, markdown_table
 from sparsekv.evaluation.figures import error_by_budget, mass_curve, training_curves
 from sparsekv.evaluation.needle import NEEDLE, QUESTION, found, make_needles
 from sparsekv.evaluation.report import Figure, Table, write_report
-from sparsekv.models import offline
 
 
 def test_the_worked_example_of_the_budget_formula() -> None:

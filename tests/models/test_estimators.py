@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from sparsekv.models import estimators, offline
+from sparsekv.core import offline
+from sparsekv.models import estimators
 
 F64 = torch.float64
 HEADS, GROUP, QUERIES, LENGTH, DIM, BUCKETS, SCALE = 2, 2, 3, 40, 6, 5, 0.4

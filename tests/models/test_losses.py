@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from sparsekv.models import offline
+from sparsekv.core import offline
 from sparsekv.models.losses import KLHuber, OutputError, bucket_kl
 
 F64 = torch.float64

@@ -6,14 +6,14 @@ import pytest
 import torch
 from views import full_attention, make_view
 
+from sparsekv.core.estimators.phi import PhiCompletion
+from sparsekv.core.rows import attend_rows
+from sparsekv.core.selectors.random import Random
+from sparsekv.core.selectors.streaming import Streaming
+from sparsekv.core.selectors.topk import TopK
 from sparsekv.kernels import PhiCache, phi_cache
 from sparsekv.kernels.reference import attend_tokens
 from sparsekv.runtime.attention import dense_attention, sparse_attention
-from sparsekv.runtime.completion import PhiCompletion
-from sparsekv.runtime.rows import attend_rows
-from sparsekv.runtime.selectors.random import Random
-from sparsekv.runtime.selectors.streaming import Streaming
-from sparsekv.runtime.selectors.topk import TopK
 
 CASES = [{}, {"batch": 3, "pads": (0, 5, 60)}, {"new": 4}, {"batch": 2, "pads": (2, 0), "new": 3, "heads_q": 2}]
 

@@ -10,9 +10,9 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
+from sparsekv.core.estimators.phi import PhiCompletion
+from sparsekv.core.selectors.router import Router
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.completion import PhiCompletion
-from sparsekv.runtime.selectors.router import Router
 
 
 def step(model, ids, cache):

@@ -7,11 +7,11 @@ import torch
 from views import make_view
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
+from sparsekv.core.estimators.phi import PhiCompletion
+from sparsekv.core.offline import Scene, capped, make_scene, scene_cap, top_k
+from sparsekv.core.selectors.base import Selection
 from sparsekv.kernels.reference import factored, mass_cap, read_bound
 from sparsekv.models.feature_map import FeatureMap, Maps
-from sparsekv.models.offline import Scene, capped, make_scene, scene_cap, top_k
-from sparsekv.runtime.completion import PhiCompletion
-from sparsekv.runtime.selectors.base import Selection
 
 
 def layer(heads_q: int, heads_kv: int, dim: int, *, centred: bool = False) -> PhiLayer:

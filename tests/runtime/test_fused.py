@@ -9,9 +9,9 @@ import torch
 from test_generation import artifacts, prompt, tiny
 
 import sparsekv
-from sparsekv.runtime.completion import PhiCompletion
-from sparsekv.runtime.selectors import base
-from sparsekv.runtime.selectors.router import Router
+from sparsekv.core.estimators.phi import PhiCompletion
+from sparsekv.core.selectors import base
+from sparsekv.core.selectors.router import Router
 
 
 def logits(model: Any, ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -9,7 +9,7 @@ from tiny import MODELS, make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.runtime.selectors import SELECTORS
+from sparsekv.core.selectors import SELECTORS
 
 LENGTH, NEW = 70, 5
 OPTIONS = {

@@ -8,12 +8,13 @@ from tiny import make_model, prompt
 from views import full_attention, make_view
 
 import sparsekv
+from sparsekv.core import offline
+from sparsekv.core.estimators.centroid import CentroidCompletion
+from sparsekv.core.selectors.topk import TopK
 from sparsekv.errors import SparseKVError
-from sparsekv.models import estimators, offline
+from sparsekv.models import estimators
 from sparsekv.runtime.attention import sparse_attention
-from sparsekv.runtime.centroid import CentroidCompletion
 from sparsekv.runtime.moments import MomentsCompletion, SamplingCompletion
-from sparsekv.runtime.selectors.topk import TopK
 
 CASES = [{}, {"batch": 3, "pads": (0, 5, 40)}, {"new": 4}, {"batch": 2, "pads": (2, 0), "new": 3}]
 

@@ -10,8 +10,8 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.core.offline import capped, make_scene, output, relative_error, top_k
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.models.offline import capped, make_scene, output, relative_error, top_k
 from sparsekv.runtime.request_fit import LASTS, PRIOR, QUERIES
 
 SHIFTS = [round(-3 + 0.2 * i, 1) for i in range(31)]

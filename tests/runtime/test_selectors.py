@@ -10,14 +10,14 @@ import pytest
 import torch
 from views import full_attention, make_view
 
+from sparsekv.core.buckets import request_buckets, restart_empty
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.base import tokens_of_budget
+from sparsekv.core.selectors.magicpig import MagicPIG, sampling_probability
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import RouterWeights
-from sparsekv.models.buckets import request_buckets, restart_empty
 from sparsekv.runtime.attention import sparse_attention
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors import SELECTORS
-from sparsekv.runtime.selectors.base import tokens_of_budget
-from sparsekv.runtime.selectors.magicpig import MagicPIG, sampling_probability
 
 CASES = [{}, {"batch": 3, "pads": (0, 5, 60)}, {"new": 3}]
 

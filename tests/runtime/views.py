@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparsekv.capture.rope import rotate, unrotate
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import rotate, unrotate
+from sparsekv.core.selectors.base import LayerView, Queries
 
 
 def tables(length: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.models.offline import capped, make_scene, mass_errors, output, relative_error, top_k
+from sparsekv.core.offline import capped, make_scene, mass_errors, output, relative_error, top_k
 from sparsekv.trainers.calibrate import CASES, choose_gates
 
 

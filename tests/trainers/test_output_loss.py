@@ -11,8 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "capture"))
 
 from test_families import captured, tiny
 
-from sparsekv.capture.rope import rotate
-from sparsekv.models import offline
+from sparsekv.core import offline
+from sparsekv.core.rope import rotate
 from sparsekv.models.feature_map import log_kernel, log_phi
 from sparsekv.trainers import anchors
 from sparsekv.trainers.phi import PhiConfig, PhiTask, train_phi

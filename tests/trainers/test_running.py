@@ -20,10 +20,10 @@ from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.capture.store import CaptureStore
+from sparsekv.core.buckets import request_buckets
 from sparsekv.errors import SparseKVError
-from sparsekv.models.buckets import request_buckets
 from sparsekv.models.router import BucketRouter
+from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.fit import by_head, clip_by_head, read_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import load_pool, split_documents

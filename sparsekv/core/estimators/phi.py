@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsekv.core.regions import Regions
+from sparsekv.core.rows import gather_rows
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, fold, one_launch
 from sparsekv.kernels import (
     PhiCache,
     PhiStore,
@@ -22,10 +25,7 @@ from sparsekv.kernels import (
 )
 from sparsekv.kernels.reference import FeatureMapWeights, factored, read_bound
 from sparsekv.models.estimators import phi_tokens
-from sparsekv.runtime.regions import Regions
 from sparsekv.runtime.request_fit import LASTS, request_fit
-from sparsekv.runtime.rows import gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold, one_launch
 
 BLOCK = 4096
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold
-from sparsekv.runtime.selectors.topk import top_tokens
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.core.selectors.topk import top_tokens
 
 
 def observed_attention(view: LayerView, count: int) -> Tensor:

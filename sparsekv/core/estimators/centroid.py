@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparsekv.core.estimators.phi import Completion
+from sparsekv.core.kmeans import spherical_kmeans
+from sparsekv.core.regions import Regions
+from sparsekv.core.rows import gather_rows
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, fold
 from sparsekv.models.estimators import equal_buckets
-from sparsekv.runtime.completion import Completion
-from sparsekv.runtime.kmeans import spherical_kmeans
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.rows import gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, fold
 
 BLOCK = 8192
 

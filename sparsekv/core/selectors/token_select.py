@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.topk import group_scores, mask_mid, top_tokens
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
-from sparsekv.runtime.selectors.topk import group_scores, mask_mid, top_tokens
 
 VOTES = ("soft", "hard", "topk")
 

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from sparsekv.capture.shard import HASH_BLOCK, RemoteShard, checksum, digest
 from sparsekv.errors import SparseKVError
+from sparsekv.store.shard import HASH_BLOCK, RemoteShard, checksum, digest
 
 
 def place(path: str | Path) -> Place:

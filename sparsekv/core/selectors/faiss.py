@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.topk import group_scores
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
-from sparsekv.runtime.selectors.topk import group_scores
 
 SHORT = {"flat": "Flat", "ivf": "IVF{lists},Flat", "hnsw": "HNSW{links}"}
 

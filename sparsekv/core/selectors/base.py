@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.index import bucket_counts, bucket_tokens
+from sparsekv.core.regions import Regions
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.index import bucket_counts, bucket_tokens
-from sparsekv.runtime.regions import Regions
 
 FUSED_DEVICES = ["cuda"]
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")

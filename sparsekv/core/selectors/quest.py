@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold
 
 INF = float("inf")
 

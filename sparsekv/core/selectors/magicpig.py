@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
 from sparsekv.kernels.collisions import collisions
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
 
 def sampling_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:

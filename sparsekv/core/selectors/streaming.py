@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
 
 
 @dataclass(eq=False)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.runtime.selectors.base import LayerView
-from sparsekv.runtime.selectors.snapkv import SnapKV
+from sparsekv.core.selectors.base import LayerView
+from sparsekv.core.selectors.snapkv import SnapKV
 
 
 @dataclass(eq=False)

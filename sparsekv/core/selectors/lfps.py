@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.regions import Regions
+from sparsekv.core.rows import gather_rows
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.lfps_table import ScoreTable
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.rows import gather_rows
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
-from sparsekv.runtime.selectors.lfps_table import ScoreTable
 
 NEG_INF = float("-inf")
 RECENT = 5

@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsekv.capture.place import Place, place
-from sparsekv.capture.rope import Layout, rotate
+from sparsekv.core.rope import Layout, rotate
 from sparsekv.errors import SparseKVError
+from sparsekv.store.place import Place, place
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

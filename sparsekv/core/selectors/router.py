@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.buckets import ROUNDS, restart_empty
+from sparsekv.core.index import bucket_tokens, budget_tokens
+from sparsekv.core.kmeans import cluster_segments
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold, one_launch
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import (
     BucketMeans,
@@ -18,11 +23,6 @@ from sparsekv.kernels import (
     routed_attention,
     router_logits,
 )
-from sparsekv.models.buckets import ROUNDS, restart_empty
-from sparsekv.runtime.index import bucket_tokens, budget_tokens
-from sparsekv.runtime.kmeans import cluster_segments
-from sparsekv.runtime.regions import Regions
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector, fold, one_launch
 
 SCORES = ("mlp", "mean_key", "hybrid")
 NEG_INF = float("-inf")

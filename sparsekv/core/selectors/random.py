@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from sparsekv.config import option
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
-from sparsekv.runtime.selectors.topk import top_tokens
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.topk import top_tokens
 
 
 @dataclass(eq=False)

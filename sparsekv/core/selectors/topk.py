@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.selectors.base import LayerView, Queries, Selection, Selector
 
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
