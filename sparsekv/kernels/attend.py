@@ -68,7 +68,8 @@ def attend_tokens_reference(
     heads, width = index.shape[1:]
 
     def gathered(x: Tensor, at: Tensor) -> Tensor:
-        return gather_rows(x, at.clamp(min=0).reshape(count, heads_kv, -1)).view(count, heads, at.shape[-1], -1)
+        per_head = at.clamp(min=0).reshape(count, heads_kv, heads // heads_kv * at.shape[-1])
+        return gather_rows(x, per_head).view(*at.shape, x.shape[-1])
 
     keys, values = gathered(k, index), gathered(v, index)
     if log_weights is not None:
