@@ -37,7 +37,8 @@ KINDS = {
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
-    co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32"}, am.merge_kernel: {"out": "*fp32"},
+    co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
+    am.merge_kernel: {"out": "*fp32"},
     am.narrow_kernel: {"found": "*i32"}, p.page_kernel: {"table": "*i64"},
 }
 
