@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels import dense_attention
 
 NAME = "sparsekv_capture"
 

@@ -63,8 +63,7 @@ from sparsekv.kernels.types import (
 )
 
 __all__ = [
-    "RANK",
-    "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
+    "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
     "RouterScores", "ScoreMoments", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
     "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits", "bucket_mass", "bucket_tokens",
     "build_index", "choose_tokens", "collisions", "dense_attention", "extend_index", "factored", "gather_from_host",
