@@ -1,7 +1,7 @@
 """What the roundings of a stored key and query cost: `python benchmarks/roundings.py`, about a minute on two cores.
 
-A model in bfloat16 hands over keys and queries with RoPE, rounded once (`cache`: what decoding reads). The capture store
-turns RoPE back in float32 and rounds again; a reader turns it on again in float32 (`store`: what diagnostics read) and
+A model in bfloat16 hands over keys and queries with RoPE, rounded once (`cache`: what decoding reads). The store turns
+RoPE back in float32 and rounds again; a reader turns it on again in float32 (`store`: what diagnostics read) and
 trainers round once more (`trainers`). All three are compared with float32, on windows of the embedded corpus: relative
 norms of the error of keys, queries and attention outputs; the root mean square error of the logits; and, where the keys
 of the highest logits of the mid region are selected, the share of them that changed and the attention mass lost, as a

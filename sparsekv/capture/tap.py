@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import attention_modules
 from sparsekv.kernels.dense import causal_attention
 
 NAME = "sparsekv_capture"
@@ -92,7 +93,7 @@ def depends_on_length(config: Any) -> bool:
 
 
 @contextmanager
-def whole_tables(model: Any, length: int) -> Iterator[None]:
+def tables_of_length(model: Any, length: int) -> Iterator[None]:
     """Rotary tables as a prefill of `length` tokens in one piece has them, cut out by position: the first chunks of a
     window would else be rotated by the angles of a shorter text. On exit the model is as it was."""
     modules = [m for m in decoder(model).modules() if type(m).__name__.endswith("RotaryEmbedding")]
@@ -119,12 +120,6 @@ def whole_tables(model: Any, length: int) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = forward
-
-
-def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The self-attention module of every layer, by layer index."""
-    return {m.layer_idx: m for name, m in model.named_modules()
-            if hasattr(m, "layer_idx") and "attention" in type(m).__name__.lower() and "cross" not in name}
 
 
 def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:

@@ -20,6 +20,7 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors.base import LayerView, Queries, Selector
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import attention_modules
 from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
 from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
@@ -28,7 +29,7 @@ from sparsekv.runtime.plan import make_plan
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.state import LayerState
-from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
+from sparsekv.runtime.supported import check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
 _BOUND: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -63,8 +64,8 @@ def attach(
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
-    modules = attention_modules(model)
     check_model(model)
+    modules = attention_modules(model)
     layers = None
     if settings is not None:
         given = {"selector": selector, "probes": probes, "token_budget": token_budget, "completion": completion,
