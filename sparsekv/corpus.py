@@ -57,7 +57,7 @@ def read_documents(
     elif files := _local_files(corpus):
         documents = (d for f in files for d in _read_file(f, text_column))
     else:
-        documents = _dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
+        documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
         yield from (d for d in documents if split == "all" or _held_out(d) == (split == "heldout"))
         return
     listed = [d for d in documents if d.text.strip()]
@@ -196,7 +196,9 @@ def _text(record: Any, column: str | None, where: str) -> str:
     return record[names[0]]
 
 
-def _dataset(name: str, column: str | None, options: dict[str, Any]) -> Iterator[Document]:
+def read_dataset(name: str, column: str | None, options: dict[str, Any]) -> Iterator[Document]:
+    """The documents of a Hugging Face dataset, or of a folder that `datasets` reads; options: of `load_dataset`, split
+    among them. Raises SparseKVError for whatever goes wrong."""
     import datasets
 
     number, label = -1, Path(name).name if Path(name).is_dir() else name  # where a folder lies decides nothing

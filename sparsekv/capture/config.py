@@ -75,8 +75,8 @@ def check_options(config: CaptureConfig) -> None:
         raise SparseKVError(f"--generated-documents {config.generated_documents} leaves none of the "
                             f"{config.num_documents} windows to the corpus; ask for fewer, or for more --num-documents")
     if config.sink_size + config.window_size >= config.context_length:
-        raise SparseKVError(f"sink ({config.sink_size}) and window ({config.window_size}) leave no middle in a context "
-                            f"of {config.context_length} tokens; use a longer --context-length")
+        raise SparseKVError(f"sink ({config.sink_size}) and window ({config.window_size}) leave no mid region in "
+                            f"{config.context_length} tokens; use a longer --context-length")
     if config.device == "balanced" and config.devices > 1:
         raise SparseKVError("--device balanced spreads one model over all GPUs; it cannot be joined with --devices "
                             "above 1")
