@@ -104,8 +104,8 @@ def test_stored_keys_are_the_caches_keys_without_rope(name: str, arithmetic: str
 
 def compare_with_the_cache(model, store, attention=None) -> None:
     """Keys and values of the store are those of the model's own cache, RoPE removed, rounded once. Arithmetic in
-    another order moves one number in a thousand over the edge between two roundings; a relative error of 1e-4 would
-    move three in a hundred."""
+    another order moves one number in a thousand over the edge between two roundings; a relative error of 1e-4 moves
+    one in a hundred."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), attention or contextlib.nullcontext():
         model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
@@ -120,7 +120,7 @@ def compare_with_the_cache(model, store, attention=None) -> None:
 def same_numbers(stored: torch.Tensor, exact: torch.Tensor) -> bool:
     exact = exact.to(torch.bfloat16)
     close = (stored.float() - exact.float()).norm() < 1e-3 * exact.float().norm()
-    return stored.dtype == exact.dtype and bool(close) and float((stored != exact).float().mean()) < 0.01
+    return stored.dtype == exact.dtype and bool(close) and float((stored != exact).float().mean()) < 0.003
 
 
 def test_a_language_model_inside_another_is_captured(tmp_path) -> None:
