@@ -15,6 +15,7 @@ all. A pure leaf: imports no stage.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ class CaptureStore:
 
     def __init__(self, where: Place, manifest: dict[str, Any]):
         self._place = where
-        self._shards: dict[str, Any] = {}
+        self._shards: dict[str, Callable[[str, slice], Tensor]] = {}
         self.path: Path | str = where.root or str(where)
         self.manifest = manifest
         self.model: dict[str, Any] = manifest["model"]
@@ -177,12 +178,8 @@ class CaptureStore:
                     raise OSError("its size is not the recorded one")
                 if len(self._shards) >= OPEN_SHARDS:
                     self._shards.pop(next(iter(self._shards)))
-                shard = self._place.open_shard(name)
-                if self._place.root is not None:
-                    # views of the mapped file: no byte is read before it is looked at
-                    shard = {n: shard.get_tensor(n) for n in shard.keys()}
-                self._shards[name] = shard
-            return {n: (shard[n] if isinstance(shard, dict) else shard.get_slice(n))[span] for n, span in spans.items()}
+                self._shards[name] = shard = self._place.open_shard(name)
+            return {tensor: shard(tensor, span) for tensor, span in spans.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             what = "is missing" if self._place.size(name) is None else f"is damaged ({error})"
             raise SparseKVError(f"shard {name} of the capture store {str(self.path)!r} {what}; restore it, or capture "
