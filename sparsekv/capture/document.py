@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.config import CaptureConfig, query_positions
-from sparsekv.capture.statistics import query_statistics
 from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope, inverse, rotate
 from sparsekv.corpus import Window
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels import query_statistics
 from sparsekv.store.place import Place, encode
 from sparsekv.store.shard import ShardWriter
 from sparsekv.store.store import DTYPE, STATISTICS, document_name, layer_name

@@ -45,7 +45,7 @@ class LayerCapture:
 
     keys_pre, values `[Hkv, N, d]`, queries_pre `[Hq, T, d]` bfloat16; query_positions `[T]` int64, rising; cos, sin
     `[N, rotary_dim]` float32, full width in `layout`; scale: the model's softmax scaling; statistics `[Hq, T]` each,
-    see `capture/statistics.py`.
+    see `kernels/attention_mass.py`.
     """
 
     keys_pre: Tensor
