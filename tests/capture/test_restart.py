@@ -11,7 +11,7 @@ import pytest
 from sparsekv.store.shard import checksum
 
 CHILD = Path(__file__).parent / "capture_child.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
