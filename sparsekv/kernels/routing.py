@@ -25,9 +25,6 @@ RANK_WARPS = 8
 FILL_BLOCK, FILL_WARPS = 256, 4
 MAX_ROWS = 64
 MAX_BUCKETS = 4096
-BY_SORT = False
-"""How the budget rule finds the density at which the budget is spent: by sorting, else by bisection. The result is the
-same."""
 
 
 def bucket_logits(q: Tensor, scores: RouterScores, counts: Tensor) -> Tensor:
@@ -213,7 +210,7 @@ def launch_choose(
     lists: dict[str, Any] = {"LISTS": heads // heads_kv, "OVERLAP": overlap}
     give_kernel[(count * heads,)](
         scores, offsets, budget.contiguous(), ends, heads, count // batch, buckets, widest, **lists, GROUP=group,
-        ROWS=rows, PADDED=wide, LOGITS=logits, BY_SORT=BY_SORT, num_warps=rank_warps(rows * wide),
+        ROWS=rows, PADDED=wide, LOGITS=logits, num_warps=rank_warps(rows * wide),
         **(pdl if logits else {}))
     if tokens.numel():
         fill_kernel[(count * heads, -(-widest // FILL_BLOCK))](

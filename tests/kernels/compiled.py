@@ -87,9 +87,8 @@ def main() -> None:
     check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
     group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
     check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
-    check(r.give_kernel, {**group, "LOGITS": True, "BY_SORT": False}, routing.RANK_WARPS, "bf16")
-    check(r.give_kernel, {**group, "LOGITS": True, "BY_SORT": True}, routing.RANK_WARPS, "bf16", (90,))
-    check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True, "BY_SORT": False},
+    check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
+    check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
           routing.rank_warps(16 * 4096), "bf16", (80,))
     check(r.fill_kernel, {"LISTS": 1, "STEPS": 11, "BLOCK": routing.FILL_BLOCK}, routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
