@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.offline import Request, mid_scores, requests
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts, two_parts
@@ -45,7 +46,7 @@ def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...]
                 estimator.build(request.view)
                 count += request.full.shape[0]
                 for case, share in CASES.items():
-                    selector, _ = request.build(Streaming() if share is None else TopK(token_budget=share), None)
+                    selector, _ = request.build(reader(share), None)
                     estimator.reads(request.view, share or 0.0)
                     parts = two_parts(request.view, request.queries, selector, estimator)
                     errors = shifted_errors(parts, request.full, grid)
@@ -62,6 +63,13 @@ def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...]
         for name, value in found.items():
             tables.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in tables.items()}
+
+
+def reader(share: float | None) -> Selector:
+    """Reads the anchors, and the best `share` of the context."""
+    selector = Streaming() if share is None else TopK(token_budget=share)
+    selector.validate()
+    return selector
 
 
 def shifted_errors(parts: Parts, full: Tensor, shifts: Tensor) -> Tensor:

@@ -81,9 +81,8 @@ def fit(
         try:
             trainer.fit(heads, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
         except SIGTERMException as error:
-            raise SparseKVError(f"{description}: stopped at step {trainer.global_step} of {steps}; the checkpoint is "
-                                f"in {str(checkpoint.parent)!r}: the same command with --resume goes on from there"
-                                ) from error
+            raise SparseKVError(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
+                                "the same command with --resume goes on from there") from error
     heads.restore_best()
     task.to(device).eval().requires_grad_(False)
 
@@ -259,7 +258,7 @@ class Bar(Callback):
 
 
 class Metrics(Logger):
-    """`metrics.csv`; a resumed run drops the rows past its checkpoint. A group's rows follow those of the one before."""
+    """`metrics.csv`, one group's rows after the other's; a resumed run drops those past its checkpoint."""
 
     name, version = "metrics", 0
 

@@ -17,8 +17,8 @@ R = TypeVar("R")
 class TrainingOptions:
     capture: str = option(help="Capture store to train on (folder).")
     output: str = option(help="Folder of the new artifact.")
-    validation_documents: int = option(0, group="Run", min=0, help="Last windows of the capture, kept for validation; 0 "
-                                       "takes a tenth of them, 1 to 4 [windows].")
+    validation_documents: int = option(0, group="Run", min=0, help="Last windows of the capture, kept for validation; "
+                                       "0 takes a tenth of them, 1 to 4 [windows].")
     max_time: str | None = option(None, group="Run", help="Stop training after this long, and save what there is "
                                   "[DD:HH:MM:SS or HH:MM:SS].")
     layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "

@@ -100,8 +100,8 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     train, validation = split_documents(store, config.validation_documents)
     sink, window = store.config["sink_size"], store.config["window_size"]
     if store.context_length <= sink + window:
-        raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a tail "
-                            f"of {window}; capture longer contexts")
+        raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
+                            f"tail of {window}; capture longer contexts")
     run = Run(config, recipe, store)
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
@@ -225,7 +225,7 @@ class PhiTask(Task):
         return {name: value.reshape(pool.heads_kv, documents, pool.group).mean(1) for name, value in terms.items()}
 
     def _drawn(self, name: str, places: Tensor, document: Tensor) -> Tensor:
-        """What a flattened pool tensor has at `places [D, n]` of the windows `document [D]`: `[L, D, n, ...]` float32."""
+        """What a pool tensor has at `places [D, n]` of the windows `document [D]`: `[L, D, n, ...]` float32."""
         of_keys = name in ("keys", "values")
         heads = self.pool.heads_kv if of_keys else self.pool.heads_q
         length = self.pool.keys.shape[2] if of_keys else self.pool.queries.shape[2]

@@ -14,8 +14,7 @@ from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import QueryModel, assign_buckets
-from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.kernels import QueryModel, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.progress import progress
@@ -62,8 +61,8 @@ class RouterConfig(TrainingOptions):
     preset: str = option(DEFAULT, help="default, or saap: the paper's settings.")
     num_buckets: int | None = recipe_option(RECIPES, "num_buckets", help="Buckets C per KV head [buckets].", min=2)
     scores: str | None = recipe_option(
-        RECIPES, "scores", help="How a query scores buckets: mean_key (untrained, from each request's own bucket means) "
-                                "or mlp (the paper's query model).")
+        RECIPES, "scores", help="How a query scores buckets: mean_key (untrained, by the means of each request's own "
+                                "keys) or mlp (the paper's query model).")
     key_space: str | None = recipe_option(
         RECIPES, "key_space", group="Training", help="Keys that are clustered: rot (with RoPE), pre (RoPE removed, as "
                                                      "the paper), or auto: pre from 65536 tokens of context on.")
