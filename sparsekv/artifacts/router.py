@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.errors import SparseKVError
 from sparsekv.kernels import QueryModel
 
 KIND = "router"

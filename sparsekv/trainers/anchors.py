@@ -1,4 +1,4 @@
-"""Attention of captured queries over sink and local window alone: the exact part beside which feature maps are trained."""
+"""Attention of captured queries over sink and local window alone, the exact part beside which maps are trained."""
 
 from __future__ import annotations
 
