@@ -4,7 +4,7 @@ keys, by what is clustered, number of buckets, context length and width of the l
     python benchmarks/partitions.py --model MODEL --text FILE.txt [--lengths 4096 8192 16384 32768] [--output FOLDER]
 
 Buckets are found on windows of the first 80 % of the text and judged on its last 20 %; past the model's 8192 positions
-with yarn. Partitions: `pre`, `rot`: spherical k-means of keys without and with RoPE, as `train-router` makes them; `own`:
+with yarn. Partitions: `pre`, `rot`: spherical k-means of keys without and with RoPE, as by `train-router`; `own`:
 k-means of the request's own rotated keys. Buckets that a request leaves empty restart, as they do at run time. Every
 judged query is a request of its own.
 """
