@@ -45,7 +45,7 @@ def train(options: argparse.Namespace, model: object, tokenizer: object) -> None
     store = run_capture(
         CaptureConfig(model=options.model, corpus=options.train, output=str(out / "capture"), overwrite=True,
                       context_length=options.train_length, num_documents=options.documents, seed=1,
-                      generated_documents=options.generated_documents, noise_documents=options.noise_documents,
+                      generated_documents=options.generated_documents,
                       queries_per_document=options.queries, device=options.device),
         model=model, tokenizer=tokenizer)
     print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
@@ -151,7 +151,6 @@ def main() -> None:
     parser.add_argument("--train-length", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=192)
     parser.add_argument("--generated-documents", type=int, default=64, help="of these, the model's own text")
-    parser.add_argument("--noise-documents", type=int, default=32, help="of these, half random tokens")
     parser.add_argument("--queries", type=int, default=256)
     parser.add_argument("--validation", type=int, default=4)
     parser.add_argument("--buckets", type=int, default=1024)

@@ -200,7 +200,7 @@ def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[flo
     fractions: list[float] = []
     for layer in heldout.layers[1::3] or heldout.layers:
         item = heldout.read(layer, 0)
-        scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions,
+        scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions[None],
                            scale=item.scale, sink_size=heldout.config["sink_size"],
                            window_size=heldout.config["window_size"])
         fractions, share = mass_curve(scene)

@@ -132,12 +132,8 @@ def measure(
     """All tables from `queries` queries a document and head, past the first third of each window.
 
     rivals: also centroid, moments and sampling at the bytes of φ's cache, over exact top-k. `advance` is called once a
-    layer and document. Raises SparseKVError for a store with a part of the heads or keys, or with long-range queries.
+    layer and document.
     """
-    store.require_whole("diagnostics")
-    if store.config["query_sampling"] != "uniform":
-        raise SparseKVError(f"the capture store {str(store.path)!r} holds other queries for every head (query sampling "
-                            f"{store.config['query_sampling']}); diagnostics need --query-sampling uniform")
     for artifact in (router, phi):
         if artifact is not None:
             _check_model(store, artifact)
@@ -206,7 +202,7 @@ def _examine(
         item.keys_pre.float() if router.key_space == "pre" else keys, router.centroids.to(keys.device), router.scores,
         sink_size=made.sink_size, window_size=made.window_size)
     for part in some.split(step):
-        q, positions = queries[:, part], item.query_positions[:1, part]
+        q, positions = queries[:, part], item.query_positions[None, part]
         scene = offline.make_scene(q, keys, values, positions, scale=item.scale, sink_size=made.sink_size,
                                    window_size=made.window_size)
         logits = None if phi is None else _phi_logits(scene, q, keys, phi, item.scale, made.sink_size)

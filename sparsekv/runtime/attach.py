@@ -24,6 +24,7 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import attention_modules
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
@@ -31,7 +32,7 @@ from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import load_settings
-from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
+from sparsekv.runtime.supported import check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
 QUERY_BLOCK = 64
@@ -62,8 +63,8 @@ def attach(
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
-    modules = attention_modules(model)
     check_model(model)
+    modules = attention_modules(model)
     layers = None
     if settings is not None:
         given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,

@@ -110,7 +110,7 @@ def load_pool(
                 found[name][row, place * tensor.shape[0]:(place + 1) * tensor.shape[0]] = tensor
             if "positions" not in found:
                 found["positions"] = torch.empty(len(documents), tensor.shape[1], dtype=torch.long, device=device)
-            found["positions"][row] = item.query_positions.reshape(-1, tensor.shape[1])[0]
+            found["positions"][row] = item.query_positions
     if len(set(scales.values())) > 1:
         raise SparseKVError(f"layers {sorted(scales)} have different softmax scales {sorted(set(scales.values()))}; "
                             "train them one by one with --layer-group 1")

@@ -14,7 +14,7 @@ from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures, matched_ratio
-from sparsekv.evaluation.diagnostics import Diagnostics, measure
+from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
 from sparsekv.store.store import CaptureStore
@@ -30,7 +30,7 @@ def made(tmp_path_factory, tokenizer):
     text.write_text("".join(f"Line {i}: {i * i % 97} grey owls & {i % 13} gnus (all wise) watch. " for i in range(80)))
     store = run_capture(
         CaptureConfig(model="tiny", corpus=str(text), output=str(folder / "store"), context_length=LENGTH,
-                      num_documents=2, queries_per_document=12, storage_dtype="float32", device="cpu"),
+                      num_documents=2, queries_per_document=12, device="cpu"),
         model=model, tokenizer=tokenizer)
     router, phi = artifacts(model, space="rot")
     router.save(folder / "router")
@@ -50,7 +50,7 @@ def test_errors_are_those_of_attention_written_out(made) -> None:
         item = store.read(layer, document)
         q, k, v = item.queries_rot()[:, 4:], item.keys_rot(), item.values.float()
         for t in range(q.shape[1]):
-            end = int(item.query_positions[0, 4 + t]) + 1
+            end = int(item.query_positions[4 + t]) + 1
             mid = list(range(4, end - 16))
             scores = q[:, t].reshape(2, 2, -1) @ k[:, :end].mT * item.scale
             shared = scores[..., mid].softmax(-1).sum(1)
@@ -192,16 +192,6 @@ def test_matched_ratio_reads_the_curve(made) -> None:
                                      "topk+phi": torch.tensor([[[0.2, 0.15, 0.05]]])}})
     assert matched_ratio(copy, 0.01) == pytest.approx(2.0) and matched_ratio(copy, 0.02) == pytest.approx(2**0.5)
     assert matched_ratio(copy, 0.04) is None
-
-
-def test_stores_that_cannot_serve_are_refused(made, tokenizer, tmp_path) -> None:
-    folder, _, _ = made
-    store = run_capture(
-        CaptureConfig(model="tiny", corpus=str(folder / "text.txt"), output=str(tmp_path / "far"), device="cpu",
-                      context_length=LENGTH, num_documents=1, queries_per_document=4, query_sampling="long_range"),
-        model=make_model(), tokenizer=tokenizer)
-    with pytest.raises(SparseKVError, match="--query-sampling uniform"):
-        measure(store)
 
 
 TITLES = ("Error by budget", "Entropy by layer", "Mass curve", "Keys that hold the attention", "Router recall by layer",
