@@ -51,7 +51,7 @@ def fit_shifts(store: CaptureStore, documents: list[int], features: int, device:
         truth = offline.mid_scores(request).logsumexp(-1)
         for name in ("prf", "hedgehog"):
             rival = rivals(features, store.head_dim, seed=seed)[name]
-            rival.build(request.view)
+            rival.build(request.prefill)
             guess = rival.partial(request.view, request.queries, nothing.select(request.view, request.queries))[1]
             found.setdefault(name, []).append((truth - guess).mean(0))
     return {name: torch.stack(values).mean(0) for name, values in found.items()}
@@ -114,7 +114,7 @@ def errors(request: offline.Request, selection: Selection, estimators: dict[str,
     zero = lse.new_zeros(1)
     found = {"none": ((out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12)).mean()}
     for name, estimator in estimators.items():
-        estimator.reads(view, share)
+        estimator.reads(request.prefill, share)
         rest = estimator.partial(view, queries, selection)
         found[name] = shifted_errors(Parts(out, lse, *rest, selection), full, zero).mean()
     return found
@@ -133,7 +133,7 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
         estimators |= rivals(phi.config.num_features, store.head_dim, shifts, seed)
         estimators = {name: e for name, e in estimators.items() if not only or name in only}
         for estimator in estimators.values():
-            estimator.build(request.view)
+            estimator.build(request.prefill)
         for name, value in calibration(request, layers["phi"]).items():
             heads.setdefault(name, []).append(value)
         attention = offline.mid_share(request)
@@ -173,7 +173,7 @@ def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
     """Per head `[Hq]`: quantiles of `ŝ − s` over the mid keys, its mean under the true attention, and `Σŵ / Σw`."""
     view, queries = request.view, request.queries
     estimator = PhiEstimator(layer)
-    estimator.build(view)
+    estimator.build(request.prefill)
     first, last = int(view.regions.mid_first[0]), int(view.regions.mid_last[0])
     log_q = layer.log_phi_q(queries.rot, estimator.centre, view.scale)[0]  # [Hq, T, r]
     log_k = layer.log_phi_k(view.keys[:, :, first:last], estimator.centre)[0]
@@ -195,6 +195,6 @@ def check(store: CaptureStore, features: int, device: str) -> None:
     some = request.build(reader(0.05), None)[0].select(request.view, request.queries)
     found = rivals(features, store.head_dim)
     for rival in found.values():
-        rival.build(request.view)
+        rival.build(request.prefill)
     for name, error in errors(request, some, found, 0.05).items():
         assert bool(torch.isfinite(error)), f"{name} gives an infinite output"

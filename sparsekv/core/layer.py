@@ -161,8 +161,8 @@ class LayerView:
 
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of token 0 where the list has -1."""
-        per_head = tokens.clamp(min=0).reshape(tokens.shape[0], self.num_kv_heads, -1)
-        return tuple(gather_rows(x, per_head).reshape(*tokens.shape, -1)  # type: ignore[return-value]
+        per_head = tokens.clamp(min=0).reshape(tokens.shape[0], self.num_kv_heads, tokens[0].numel() // self.num_kv_heads)
+        return tuple(gather_rows(x, per_head).reshape(*tokens.shape, x.shape[-1])  # type: ignore[return-value]
                      for x in (self.keys, self.values))
 
     def attend(

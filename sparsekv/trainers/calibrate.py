@@ -43,11 +43,11 @@ def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...]
         for document in range(pool.documents):
             for request in requests(pool.window(document, kv_heads), REQUESTS, span=SPAN, first=FIRST):
                 estimator = PhiEstimator(layer)
-                estimator.build(request.view)
+                estimator.build(request.prefill)
                 count += request.full.shape[0]
                 for case, share in CASES.items():
                     selector, _ = request.build(reader(share), None)
-                    estimator.reads(request.view, share or 0.0)
+                    estimator.reads(request.prefill, share or 0.0)
                     parts = two_parts(request.view, request.queries, selector, estimator)
                     errors = shifted_errors(parts, request.full, grid)
                     completed[case] = completed.get(case, 0.0) + errors.sum(1)

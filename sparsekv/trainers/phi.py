@@ -240,7 +240,7 @@ class PhiTask(Task):
         offsets = torch.zeros(1, self.pool.heads_q, device=self.pool.keys.device)
         for request in self.watched:
             estimator = PhiEstimator(PhiLayer(maps, offsets))
-            estimator.build(request.view)
+            estimator.build(request.prefill)
             parts = two_parts(request.view, request.queries, Streaming(), estimator)
             found.append(shifted_errors(parts, request.full, offsets[0, :1])[0].mean(0))
         return torch.stack(found).mean(0).reshape(self.pool.heads_kv, -1).mean(1)

@@ -34,8 +34,8 @@ def test_errors_of_shifts_are_those_of_the_steps() -> None:
         for request in requests(window, 2, span=40):
             def build(shift: float) -> PhiEstimator:
                 estimator = PhiEstimator(PhiLayer(maps, torch.full((1, HEADS_Q), shift), capped=True))
-                estimator.build(request.view)  # noqa: B023
-                estimator.reads(request.view, share or 0.0)  # noqa: B023
+                estimator.build(request.prefill)  # noqa: B023
+                estimator.reads(request.prefill, share or 0.0)  # noqa: B023
                 return estimator
 
             selector, _ = request.build(reader(share), None)

@@ -122,12 +122,13 @@ class PhiEstimator(Estimator):
         if tokens.shape[1] == 1:
             tokens = tokens.expand(-1, view.num_kv_heads, -1)
         keys, values = view.gather(tokens)
+        count, heads, width = tokens.shape
+        lists = heads // view.num_kv_heads
         if self.state.features is not None:
-            per_head = tokens.clamp(min=0).reshape(tokens.shape[0], view.num_kv_heads, -1)
-            features = gather_rows(self.state.features, per_head).reshape(*tokens.shape, -1)
+            features = gather_rows(self.state.features, tokens.clamp(min=0).reshape(count, view.num_kv_heads, lists * width))
         else:
-            features = self._features(view, keys.reshape(tokens.shape[0], view.num_kv_heads, -1, keys.shape[-1]))
-            features = features.reshape(*tokens.shape, -1)
+            features = self._features(view, keys.reshape(count, view.num_kv_heads, lists * width, keys.shape[-1]))
+        features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self._query(view, queries), features, values, tokens >= 0)
 
     def cost_tokens(self, view: LayerView) -> float:
