@@ -56,8 +56,8 @@ def attach(
     full attention, layer 0 unless told otherwise. dense_below: caches shorter than this are decoded with full attention
     [tokens]; without it, with placement gpu, where full attention was measured to be the faster one
     (`decoding.DENSE_BYTES`); 0 always decodes sparsely. placement of keys and values: gpu (the model's device), offload
-    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and the
-    sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
+    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and
+    the sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
     selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
     are given.
 
@@ -156,7 +156,8 @@ class Attachment:
         return cache
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
-        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window layers."""
+        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
+        layers."""
         save_prefix(cache, path, model_fingerprint(self.model))
 
     def load_prefix(self, path: str | Path) -> SparseCache:

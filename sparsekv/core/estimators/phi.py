@@ -124,12 +124,12 @@ class PhiEstimator(Estimator):
         if tokens.shape[1] == 1:
             tokens = tokens.expand(-1, view.num_kv_heads, -1)
         keys, values = view.gather(tokens)
-        count, heads, width = tokens.shape
-        lists = heads // view.num_kv_heads
         if self.state.features is not None:
-            features = gather_rows(self.state.features, tokens.clamp(min=0).reshape(count, view.num_kv_heads, lists * width))
+            features = gather_rows(self.state.features, view.by_head(tokens))
         else:
-            features = self._features(view, keys.reshape(count, view.num_kv_heads, lists * width, keys.shape[-1]))
+            count, heads, width, dim = keys.shape
+            lists = heads // view.num_kv_heads
+            features = self._features(view, keys.reshape(count, view.num_kv_heads, lists * width, dim))
         features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self._query(view, queries), features, values, tokens >= 0)
 
