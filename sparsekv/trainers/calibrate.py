@@ -22,7 +22,7 @@ CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.
                                   "topk@0.1": 0.1}
 """What is read exactly beside sink and tail: nothing, or the best keys, by their share of the context."""
 SHIFTS = tuple(round(-3.0 + 0.1 * i, 1) for i in range(41))
-REQUESTS, SPAN, FIRST = 4, 256, 2 / 3
+REQUESTS, SPAN, FIRST = 8, 64, 2 / 3
 """Prefills of a window, the tokens decoded after each, and where the first of them ends: late, because a query that
 decodes has its whole context before it."""
 SCORES_AT_ONCE = 200_000_000
