@@ -18,6 +18,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +27,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.router import Router
+from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
     BucketMeans,
     CompletionQuery,
     FeatureMapWeights,
     PhiState,
-    PhiStep,
     QueryModel,
     RouterScores,
     ScoreMoments,
@@ -45,10 +50,8 @@ from sparsekv.kernels import (
     group_probability,
     paged_scores,
     phi_cache,
-    phi_query,
     read_bound,
     route_tokens,
-    routed_attention,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
@@ -117,26 +120,37 @@ class Buffers:
         self.tails = (self.lengths - TAIL).clamp(min=0)
         widest = -(-mid * PROBES // BUCKETS)
         self.budget = (torch.full((batch,), widest, dtype=torch.long, device="cuda"), widest)
+        regions = Regions(self.starts, self.tails, length, SINK)
+        self.view = LayerView(self.k, self.v, regions, DIM**-0.5, heads_q)
+        self.queries = Queries(self.q[:, :, None], self.lengths)
 
     def options(self) -> dict[str, Any]:
         return {"scale": DIM**-0.5, "starts": self.starts, "sink_size": SINK, "tail_starts": self.tails,
                 "lengths": self.lengths}
 
-    def step(self, scores: RouterScores, phi: PhiStep | None = None, **how: Any) -> tuple[torch.Tensor, ...]:
-        return routed_attention(self.q, self.k, self.v, self.order, self.offsets, self.counts, scores,
-                                **(how or {"budget": self.budget}), **self.options(), phi=phi)
+    def router(self, model: bool = False, probes: int | None = None) -> Router:
+        """The product's selector over this index."""
+        made = Router(probes=probes)
+        made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
+        made.weights, made.means = (self.model if model else None), self.means.means
+        made.budget, made.widest = self.budget
+        return made
+
+    def step(self, router: Router, estimator: PhiEstimator | None = None) -> Step:
+        """A step as the runtime takes it."""
+        return sparse_step(self.view, self.queries, router, estimator)
 
     def sparse(self) -> torch.Tensor:
-        return self.step(self.means)[0]
+        return self.step(self.router()).out
 
     def sparse_phi(self) -> torch.Tensor:
-        return self.step(self.means, self.completion())[0]
+        return self.step(self.router(), self.completion()).out
 
     def sparse_mlp(self) -> torch.Tensor:
-        return self.step(self.model)[0]
+        return self.step(self.router(model=True)).out
 
     def sparse_probes(self) -> torch.Tensor:
-        return self.step(self.model, probes=PROBES)[0]
+        return self.step(self.router(model=True, probes=PROBES)).out
 
     def attention_only(self) -> torch.Tensor:
         if not hasattr(self, "fixed"):
@@ -149,7 +163,7 @@ class Buffers:
     def route_only(self) -> torch.Tensor:
         return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
 
-    def completion(self) -> PhiStep:
+    def completion(self) -> PhiEstimator:
         """Maps of the trained shape with random weights, one half centred, the mass capped; random positive features of
         every key, with their sums over the mid region."""
         if not hasattr(self, "phi"):
@@ -164,7 +178,9 @@ class Buffers:
             moments = ScoreMoments(mean, *factored(covariance), size, read_bound(self.budget[0] / size.clamp(min=1)))
             state = PhiState(torch.randn(batch, heads, FEATURES, device="cuda"),
                              counted.sum(2, dtype=torch.float32), sums, features, mean, moments)
-            self.phi = PhiStep(random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"), state)
+            maps, offset = random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda")
+            self.phi = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))  # type: ignore[arg-type]
+            self.phi.state = state
         return self.phi
 
     def flashinfer(self) -> torch.Tensor:
@@ -223,7 +239,7 @@ def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
 def double(x: Any) -> Any:
     """Every tensor of a named tuple, or of one in it, in float64."""
     if isinstance(x, tuple):
-        return type(x)(*map(double, x))
+        return type(x)(*map(double, x)) if hasattr(x, "_fields") else tuple(map(double, x))
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
@@ -232,18 +248,20 @@ def check() -> None:
     for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
         b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
         phi = b.completion()
-        query = phi_query(b.q, *phi)
-        exact = phi_query_reference(b.q.double(), *double(phi))
+        query = phi.query(b.view, b.queries)
+        exact = phi_query_reference(b.q.double(), *double((phi.layer.query_map, phi.layer.offset, phi.state)))
         scales = [torch.exp(x.log_scale.double())[..., None] * x.numerator.double() for x in (query, exact)]
         gap = float((scales[0] - scales[1]).norm() / scales[1].norm())
         assert query.cap is not None and exact.cap is not None
         cap = float((query.cap.double() - exact.cap).nan_to_num(0.0).abs().max())
         print(f"check {heads_q}/{heads} n{length} b{batch}: completion of the whole {gap:.1e}, cap {cap:.1e}")
         failed = not (gap < 3e-2 and cap < 1e-2)
-        for name, scores, how, completion in (
-                ("sparse", b.means, {}, None), ("sparse_phi", b.means, {"phi": phi}, double(query)),
-                ("sparse_mlp", b.model, {}, None), ("sparse_probes", b.model, {"probes": PROBES}, None)):
-            error, gap, lost = differences(b, scores, how, completion)
+        for name, scores, router, estimator in (
+                ("sparse", b.means, b.router(), None), ("sparse_phi", b.means, b.router(), phi),
+                ("sparse_mlp", b.model, b.router(True), None),
+                ("sparse_probes", b.model, b.router(True, PROBES), None)):
+            error, gap, lost = differences(b, scores, b.step(router, estimator),
+                                           None if estimator is None else double(query))
             print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
             failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
         if failed:
@@ -251,19 +269,20 @@ def check() -> None:
 
 
 def differences(
-    b: Buffers, scores: RouterScores, how: dict[str, Any], completion: CompletionQuery | None,
+    b: Buffers, scores: RouterScores, step: Step, completion: CompletionQuery | None,
 ) -> tuple[float, float, float]:
     """Error of output and lse on what the step read, and the part of the mass that the twin's choice reaches beyond
     it."""
-    out, lse, read = b.step(scores, **how)
+    out, lse, buckets = step.out[:, :, 0], step.lse, step.selection.buckets
     wide = [x.double() for x in (b.q, b.k, b.v)]
     p = group_probability(bucket_logits_reference(wide[0], double(scores), b.counts), b.k.shape[1])
     index = (b.order, b.offsets)
-    if "probes" in how:
+    if buckets is not None:
         reached = [torch.where(x >= 0, p.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
-                   for x in (read, top_buckets(p, b.counts, PROBES))]
-        truth = attend_buckets_reference(*wide, *index, read, **b.options(), completion=completion)
+                   for x in (buckets, top_buckets(p, b.counts, PROBES))]
+        truth = attend_buckets_reference(*wide, *index, buckets, **b.options(), completion=completion)
     else:
+        read = step.selection.as_tokens()
         density = p / b.counts.clamp(min=1)
         tokens = torch.zeros(*p.shape[:2], b.k.shape[2], dtype=p.dtype, device="cuda")
         places = torch.arange(b.order.shape[-1], dtype=torch.int32, device="cuda").expand_as(b.order).contiguous()

@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._rows import row
-from sparsekv.kernels import BucketMeans, QueryModel, routed_attention
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.router import Router
+from sparsekv.core.step import sparse_step
+from sparsekv.kernels import BucketMeans, QueryModel
 
 LAYERS, WIDTH, INNER, HEADS_Q, HEADS, DIM = 32, 4096, 14_336, 32, 8, 128
 BUCKETS, PROBES, HIDDEN, SINK, TAIL = 1024, 32, 1024, 1, 2047
@@ -79,11 +83,11 @@ def _measure() -> list[dict[str, Any]]:
         orders = [(torch.rand(1, HEADS, mid, device="cuda").argsort(-1) + SINK).int() for _ in range(LAYERS)]
         lengths = torch.tensor([length], device="cuda")
         place = lengths - 1
-        regions: dict[str, Any] = {"scale": DIM**-0.5, "starts": torch.zeros_like(lengths), "sink_size": SINK,
-                                   "tail_starts": lengths - TAIL, "lengths": lengths}
+        regions = Regions(torch.zeros_like(lengths), lengths - TAIL, length, SINK)
 
         def token(method: str, caches: list[Tensor] = caches, orders: list[Tensor] = orders, offsets: Tensor = offsets,
-                  counts: Tensor = counts, place: Tensor = place, regions: dict[str, Any] = regions) -> Tensor:
+                  counts: Tensor = counts, place: Tensor = place, regions: Regions = regions,
+                  lengths: Tensor = lengths) -> Tensor:
             h = x
             for i, layer in enumerate(layers):
                 q, k, v = pre(h, layer, cos, sin)
@@ -94,9 +98,11 @@ def _measure() -> list[dict[str, Any]]:
                     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                         out = F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
                 else:
-                    scores = layer.router if method == "sparse" else layer.means
-                    out = routed_attention(q, keys, values, orders[i], offsets, counts, scores, probes=PROBES,
-                                           **regions)[0]
+                    made = Router(probes=PROBES)
+                    made.order, made.offsets, made.counts, made.space = orders[i], offsets, counts, "rot"
+                    made.weights, made.means = (layer.router if method == "sparse" else None), layer.means.means
+                    view = LayerView(keys, values, regions, DIM**-0.5, HEADS_Q)
+                    out = sparse_step(view, Queries(q[:, :, None], lengths), made, None).out[:, :, 0]
                 h = post(h, out, layer)
             return (h @ head).argmax(-1)
 

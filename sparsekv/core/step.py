@@ -44,15 +44,15 @@ class Parts(NamedTuple):
 def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
     """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
     (completion paper §4.4). Waits for no device unless the selector does."""
-    query, rest = None, None
-    with beside(view.device) as join:  # the estimate's query side beside the selection
-        if estimator is not None and not selector.contiguous:
+    rest = None
+    if estimator is not None and estimator.in_kernel and not selector.contiguous:
+        with beside(view.device) as join:  # the estimate's query side beside the selection
             query = estimator.query(view, queries)
-    selection = selector.select(view, queries)
-    join()
-    if query is not None:
+        selection = selector.select(view, queries)
+        join()
         out, lse = view.attend(queries, selection, query)
     else:
+        selection = selector.select(view, queries)
         out, lse, rest = _apart(view, queries, selection, selector, estimator)
     if rest is not None:
         out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))

@@ -18,7 +18,7 @@ Conventions (all functions):
   a token in both is read once. What lies between is the mid region.
 """
 
-from sparsekv.kernels.attend import attend_buckets, attend_tokens, routed_attention
+from sparsekv.kernels.attend import attend_buckets, attend_tokens
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.collisions import collisions
@@ -56,18 +56,17 @@ from sparsekv.kernels.types import (
     FeatureMapWeights,
     PhiCache,
     PhiState,
-    PhiStep,
     QueryModel,
     RouterScores,
     ScoreMoments,
 )
 
 __all__ = [
-    "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
+    "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
     "RouterScores", "ScoreMoments", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
     "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits", "bucket_mass", "bucket_tokens",
     "build_index", "choose_tokens", "collisions", "dense_attention", "extend_index", "factored", "gather_from_host",
     "gather_rows", "group_probability", "log_phi", "mass_cap", "mean_key_logits", "merge", "moments_cap",
     "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "query_statistics", "read_bound",
-    "remainder", "route", "route_tokens", "routed_attention", "router_logits", "top_buckets",
+    "remainder", "route", "route_tokens", "router_logits", "top_buckets",
 ]

@@ -9,18 +9,16 @@ normalisation.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.completion import REST_EPS, phi_query, remainder
+from sparsekv.kernels.completion import REST_EPS, remainder
 from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge
 from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import dense_last, on_device, overlaps, padded, power_of_two
-from sparsekv.kernels.routing import route, route_tokens
-from sparsekv.kernels.types import CompletionQuery, PhiStep, RouterScores
+from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
 
@@ -101,52 +99,6 @@ def attend_buckets_reference(
     return attend_tokens_reference(q, k, v, bucket_tokens(order, offsets, buckets), **regions)
 
 
-def routed_attention(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, counts: Tensor, scores: RouterScores, *,
-    probes: int | None = None, budget: tuple[Tensor, int] | None = None, q_router: Tensor | None = None, scale: float,
-    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, phi: PhiStep | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A decode step of a router as one call: `(out, lse, read)`.
-
-    probes: buckets by Saap's rule (`route`), read `[Q, Hkv, probes]`; or budget: tokens `[Q]` and the largest of them,
-    by the budget rule (`route_tokens`), read `[Q, Hkv, widest]`. Exactly one of the two is given. q_router
-    `[Q, Hq, d]`: the query in the router's space, where that is not q's. phi completes the step by what was not read;
-    on CUDA the query's features are computed on a second stream beside the router.
-    """
-    if (probes is None) == (budget is None):
-        raise ValueError("routed_attention takes exactly one of probes and budget")
-    completion: CompletionQuery | None = None
-    if phi is not None and q.is_cuda:
-        main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            completion = phi_query(q, *phi)
-    elif phi is not None:
-        completion = phi_query(q, *phi)
-    query = q if q_router is None else q_router
-    if probes is not None:
-        read = route(query, scores, counts, probes)
-    elif budget is not None:
-        read = route_tokens(query, scores, order, offsets, *budget)
-    if phi is not None and q.is_cuda:
-        main.wait_stream(side)
-    regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
-                               "lengths": lengths, "completion": completion}
-    if on_device(q):
-        chosen = (read,) if probes is None else (order, offsets, read)
-        out, lse = launch_attend(q, k, v, *chosen, **regions, overlap=phi is None)
-    elif probes is None:
-        out, lse = attend_tokens_reference(q, k, v, read, **regions)
-    else:
-        out, lse = attend_buckets_reference(q, k, v, order, offsets, read, **regions)
-    return out, lse, read
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def _key_features(completion: CompletionQuery) -> Tensor:
     if completion.key_features is None:
         raise ValueError("a completion of attention needs the features of the keys, found none: give key_features")
@@ -156,10 +108,10 @@ def _key_features(completion: CompletionQuery) -> Tensor:
 def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
-    log_weights: Tensor | None = None, completion: CompletionQuery | None = None, overlap: bool = False,
+    log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order.
-    overlap: the kernel ahead in the stream is the router's last."""
+    """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
+    launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
     from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
@@ -196,7 +148,8 @@ def launch_attend(
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), BLOCK=how.block, num_warps=how.warps, num_stages=1, **(pdl if overlap else {}))
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, num_warps=how.warps, num_stages=1,
+        **(pdl if completion is None else {}))
     columns = min(width, how.merge_width)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),

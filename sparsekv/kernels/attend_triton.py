@@ -28,6 +28,7 @@ def split_kernel(
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
     the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
@@ -36,6 +37,8 @@ def split_kernel(
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     cache_row, kv_head = row // per_row, head // LISTS
+    if WAITS:
+        gdc_wait()
     start = tl.load(starts + row).to(tl.int32)
     tail = tl.load(tail_starts + row).to(tl.int32)
     length = tl.load(lengths + row).to(tl.int32)
@@ -48,8 +51,6 @@ def split_kernel(
     v += cache_row * v_row + kv_head * v_head
     key_features += cache_row * p_row + kv_head * p_head
     log_weights += row * w_row + head * w_head
-    if OVERLAP:
-        gdc_wait()
     begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
     if PROBES > 0:
         # the chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the index

@@ -99,12 +99,3 @@ class CompletionQuery(NamedTuple):
     numerator: Tensor
     cap: Tensor | None = None
     key_features: Tensor | None = None
-
-
-class PhiStep(NamedTuple):
-    """What `phi_query` needs beside the query: maps of the query heads, offset `[Hq]` or `[Q, Hq]`, and the request's
-    state."""
-
-    maps: FeatureMapWeights
-    offset: Tensor
-    state: PhiState

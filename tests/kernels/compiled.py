@@ -49,7 +49,8 @@ def check(
     types = {name: kind.replace("half", f"*{half}") for kind, names in KINDS.items() for name in names.split()}
     types |= OWN.get(kernel, {}) | own
     for capability in capabilities:
-        known = {n: v for n, v in {**constants, "OVERLAP": capability >= 90}.items() if n in kernel.arg_names}
+        every = {**constants, "OVERLAP": capability >= 90, "WAITS": capability >= 90}
+        known = {n: v for n, v in every.items() if n in kernel.arg_names}
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
         # sm_89 runs what sm_80 does, in less shared memory
         binary = triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import checks
 import pytest
 import torch
 
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.router import Router
+from sparsekv.core.step import sparse_step
 from sparsekv.kernels import (
-    BucketMeans,
-    PhiStep,
     QueryModel,
     gather_from_host,
     gather_rows,
     phi_query,
-    route_tokens,
-    routed_attention,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 
@@ -101,8 +103,8 @@ def test_rows_of_the_host() -> None:
 @pytest.mark.parametrize("rule", ["probes", "budget"])
 @pytest.mark.parametrize("completed", [False, True])
 @pytest.mark.parametrize("shape", [(32, 8, 128, 1000, 1, 111, 5, 1), (6, 2, 64, 300, 4, 16, 0, 3)], ids=str)
-def test_one_call(shape: tuple[int, ...], completed: bool, rule: str, scores: str, dtype: torch.dtype) -> None:
-    """The step against the twins on what it says it read, and its replay in a CUDA graph against itself."""
+def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, scores: str, dtype: torch.dtype) -> None:
+    """The core's step against the twins on what it says it read, and its replay in a CUDA graph against itself."""
     s = checks.Step(shape, dtype, DEVICE)
     heads, dim = shape[1:3]
 
@@ -111,24 +113,36 @@ def test_one_call(shape: tuple[int, ...], completed: bool, rule: str, scores: st
 
     model = QueryModel(random(heads, dim, 40), random(heads, 40), random(heads, 40, s.buckets),
                        random(heads, s.buckets))
-    by = model if scores == "query model" else BucketMeans(random(2, heads, s.buckets, dim), dim**-0.5)
-    phi = PhiStep(*checks.random_phi(s, dtype, DEVICE)) if completed else None
-    budget = torch.full((s.q.shape[0],), 60, device=DEVICE)
-    how: dict[str, Any] = {"probes": 3} if rule == "probes" else {"budget": (budget, 60)}
+    router = Router(probes=3 if rule == "probes" else None)
+    router.order, router.offsets, router.counts, router.space = s.order, s.offsets, s.counts, "rot"
+    router.weights = model if scores == "query model" else None
+    router.means = random(2, heads, s.buckets, dim)
+    rows, count = s.k.shape[0], s.q.shape[0]
+    router.budget, router.widest = torch.full((rows,), 60, device=DEVICE), 60
+    per_row = count // rows
+    regions = Regions(s.regions["starts"][::per_row], s.regions["tail_starts"][::per_row], s.k.shape[2],
+                      s.regions["sink_size"])
+    view = LayerView(s.k, s.v, regions, s.regions["scale"], s.q.shape[1])
+    queries = Queries(s.q.unflatten(0, (rows, per_row)).transpose(1, 2), s.regions["lengths"])
+    estimator, query = None, None
+    if completed:
+        maps, offset, state = checks.random_phi(s, dtype, DEVICE)
+        estimator = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))
+        estimator.state = state
+        query = checks.double(phi_query(s.q, maps, offset, state))
 
-    def step() -> tuple[torch.Tensor, ...]:
-        return routed_attention(s.q, s.k, s.v, s.order, s.offsets, s.counts, by, **how, **s.regions, phi=phi)
+    def step() -> Any:
+        return sparse_step(view, queries, router, estimator)
 
-    out, lse, read = step()
-    completion = None if phi is None else checks.double(phi_query(s.q, *phi))
+    found = step()
+    out, read = found.out.transpose(1, 2).flatten(0, 1), found.selection
     if rule == "probes":
-        truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, read, **s.regions, completion=completion)
+        truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, read.buckets, **s.regions, completion=query)
     else:
-        assert torch.equal(read, route_tokens(s.q, by, s.order, s.offsets, budget, 60))
-        truth = attend_tokens_reference(*s.wide(), read, **s.regions, completion=completion)
-    checks.agree((out, lse), truth, 5 * checks.LIMITS[dtype], rule)
+        truth = attend_tokens_reference(*s.wide(), read.tokens, **s.regions, completion=query)
+    checks.agree((out, found.lse), truth, 5 * checks.LIMITS[dtype], rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = step()
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(again, (out, lse, read), strict=True))
+    assert torch.equal(again.out, found.out) and torch.equal(again.lse, found.lse)

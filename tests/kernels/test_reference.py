@@ -195,28 +195,6 @@ def test_the_budget_rule_reads_by_probability_over_tokens() -> None:
     assert kernels.route(q, model, offsets.diff(dim=-1), 1).tolist() == [[[0]]]
 
 
-@pytest.mark.parametrize("rule", ["probes", "budget"])
-def test_one_call_is_its_parts(rule: str) -> None:
-    q, k, v, _ = setup()
-    regions = anchors(torch.tensor([0, 5]), torch.tensor([50, 50])) | {"scale": 0.3}
-    order, offsets = kernels.build_index(torch.randint(0, 7, (2, 2, 50)), 7, regions["starts"] + 3,
-                                         regions["tail_starts"])
-    counts, means = offsets.diff(dim=-1), kernels.BucketMeans(torch.randn(2, 2, 7, 8, dtype=F64), 0.3)
-    index = (order, offsets)
-    if rule == "probes":
-        read = kernels.route(q, means, counts, 3)
-        want = kernels.attend_buckets(q, k, v, *index, read, **regions)
-        found = kernels.routed_attention(q, k, v, *index, counts, means, probes=3, **regions)
-    else:
-        budget = torch.tensor([9, 4]), 9
-        read = kernels.route_tokens(q, means, *index, *budget)
-        want = kernels.attend_tokens(q, k, v, read, **regions)
-        found = kernels.routed_attention(q, k, v, *index, counts, means, budget=budget, **regions)
-    assert all(torch.equal(a, b) for a, b in zip(found, (*want, read), strict=True))
-    with pytest.raises(ValueError, match="exactly one"):
-        kernels.routed_attention(q, k, v, *index, counts, means, **regions)
-
-
 @pytest.mark.parametrize("lists", [1, 2, 6])
 def test_attention_over_tokens_is_a_masked_softmax(lists: int) -> None:
     """Several queries a row that see different lengths, lists of one, every KV or every query head, weights; and the

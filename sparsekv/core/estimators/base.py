@@ -36,10 +36,15 @@ class Estimator:
     def reads(self, view: LayerView, share: float) -> None:
         """The steps that follow read this share of the context beside the anchors."""
 
-    def query(self, view: LayerView, queries: Queries) -> CompletionQuery | None:
-        """What the attention kernel needs to take the selection out of the estimate and to add what is left; None for
-        an estimator that it does not know: `partial` is called after it."""
-        return None
+    @property
+    def in_kernel(self) -> bool:
+        """Whether the attention kernel can take the selection out of the estimate and add what is left, given `query`;
+        otherwise `partial` is called after it."""
+        return False
+
+    def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
+        """The queries' side of the estimate."""
+        raise NotImplementedError
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """`(out [Q, Hq, d], lse [Q, Hq])` over what was not selected, lse its log mass; -inf where it estimates

@@ -116,8 +116,14 @@ class PhiEstimator(Estimator):
         if self.state.moments is not None:
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))
 
-    def query(self, view: LayerView, queries: Queries) -> CompletionQuery | None:
-        return self._query(view, queries) if self.state.features is not None else None
+    @property
+    def in_kernel(self) -> bool:
+        return self.state.features is not None
+
+    def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
+        if self.weights is None:
+            self.weights = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
+        return phi_query(queries.folded, self.weights, self.layer.offset, self.state)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = selection.as_tokens()
@@ -131,15 +137,10 @@ class PhiEstimator(Estimator):
             lists = heads // view.num_kv_heads
             features = self._features(view, keys.reshape(count, view.num_kv_heads, lists * width, dim))
         features = features.reshape(*tokens.shape, features.shape[-1])
-        return remainder(self._query(view, queries), features, values, tokens >= 0)
+        return remainder(self.query(view, queries), features, values, tokens >= 0)
 
     def cost_tokens(self, view: LayerView) -> float:
         return phi_tokens(self.state.m.shape[-1], view.keys.shape[-1], moments=self.layer.capped)
-
-    def _query(self, view: LayerView, queries: Queries) -> CompletionQuery:
-        if self.weights is None:
-            self.weights = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
-        return phi_query(queries.folded, self.weights, self.layer.offset, self.state)
 
     def _log_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
         centre = self.centre if centre is None else centre
@@ -208,10 +209,10 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     """`z [B, Hkv, r]` and `S [B, Hkv, r, d]` of features `[B, Hkv, n, r]`."""
     if dtype == features.dtype:
         return features.sum(2), features.mT @ values
-    z, s = features.sum(2, dtype=dtype), 0.0
+    s = torch.zeros(*features.shape[:2], features.shape[3], values.shape[3], dtype=dtype, device=features.device)
     for a in range(0, features.shape[2], BLOCK):
-        s = s + features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
-    return z, s  # type: ignore[return-value]
+        s += features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
+    return features.sum(2, dtype=dtype), s
 
 
 def _arithmetic(x: Tensor) -> torch.dtype:
