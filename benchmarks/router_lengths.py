@@ -6,9 +6,8 @@ context length, width of the dense tail, and the keys that are clustered (`pre`:
 
 Every cell is captured and trained anew, on windows of the first 80 % of the text; it is judged on the last 20 % and,
 out of domain, on Python's documentation, by queries of the second half of a window; past the model's 8192 positions
-with yarn. From 8192 tokens on, all lengths train on as many tokens and as many queries. `mean_key` scores the buckets
-of the first router of `--scores` without its training, and `oracle` knows their mass; the other router finds its own
-from the same seed.
+with yarn. From 8192 tokens on, all lengths train on as many tokens and as many queries. `mean_key` scores the same
+buckets without training, and `oracle` knows their mass.
 
 Rows are written after every cell. Those that an earlier run with the same settings left in the output folder stay
 beside them, so that a long table can be measured in several commands.
@@ -21,6 +20,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._training import measure_routers
 from benchmarks.partitions import NATIVE, SINK, yarn
-from benchmarks.training import without_training
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.hub import load_model, resolve_device
@@ -37,7 +36,6 @@ from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.router import RouterConfig, train_router
 
 SPACES = ("pre", "rot")
-SCORES = ("mlp", "hybrid")
 DOMAINS = ("heldout", "ood")
 AT = "mass_share@0.05"
 SETTINGS = ("layers", "tokens", "validation", "queries", "buckets", "hidden", "steps", "heldout_documents", "seed")
@@ -54,25 +52,25 @@ def capture(options: argparse.Namespace, length: int, tail: int, loaded: tuple[A
     """The windows to train on, and those of either domain to judge on."""
     train = max(4, options.tokens // length) + options.validation
     # a long window gives as many more queries: otherwise long contexts would train on fewer
-    asked = options.queries * max(length, NATIVE) // NATIVE
-    jobs = (("train", options.text, "train", train, asked),
+    queries = options.queries * max(length, NATIVE) // NATIVE
+    jobs = (("train", options.text, "train", train, queries),
             ("heldout", options.text, "heldout", options.heldout_documents, options.queries),
             ("ood", "embedded", "all", options.heldout_documents, options.queries))
     return {name: run_capture(
         CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name), layers=options.layers,
-                      context_length=length, num_documents=count, queries_per_document=queries, sink_size=SINK,
+                      context_length=length, num_documents=count, queries_per_document=captured, sink_size=SINK,
                       window_size=tail, rope_scaling=yarn(length), seed=options.seed),
-        model=loaded[0], tokenizer=loaded[1]) for name, corpus, split, count, queries in jobs}
+        model=loaded[0], tokenizer=loaded[1]) for name, corpus, split, count, captured in jobs}
 
 
-def train(options: argparse.Namespace, store: CaptureStore, space: str, folder: Path) -> dict[str, RouterArtifact]:
-    """The trained routers of one key space, and `mean_key` on the buckets of the first of them."""
-    routers = {scores: train_router(RouterConfig(
-        capture=str(store.path), output=str(folder / f"{space}-{scores}"), scores=scores, key_space=space,
-        num_buckets=options.buckets, hidden_size=options.hidden, max_steps=options.steps, long_range=0,
-        layer_group=options.layer_group, validation_documents=options.validation, device=options.device,
-        seed=options.seed)) for scores in options.scores}
-    return {**routers, "mean_key": without_training(routers[options.scores[0]])}
+def train(options: argparse.Namespace, store: CaptureStore, space: str, folder: Path, device: str,
+          ) -> dict[str, RouterArtifact]:
+    """The trained router of one key space, and `mean_key` on its buckets."""
+    mlp = train_router(RouterConfig(
+        capture=str(store.path), output=str(folder / space), scores="mlp", key_space=space, num_buckets=options.buckets,
+        hidden_size=options.hidden, max_steps=options.steps, layer_group=options.layer_group,
+        validation_documents=options.validation, device=device, seed=options.seed)).to(device)
+    return {"mlp": mlp, "mean_key": RouterArtifact(replace(mlp.config, scores="mean_key"), mlp.centroids, None)}
 
 
 def study(options: argparse.Namespace, length: int, tail: int, loaded: tuple[Any, Any], device: str,
@@ -85,7 +83,7 @@ def study(options: argparse.Namespace, length: int, tail: int, loaded: tuple[Any
         print(f"{length} tokens, tail {tail}: captured in {time.perf_counter() - began:.0f} s", flush=True)
         for space in SPACES:
             began = time.perf_counter()
-            routers = train(options, stores["train"], space, folder)
+            routers = train(options, stores["train"], space, folder, device)
             trained = time.perf_counter()
             for domain in DOMAINS:
                 for (case, _, metric), value in measure_routers(stores[domain], routers, device).items():
@@ -109,7 +107,7 @@ def earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
 def print_table(rows: list[dict[str, Any]]) -> None:
     values = {(r["length"], r["tail"], r["space"], r["method"]): r["value"] for r in rows
               if r["metric"] == AT and r["domain"] == "heldout"}
-    columns = [(s, m) for s in SPACES for m in ("mlp", "mean_key", "hybrid", "oracle")
+    columns = [(s, m) for s in SPACES for m in ("mlp", "mean_key", "oracle")
                if any(key[2:] == (s, m) for key in values)]
     print("held-out share at 5 %\n length  tail" + "".join(f"{f'{s} {m}':>14}" for s, m in columns))
     for length, tail in sorted({key[:2] for key in values}):
@@ -124,7 +122,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--tails", type=int, nargs="+", default=[16, 256, 1024])
-    parser.add_argument("--scores", nargs="+", choices=SCORES, default=list(SCORES))
     parser.add_argument("--layers", default="1,6,11,16,21,26")
     parser.add_argument("--tokens", type=int, default=524288, help="trained on, a layer and cell (4 windows at least)")
     parser.add_argument("--validation", type=int, default=2, help="windows of the trainer's own, beside these")

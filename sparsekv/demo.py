@@ -92,8 +92,8 @@ def run_demo(config: DemoConfig) -> DemoResult:
                       queries_per_document=64),
         model=model, tokenizer=tokenizer)
     train_router(RouterConfig(
-        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets, scores="mean_key",
-        kmeans_iterations=6, long_range=config.context_length // 8, device=config.device, seed=config.seed))
+        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets,
+        device=config.device, seed=config.seed))
     train_phi(PhiConfig(
         capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=352,
         optimizer="adam", output_weight=3.0, device=config.device, seed=config.seed))
@@ -170,7 +170,7 @@ def _write_report(
 ) -> Path:
     from sparsekv.evaluation import figures
     from sparsekv.evaluation.report import Figure, Table, write_report
-    from sparsekv.trainers.fit import read_metrics
+    from sparsekv.trainers.metrics import read_metrics
 
     metrics = read_metrics(out / "phi" / "metrics.csv")
     curves = {"phi training": (metrics["step"], metrics["loss"])}

@@ -33,8 +33,6 @@ class PhiArtifactConfig:
     centred: bool = False
     read_shares: list[float] = field(default_factory=lambda: [0.0])
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
-    shift_grid: list[float] = field(default_factory=list)
-    """Shifts of the mass at which `errors` holds the error on the validation windows; none: nothing."""
     capped: bool = False
     """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
     kind: str = KIND
@@ -42,14 +40,12 @@ class PhiArtifactConfig:
 
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
-    `[S, Hq]`: what it is when that share of the context is read beside sink and tail. errors `[S, P, Hq]`: the
-    output error on the validation windows at each of shift_grid. capped: the mass is first capped by `mass_cap`."""
+    `[S, Hq]`: what it is when each of `shares` of the context is read beside sink and tail. capped: the mass is first
+    capped by `mass_cap`."""
 
     maps: Maps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
-    errors: Tensor | None = None
-    shift_grid: tuple[float, ...] = ()
     capped: bool = False
 
     @property
@@ -63,14 +59,12 @@ class PhiLayer(NamedTuple):
         after = bisect_right(self.shares, share)
         low, high = max(after - 1, 0), min(after, len(self.shares) - 1)
 
-        def between(table: Tensor) -> Tensor:
-            if low == high or self.shares[low] >= share:  # 0 times a closed gate's -inf would be no number
-                return table[low:low + 1]
-            part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
-            return (1 - part) * table[low:low + 1] + part * table[high:high + 1]
-
-        errors = None if self.errors is None else between(self.errors)
-        return self._replace(offsets=between(self.offsets), shares=(share,), errors=errors)
+        table = self.offsets
+        if low == high or self.shares[low] >= share:  # 0 times a closed gate's -inf would be no number
+            return self._replace(offsets=table[low:low + 1], shares=(share,))
+        part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
+        between = (1 - part) * table[low:low + 1] + part * table[high:high + 1]
+        return self._replace(offsets=between, shares=(share,))
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -90,19 +84,16 @@ class PhiLayer(NamedTuple):
         return self.maps.log_phi_k(k_rot, centre)
 
     def to(self, device: Any) -> PhiLayer:
-        return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device),
-                             errors=None if self.errors is None else self.errors.to(device))
+        return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device))
 
 
 class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
-    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`. errors `[L, S, P, Hq]`: the output error on
-    the validation windows at every shift of the grid."""
+    `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
 
-    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None,
-                 errors: Tensor | None = None):
+    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None):
         self.config, self.maps, self.path = config, maps, path
-        self.shift, self.gate, self.errors = shift, gate, errors
+        self.shift, self.gate = shift, gate
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> PhiLayer | None:
@@ -111,8 +102,7 @@ class PhiArtifact:
         if row is None:
             return None
         return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
-                        tuple(self.config.read_shares), None if self.errors is None else self.errors[row],
-                        tuple(self.config.shift_grid), self.config.capped)
+                        tuple(self.config.read_shares), self.config.capped)
 
     @property
     def cache_tokens(self) -> float:
@@ -121,10 +111,7 @@ class PhiArtifact:
         return phi_tokens(config.num_features, config.model["head_dim"], moments=config.capped)
 
     def save(self, path: str | Path) -> None:
-        tensors = {**self.maps.named(), "shift": self.shift, "gate": self.gate}
-        if self.errors is not None:
-            tensors["errors"] = self.errors
-        save_artifact(path, asdict(self.config), tensors)
+        save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
 
     @classmethod
     def load(cls, path: str | Path) -> PhiArtifact:
@@ -145,10 +132,7 @@ class PhiArtifact:
                                                  for k, shape in shapes.items()}))
         shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
         gate = take(tensors, "gate", (layers, heads_q), where)
-        errors = None
-        if config.shift_grid:
-            errors = take(tensors, "errors", (layers, len(config.read_shares), len(config.shift_grid), heads_q), where)
-        return cls(config, Maps(*maps), shift, gate, Path(path), errors)
+        return cls(config, Maps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -157,8 +141,7 @@ class PhiArtifact:
 
     def to(self, device: Any) -> PhiArtifact:
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),
-                           self.gate.to(device), self.path,
-                           None if self.errors is None else self.errors.to(device))
+                           self.gate.to(device), self.path)
 
     def summary(self) -> str:
         c = self.config

@@ -6,26 +6,23 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.errors import SparseKVError
 from sparsekv.kernels import QueryModel
 
 KIND = "router"
-WEIGHT_DTYPES = ("float32", "bfloat16", "float8")
-FLOAT8_MAX = 448.0
 
 
 @dataclass(frozen=True)
 class RouterArtifactConfig:
     """What the router is and where it came from; stored as `config.json`.
 
-    key_space: `pre` (RoPE removed) or `rot`. scores: `mlp` (trained), `mean_key` (untrained, from the request's own
-    bucket means) or `hybrid` (their sum). router_scope: one query model a `kv_head` or a `query_head`. weights_dtype:
-    how the query model's matrices lie on disk.
+    key_space: `pre` (RoPE removed) or `rot`. scores: `mean_key` (untrained, from the request's own bucket means) or
+    `mlp` (trained, one query model a KV head).
     """
 
     model: dict[str, Any]
@@ -33,12 +30,10 @@ class RouterArtifactConfig:
     num_buckets: int
     key_space: str
     scores: str
-    router_scope: str
     sink_size: int
     window_size: int
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
-    weights_dtype: str = "float32"
     kind: str = KIND
 
 
@@ -71,25 +66,29 @@ class RouterArtifact:
         tensors = {"centroids": self.centroids}
         if self.weights is not None:
             for name, weight in self.weights._asdict().items():
-                tensors |= _packed(f"query_model.{name}", weight, self.config.weights_dtype)
+                tensors[f"query_model.{name}"] = weight
         save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
     def load(cls, path: str | Path) -> RouterArtifact:
-        """Raises SparseKVError for a missing, damaged, newer or foreign artifact."""
+        """Raises SparseKVError for a missing, damaged, newer or foreign artifact, and for one of a kind that is no
+        longer made."""
         raw, tensors = load_artifact(path, KIND)
+        if raw["scores"] == "hybrid" or raw.get("router_scope", "kv_head") != "kv_head":
+            kind = "hybrid scores" if raw["scores"] == "hybrid" else "one query model a query head"
+            raise SparseKVError(f"the router {str(path)!r} has {kind}, which sparsekv no longer reads: expected scores "
+                                "mean_key, or mlp with one query model a KV head; train it again")
         names = {f.name for f in fields(RouterArtifactConfig)}
         config = RouterArtifactConfig(**{k: v for k, v in raw.items() if k in names})
         where, layers, buckets = str(path), len(config.layers), config.num_buckets
-        heads = config.model["num_kv_heads" if config.router_scope == "kv_head" else "num_query_heads"]
-        dim = config.model["head_dim"]
-        centroids = take(tensors, "centroids", (layers, config.model["num_kv_heads"], buckets, dim), where)
+        heads, dim = config.model["num_kv_heads"], config.model["head_dim"]
+        centroids = take(tensors, "centroids", (layers, heads, buckets, dim), where)
         weights = None
-        if config.scores != "mean_key":
+        if config.scores == "mlp":
             hidden = take(tensors, "query_model.b1", (layers, heads, None), where).shape[-1]
             shapes = {"w1": (dim, hidden), "b1": (hidden,), "w2": (hidden, buckets), "b2": (buckets,)}
-            weights = QueryModel(*(_unpacked(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
-                                      for name in QueryModel._fields))
+            weights = QueryModel(*(_float32(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
+                                   for name in QueryModel._fields))
         return cls(config, centroids, weights, Path(path))
 
     def check(self, model: nn.Module) -> None:
@@ -108,18 +107,8 @@ class RouterArtifact:
         return "\n".join(lines)
 
 
-def _packed(name: str, weight: Tensor, dtype: str) -> dict[str, Tensor]:
-    """A matrix in fewer bits; biases stay as they are. float8 has one scale a column."""
-    if dtype == "float32" or name.split(".")[1].startswith("b"):
-        return {name: weight}
-    if dtype == "bfloat16":
-        return {name: weight.to(torch.bfloat16)}
-    scale = weight.float().abs().amax(-2, keepdim=True).clamp(min=1e-12) / FLOAT8_MAX
-    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}.scale": scale}
-
-
-def _unpacked(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """float32, whatever the bits on disk: the runtime chooses its own."""
+def _float32(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
+    """Artifacts made before may hold a matrix in bfloat16, or in float8 with one scale a column."""
     weight = take(tensors, name, shape, where).float()
     scale = (*shape[:-2], 1, shape[-1])
     return weight * take(tensors, f"{name}.scale", scale, where) if f"{name}.scale" in tensors else weight

@@ -54,30 +54,11 @@ class Maps(NamedTuple):
         return cls(*(FeatureMapWeights(*(tensors[f"{part}_map.{k}"] for k in FeatureMapWeights._fields))
                      for part in cls._fields if f"{part}_map.w_in" in tensors))
 
-    def heads(self, asked: slice, held: slice) -> Maps:
+    def heads(self, query_heads: slice, kv_heads: slice) -> Maps:
         """Those of some query heads and KV heads."""
-        parts = (asked, held, held)
+        parts = (query_heads, kv_heads, kv_heads)
         return Maps(*(None if m is None else FeatureMapWeights(*(w[part] for w in m))  # type: ignore[arg-type]
                       for m, part in zip(self, parts, strict=True)))
-
-    def surrogate(
-        self, queries: Tensor, keys: Tensor, context: Tensor, *, scale: float, sink_size: int, steps: int = 8,
-    ) -> Tensor:
-        """`ŝ` of every query and key, as a request has it: `[Hq, T, d]`, `[Hkv, N, d]` -> `[Hq, T, N]`.
-
-        context `[Hq or 1, T]`: visible keys of every query. The mean key is that of a prefill, after the sink, which
-        ended at most `1/steps` of the window before the query."""
-        log_q = log_phi(queries, self.query)
-        if self.centred is None:
-            return grouped_log_kernel(log_q, self.log_phi_k(keys))
-        length = keys.shape[1]
-        ended = (context * steps // length).clamp(1, steps - 1) * length // steps
-        found = torch.zeros(*queries.shape[:2], length, dtype=log_q.dtype, device=keys.device)
-        for end in ended.unique().tolist():
-            centre = keys[:, min(sink_size, end - 1):end].mean(1)
-            part = grouped_log_kernel(add_centre(log_q, queries, scale * centre), self.log_phi_k(keys, centre))
-            found = torch.where((ended == end)[..., None], part, found)
-        return found
 
 
 def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
@@ -87,12 +68,6 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
     shift = torch.where(torch.isneginf(top_q), 0.0, top_q)
     product = torch.exp(log_phi_q - shift) @ torch.exp(log_phi_k - top_k).mT
     return product.clamp(min=1e-30).log() + top_q + top_k.mT
-
-
-def grouped_log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
-    """`log_kernel` for grouped heads: `[Hq, T, r]`, `[Hkv, N, r]` -> `[Hq, T, N]`."""
-    grouped = log_phi_q.reshape(log_phi_k.shape[0], -1, log_phi_q.shape[-1])
-    return log_kernel(grouped, log_phi_k).reshape(*log_phi_q.shape[:2], -1)
 
 
 class FeatureMap(nn.Module):

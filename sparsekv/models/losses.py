@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,8 @@ from torch import Tensor
 
 NEG = -1e9
 TERMS = ("kl", "top", "far", "partition", "under")
+DELTA = 1.0
+"""Where Huber's loss turns from square to straight."""
 
 
 def bucket_kl(logits: Tensor, target: Tensor) -> Tensor:
@@ -27,19 +29,19 @@ class KLHuber:
     """The feature-map loss (completion paper §5): distribution, top band, far keys, partition.
 
     With logits shifted by the teacher's maximum, `ã = a − a*`, `b̃ = b − a*`:
-    `L = T²·KL(softmax(ã/T) ‖ softmax(b̃/T)) + λ_top·mean_B huber(b̃ − ã) + λ_far·mean_F huber(relu(b̃ + τ))
+    `L = KL(softmax(ã) ‖ softmax(b̃)) + λ_top·mean_B huber(b̃ − ã) + λ_far·mean_F huber(relu(b̃ + τ))
     + λ_z·huber(relu(lse b̃ − lse ã)) + λ_under·huber(relu(lse ã − lse b̃))` with `B = {ã ≥ −τ}`, `F = {ã < −τ_far}`.
-    The last term is ours: the paper punishes only overestimated mass; 0 switches it off.
+    The last term is ours: the paper punishes only overestimated mass; 0 switches it off. The paper's temperature is 1.
     """
 
-    temperature: float = 1.0
-    band: float = 3.0
-    far: float = 6.0
-    delta: float = 1.0
-    top_weight: float = 0.1
-    far_weight: float = 0.1
-    partition_weight: float = 0.2
     under_weight: float = 0.2
+    BAND: ClassVar[float] = 3.0
+    """τ [nats]. The terms are the paper's; it does not give their thresholds and weights: these are ours."""
+    FAR: ClassVar[float] = 6.0
+    """τ_far [nats]."""
+    TOP_WEIGHT: ClassVar[float] = 0.1
+    FAR_WEIGHT: ClassVar[float] = 0.1
+    PARTITION_WEIGHT: ClassVar[float] = 0.2
 
     def __call__(self, teacher: Tensor, student: Tensor, mask: Tensor) -> dict[str, Tensor]:
         """teacher, student `[H, T, N]`; mask broadcastable, true where a key counts -> every term `[H]`, and `loss`.
@@ -57,16 +59,14 @@ class KLHuber:
         some = top > NEG / 2
         shift = torch.where(some, top, 0.0)
         a, b = teacher - shift, (student - shift).masked_fill(~mask, NEG)
-        t = self.temperature
-        log_p, log_q = (a / t).log_softmax(-1), (b / t).log_softmax(-1)
-        total = t * t * (log_p.exp() * (log_p - log_q)).sum(-1)
-        in_band, is_far = (a >= -self.band) & mask, (a < -self.far) & mask
-        total = total + self.top_weight * _masked_mean(_huber(torch.where(in_band, b - a, 0.0), self.delta), in_band)
-        total = total + self.far_weight * _masked_mean(
-            _huber(F.relu(b + self.band).masked_fill(~is_far, 0.0), self.delta), is_far)
+        log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
+        total = (log_p.exp() * (log_p - log_q)).sum(-1)
+        in_band, is_far = (a >= -self.BAND) & mask, (a < -self.FAR) & mask
+        total = total + self.TOP_WEIGHT * _masked_mean(_huber(torch.where(in_band, b - a, 0.0)), in_band)
+        total = total + self.FAR_WEIGHT * _masked_mean(
+            _huber(F.relu(b + self.BAND).masked_fill(~is_far, 0.0)), is_far)
         gap = b.logsumexp(-1) - a.logsumexp(-1)
-        total = total + self.partition_weight * _huber(F.relu(gap), self.delta)
-        total = total + self.under_weight * _huber(F.relu(-gap), self.delta)
+        total = total + self.PARTITION_WEIGHT * _huber(F.relu(gap)) + self.under_weight * _huber(F.relu(-gap))
         alive = some[..., 0].to(total.dtype)
         return (total * alive).sum(-1) / alive.sum(-1).clamp(min=1)
 
@@ -81,40 +81,33 @@ class _KLHuberFunction(torch.autograd.Function):
         top = torch.where(alive, top, 0.0)
         a.sub_(top)
         b = (student - top).masked_fill_(outside, NEG)
-        t = o.temperature
         lse_a, lse_b = a.logsumexp(-1, keepdim=True), b.logsumexp(-1, keepdim=True)
-        share = torch.exp(b - lse_b)
-        p = torch.exp(a - lse_a) if t == 1 else (a / t).softmax(-1)
-        q = share if t == 1 else (b / t).softmax(-1)
-        low_a, low_b = (lse_a, lse_b) if t == 1 else ((x / t).logsumexp(-1, keepdim=True) for x in (a, b))
-        difference = b - a
-        kl = t * t * (low_b - low_a)[..., 0] - t * torch.einsum("htn,htn->ht", p, difference)
-        gradient = (q - p).mul_(t)
+        p, q = torch.exp(a - lse_a), torch.exp(b - lse_b)
+        difference, gap = b - a, lse_b - lse_a
+        kl = gap[..., 0] - torch.einsum("htn,htn->ht", p, difference)
+        slope = o.PARTITION_WEIGHT * gap.clamp(0.0, DELTA) + o.under_weight * gap.clamp(-DELTA, 0.0)
+        gradient = (q * (1 + slope)).sub_(p)
 
-        band = (a >= -o.band).logical_and_(mask)
+        band = (a >= -o.BAND).logical_and_(mask)
         weight = 1.0 / band.sum(-1, keepdim=True).clamp_(min=1)
         error = difference.mul_(band)
-        pull = error.clamp(-o.delta, o.delta)
+        pull = error.clamp(-DELTA, DELTA)
         near = _huber_sum(error, pull) * weight[..., 0]
-        gradient.add_(pull.mul_(weight * o.top_weight))
+        gradient.add_(pull.mul_(weight * o.TOP_WEIGHT))
 
-        far = (a < -o.far).logical_and_(mask)
+        far = (a < -o.FAR).logical_and_(mask)
         weight = 1.0 / far.sum(-1, keepdim=True).clamp_(min=1)
-        error = b.add_(o.band).clamp_(min=0.0).mul_(far)
-        pull = error.clamp(max=o.delta)
+        error = b.add_(o.BAND).clamp_(min=0.0).mul_(far)
+        pull = error.clamp(max=DELTA)
         away = _huber_sum(error, pull) * weight[..., 0]
-        gradient.add_(pull.mul_(weight * o.far_weight))
+        gradient.add_(pull.mul_(weight * o.FAR_WEIGHT))
 
-        gap = lse_b - lse_a
-        slope = o.partition_weight * gap.clamp(0.0, o.delta) + o.under_weight * gap.clamp(-o.delta, 0.0)
-        gradient.addcmul_(share, slope)
-        over, under = _huber(gap.clamp(min=0.0), o.delta)[..., 0], _huber(gap.clamp(max=0.0), o.delta)[..., 0]
-
+        over, under = _huber(gap.clamp(min=0.0))[..., 0], _huber(gap.clamp(max=0.0))[..., 0]
         alive = alive[..., 0].to(kl.dtype)
         count = alive.sum(-1).clamp(min=1)
         ctx.save_for_backward(gradient.mul_((alive / count[:, None])[..., None]))
         terms = [(x * alive).sum(-1) / count for x in (kl, near, away, over, under)]
-        weights = (1.0, o.top_weight, o.far_weight, o.partition_weight, o.under_weight)
+        weights = (1.0, o.TOP_WEIGHT, o.FAR_WEIGHT, o.PARTITION_WEIGHT, o.under_weight)
         loss = torch.stack([w * x for w, x in zip(weights, terms, strict=True)]).sum(0)
         ctx.mark_non_differentiable(*terms)
         return (loss, *terms)
@@ -194,9 +187,9 @@ def _huber_sum(error: Tensor, pull: Tensor) -> Tensor:
     return torch.einsum("htn,htn->ht", pull, error) - 0.5 * torch.einsum("htn,htn->ht", pull, pull)
 
 
-def _huber(x: Tensor, delta: float) -> Tensor:
+def _huber(x: Tensor) -> Tensor:
     size = x.abs()
-    return torch.where(size <= delta, 0.5 * x * x, delta * (size - 0.5 * delta))
+    return torch.where(size <= DELTA, 0.5 * x * x, DELTA * (size - 0.5 * DELTA))
 
 
 def _masked_mean(x: Tensor, mask: Tensor) -> Tensor:

@@ -11,28 +11,25 @@ from sparsekv.kernels import QueryModel
 class BucketRouter(nn.Module):
     """`heads` independent models `W2 relu(BN(W1 q))`. Input `[heads, T, d]`, output logits `[heads, T, C]`.
 
-    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer. With `rank` above 0
-    `W2` is a product of `[hidden, rank]` and `[rank, C]`, which `fold` multiplies out.
+    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer.
     """
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, rank: int = 0, momentum: float = 0.05):
+    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, momentum: float = 0.05):
         super().__init__()
         self.momentum, self.eps = momentum, 1e-5
         self.w1 = nn.Parameter(torch.randn(heads, dim, hidden) * dim**-0.5)
         self.gain = nn.Parameter(torch.ones(heads, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
-        inner = rank or hidden
-        self.w_inner = nn.Parameter(torch.randn(heads, hidden, rank) * hidden**-0.5) if rank else None
-        self.w2 = nn.Parameter(torch.randn(heads, inner, num_buckets) * 0.5 * inner**-0.5)
+        self.w2 = nn.Parameter(torch.randn(heads, hidden, num_buckets) * 0.5 * hidden**-0.5)
         self.b2 = nn.Parameter(torch.zeros(heads, num_buckets))
         self.register_buffer("running_mean", torch.zeros(heads, hidden))
         self.register_buffer("running_var", torch.ones(heads, hidden))
 
     def forward(self, queries: Tensor) -> Tensor:
-        hidden = (queries @ self.w1).float()  # the statistics stay float32 under autocast
+        hidden = queries @ self.w1
         if self.training:
             mean, var = hidden.mean(1), hidden.var(1, unbiased=False)
             with torch.no_grad():
@@ -42,14 +39,11 @@ class BucketRouter(nn.Module):
             mean, var = self.running_mean, self.running_var
         scale = self.gain * torch.rsqrt(var + self.eps)
         hidden = hidden * scale[:, None] + (self.bias - mean * scale)[:, None]
-        hidden = hidden.relu()
-        if self.w_inner is not None:
-            hidden = hidden @ self.w_inner
-        return hidden @ self.w2 + self.b2[:, None]
+        return hidden.relu() @ self.w2 + self.b2[:, None]
 
     @torch.no_grad()
     def fold(self) -> QueryModel:
         """The same function without batch norm, for inference."""
         scale = self.gain * torch.rsqrt(self.running_var + self.eps)
-        w2 = self.w2.clone() if self.w_inner is None else self.w_inner @ self.w2
-        return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, w2, self.b2.clone())
+        return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone(),
+                          self.b2.clone())

@@ -1,86 +1,89 @@
-"""What feature maps do on held-out windows: errors at every case, the shift of `ŝ` that serves a head best in each, and
-the heads where completion is switched off."""
+"""What feature maps do on requests of held-out windows: errors at every case, the shift of the estimated mass that
+serves a head best in each, and the heads where completion is switched off."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.offline import Scene, make_scene, mass_errors, top_k
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.estimators.phi import PhiEstimator
+from sparsekv.core.offline import Request, mid_scores, requests
+from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.streaming import Streaming
+from sparsekv.core.selectors.topk import TopK
+from sparsekv.core.step import Parts, two_parts
 from sparsekv.models.feature_map import Maps
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
                                   "topk@0.1": 0.1}
+"""What is read exactly beside sink and tail: nothing, or the best keys, by their share of the context."""
 SHIFTS = tuple(round(-3.0 + 0.1 * i, 1) for i in range(41))
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+REQUESTS, SPAN, FIRST = 8, 64, 2 / 3
+"""Prefills of a window, the tokens decoded after each, and where the first of them ends: late, because a query that
+decodes has its whole context before it."""
 SCORES_AT_ONCE = 200_000_000
-GAP_KEYS = 512
-NEG_INF = float("-inf")
+
+
+def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...] = SHIFTS) -> dict[str, Tensor]:
+    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, that of `shifts` with the least
+    error there, `<case> error` and, with it, `<case> + phi error`; and `mass_ratio` `Σŵ / Σw` of the mid region
+    (geometric mean over queries) after the first case's shift. capped: as `PhiLayer`."""
+    grid = torch.tensor(shifts, device=pool.keys.device)
+    tables: dict[str, list[Tensor]] = {}
+    for kv_heads, query_heads in _pieces(pool):
+        offsets = torch.zeros(1, query_heads.stop - query_heads.start, device=grid.device)
+        layer = PhiLayer(maps.heads(query_heads, kv_heads), offsets, capped=capped)
+        alone: dict[str, Tensor] = {}
+        completed: dict[str, Tensor] = {}
+        gap, count = torch.zeros_like(offsets[0]), 0
+        for document in range(pool.documents):
+            for request in requests(pool.window(document, kv_heads), REQUESTS, span=SPAN, first=FIRST):
+                estimator = PhiEstimator(layer)
+                estimator.build(request.prefill)
+                count += request.full.shape[0]
+                for case, share in CASES.items():
+                    selector, _ = request.build(reader(share), None)
+                    estimator.reads(request.prefill, share or 0.0)
+                    parts = two_parts(request.view, request.queries, selector, estimator)
+                    errors = shifted_errors(parts, request.full, grid)
+                    completed[case] = completed.get(case, 0.0) + errors.sum(1)
+                    error = (parts.exact_out - request.full).norm(dim=-1) / _size(request.full)
+                    alone[case] = alone.get(case, 0.0) + error.sum(0)
+                    if share is None:
+                        gap += (parts.rest_lse - mid_scores(request).logsumexp(-1)).sum(0)
+        best = {case: errors.argmin(0) for case, errors in completed.items()}
+        found = {"mass_ratio": (gap / count + grid[best[next(iter(CASES))]]).exp()}
+        for case in CASES:
+            found |= {f"{case} shift": grid[best[case]], f"{case} error": alone[case] / count,
+                      f"{case} + phi error": completed[case].amin(0) / count}
+        for name, value in found.items():
+            tables.setdefault(name, []).append(value)
+    return {name: torch.cat(values) for name, values in tables.items()}
+
+
+def reader(share: float | None) -> Selector:
+    """Reads the anchors, and the best `share` of the context."""
+    selector = Streaming() if share is None else TopK(token_budget=share)
+    selector.validate()
+    return selector
+
+
+def shifted_errors(parts: Parts, full: Tensor, shifts: Tensor) -> Tensor:
+    """Relative error of the completed output with the estimated mass moved by each of `shifts [P]`: `[P, Q, Hq]`. A
+    shift only changes the weight of the estimate, so that all of them cost one step."""
+    weight = torch.sigmoid(parts.rest_lse + shifts[:, None, None] - parts.exact_lse)
+    off, move = parts.exact_out - full, parts.rest_out - parts.exact_out
+    still, along, across = (off * off).sum(-1), (off * move).sum(-1), (move * move).sum(-1)
+    return (still + 2 * weight * along + weight**2 * across).clamp(min=0).sqrt() / _size(full)
 
 
 def by_case(tables: dict[str, Tensor], what: str) -> Tensor:
-    """The tables `<case> what` of all cases, `[L, Hq, ...]` each -> `[L, S, Hq, ...]`, in the order of `CASES`."""
+    """The tables `<case> what` of all cases, `[L, Hq]` each -> `[L, S, Hq]`, in the order of `CASES`."""
     return torch.stack([tables[f"{case} {what}"] for case in CASES], 1)
-
-
-def pick_scene(pool: Pool, document: int, heads: slice, limit: int) -> tuple[Scene, Tensor, Tensor]:
-    """At most `limit` queries of a window's last third, for some KV heads: their attention, and queries and keys with
-    RoPE in float32. Late ones, because a query that decodes has its whole context before it."""
-    keys = pool.keys[document, heads].float()
-    asked = slice((heads.start or 0) * pool.group, (heads.stop or pool.heads_kv) * pool.group)
-    total = pool.queries.shape[2]
-    limit = max(1, min(limit, total, SCORES_AT_ONCE // (keys.shape[0] * pool.group * keys.shape[1])))
-    some = torch.linspace(2 * total // 3, total - 1, limit, device=keys.device).long()
-    queries = pool.queries[document, asked][:, some].float()
-    scene = make_scene(queries, keys, pool.values[document, heads].float(), pool.positions[document, asked][:, some],
-                       scale=pool.scale, sink_size=pool.sink_size, window_size=pool.window_size)
-    return scene, queries, keys
-
-
-def calibrate(pool: Pool, maps: Maps, *, shift: bool, limit: int = 64) -> dict[str, Tensor]:
-    """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, the one with the least error
-    there (zero unless asked for), `<case> error` and, with it, `<case> + phi error`; `<case> table` `[Lq, P]`, the
-    latter at every shift; `mass_ratio` `Σŵ / Σw` (geometric mean over queries) after the first case's, and `gap_pXX`,
-    quantiles of `ŝ − s` over mid keys after its shift."""
-    shifts = torch.tensor(SHIFTS if shift else (0.0,), device=pool.keys.device)
-    tables: dict[str, list[Tensor]] = {}
-    for first in range(0, pool.heads_kv, pieces_at_once(pool, limit)):
-        heads = slice(first, min(first + pieces_at_once(pool, limit), pool.heads_kv))
-        asked = slice(heads.start * pool.group, heads.stop * pool.group)
-        own = maps.heads(asked, heads)
-        none: dict[str, Tensor] = {}
-        completed: dict[str, Tensor] = {}
-        ratio, gaps = torch.zeros(1, device=shifts.device), []
-        for document in range(pool.documents):
-            scene, queries, keys = pick_scene(pool, document, heads, limit)
-            logits = own.surrogate(queries, keys, scene.context, scale=pool.scale, sink_size=pool.sink_size)
-            for case, fraction in CASES.items():
-                read = None if fraction is None else top_k(scene, fraction)
-                alone, many = mass_errors(scene, logits, read, shifts)
-                none[case] = none.get(case, 0.0) + alone / pool.documents
-                completed[case] = completed.get(case, 0.0) + many / pool.documents
-            mass, truth = (x.masked_fill(~scene.mid, NEG_INF).logsumexp(-1) for x in (logits, scene.scores))
-            ratio = ratio + (mass - truth).nanmean(-1) / pool.documents
-            columns = slice(None, None, max(1, keys.shape[1] // GAP_KEYS))
-            gap = (logits - scene.scores)[..., columns].masked_fill(~scene.mid[..., columns], float("nan"))
-            gaps.append(gap.flatten(1))
-        best = {case: shifts[errors.argmin(0)] for case, errors in completed.items()}
-        chosen = best[next(iter(CASES))]
-        found = {"mass_ratio": (ratio + chosen).exp()}
-        quantiles = torch.cat(gaps, 1).nanquantile(torch.tensor(QUANTILES, device=chosen.device), dim=1) + chosen
-        found |= {f"gap_p{round(100 * p):02d}": row for p, row in zip(QUANTILES, quantiles, strict=True)}
-        for case in CASES:
-            found |= {f"{case} shift": best[case], f"{case} error": none[case], f"{case} table": completed[case].mT,
-                      f"{case} + phi error": completed[case].amin(0)}
-        for name, value in found.items():
-            tables.setdefault(name, []).append(value)
-    return {name: torch.cat(parts) for name, parts in tables.items()}
-
-
-def pieces_at_once(pool: Pool, limit: int) -> int:
-    """KV heads whose attention for `limit` queries is held at once."""
-    return max(1, SCORES_AT_ONCE // (pool.group * limit * pool.keys.shape[2]))
 
 
 def choose_gates(tables: dict[str, Tensor]) -> Tensor:
@@ -95,3 +98,21 @@ def choose_gates(tables: dict[str, Tensor]) -> Tensor:
         if float(harm[case].mean()) <= 0:
             return gate.float().reshape(next(iter(tables.values())).shape)
         gate = gate & (torch.arange(gate.shape[0], device=gate.device) != harm[case].argmax())
+
+
+def watched_requests(pool: Pool, windows: int) -> list[Request]:
+    """One late request of each of the first windows, all heads: what training is validated on."""
+    return [r for document in range(min(windows, pool.documents))
+            for r in requests(pool.window(document), 1, span=SPAN, first=FIRST)]
+
+
+def _pieces(pool: Pool) -> Iterator[tuple[slice, slice]]:
+    """KV heads, and their query heads, whose scores of a request's queries are held at once."""
+    size = max(1, SCORES_AT_ONCE // (pool.group * SPAN * pool.keys.shape[2]))
+    for a in range(0, pool.heads_kv, size):
+        b = min(a + size, pool.heads_kv)
+        yield slice(a, b), slice(a * pool.group, b * pool.group)
+
+
+def _size(full: Tensor) -> Tensor:
+    return full.norm(dim=-1).clamp(min=1e-12)

@@ -1,403 +1,301 @@
-"""Train a batch of independent heads for a number of steps, under Lightning: one progress bar, metrics as CSV,
-validation, checkpoints, resume.
+"""Train a batch of independent heads under Lightning: its Trainer, checkpoints, timer, validation and signals.
 
-A task is a module that says what a step draws at random and what it loses. Steps come in blocks: the draws of a block
-go to the device at once, and on CUDA every step is the replay of one graph, so that neither Python, nor Lightning,
-nor a synchronisation stands between two steps.
+Two things Lightning does not do are done by hand. A batch is a block of steps: on CUDA every step of it is the replay
+of one graph, so that neither Python nor Lightning nor a synchronisation stands between two steps of a millisecond or
+two. And every head keeps the weights of its own best validation: heads are trained together and know nothing of each
+other. An epoch is one block, which makes the end of every block a place to stop and to go on from.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import logging
 import math
-import os
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from sparsekv.errors import SparseKVError
 from sparsekv.progress import progress
+from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
 from sparsekv.trainers.muon import Muon
-from sparsekv.trainers.options import TrainingOptions
+from sparsekv.trainers.task import Task, cosine_factor
 
-WARMUP = 0.05
-EAGER_STEPS = 3
 BLOCK = 200
-NO_GAIN = 1e-3
-M = TypeVar("M", bound=nn.Module)
-
-
-class Task(nn.Module):
-    """What is trained. Every parameter has the heads as its first dimension, and no head knows of another."""
-
-    ema = 0.0
-    weight_decay = 0.0
-    betas = (0.9, 0.999)
-    muon = False
-    """Whether matrices take Muon's steps; vectors take Adam's."""
-
-    def draws(self, first: int, count: int) -> dict[str, Tensor]:
-        """Random choices of the steps `first..first + count`, on the CPU, one row a step. They depend on nothing but
-        the seed and the step."""
-        raise NotImplementedError
-
-    def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
-        """One step's losses by name, a value a head; `loss` is the one that is minimised."""
-        raise NotImplementedError
-
-    def validate(self) -> Tensor:
-        """Error of the present weights on held-out windows, one a group of heads that share weights (a KV head and its
-        query heads); lower is better."""
-        raise NotImplementedError
+"""Steps of a block, at most; a run has at least a hundred blocks where it has as many steps."""
+CHECKPOINT_BLOCKS = 5
+VALIDATIONS = 10
+"""Validations in a run, evenly spaced; the last one at its end."""
+EAGER_STEPS = 3
+"""Steps on CUDA before the graph is recorded: libraries load and Triton compiles."""
 
 
 def fit(
-    task: Task, options: TrainingOptions, *, output: Path, description: str, device: str, name: str = "train",
-    max_seconds: float | None = None, quiet: bool = False,
-) -> dict[str, list[float]]:
-    """Train `task` in place, on `device`; afterwards it has the averaged weights where it asks for them, and those of
-    every head's best validation where there were any. Returns the metrics by name, one row a block of steps.
+    task: Task, *, steps: int, lr: float, output: Path, name: str, description: str, device: str, group: int = 0,
+    resume: bool = False, max_seconds: float | None = None, quiet: bool = False,
+) -> None:
+    """Train `task` in place, on `device`; afterwards every head has the weights of its best validation.
 
-    The checkpoint is `output/checkpoints/<name>.ckpt`; with `options.resume` training goes on from there and says so.
-    It is read without unpickling any code.
+    `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
+    `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
+    says so. Raises SparseKVError after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
     """
-    import lightning
-    from lightning.pytorch.plugins.environments import LightningEnvironment
-
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
-    task.to(device).train()
-    stepper = Stepper(task, options, device)
-    if options.resume and checkpoint.is_file():
-        stepper.load(torch.load(checkpoint, weights_only=True, map_location="cpu"))
-        print(f"{description}: resumed from the checkpoint at step {stepper.done} of {options.max_steps}",
-              file=sys.stderr)
-    if stepper.done < options.max_steps and not stepper.stopped:
-        bar = contextlib.nullcontext(_no_bar) if quiet else progress(description, options.max_steps, "steps")
-        with _silence(), _matmul(options, device), bar as advance:
-            advance(stepper.done)
-            if options.validate_every and not stepper.best:
-                stepper.validate()
-            trainer = lightning.Trainer(
-                max_epochs=1, accelerator="gpu" if device.startswith("cuda") else "cpu",
-                devices=[torch.device(device).index or 0] if device.startswith("cuda") else 1,
-                # one process of perhaps several: they share nothing, so Lightning must not look for the others
-                plugins=[LightningEnvironment()], num_nodes=1,
-                max_time=None if max_seconds is None else {"seconds": max(1, math.ceil(max_seconds))},
-                logger=_tensorboard(output, name) if options.tensorboard else False, enable_progress_bar=False,
-                enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
-                use_distributed_sampler=False)
-            trainer.fit(_module(stepper, options, checkpoint, advance), _data(task, options, stepper.done))
-    stepper.finish()
-    return stepper.history
+    found = checkpoint if resume and checkpoint.is_file() else None
+    heads = Heads(task, lr)
+    size = max(1, min(BLOCK, steps // 100))
+    blocks = -(-steps // size)
+    every = max(1, blocks // VALIDATIONS)
+    callbacks: list[Callback] = [
+        ModelCheckpoint(output / "checkpoints", name, every_n_epochs=CHECKPOINT_BLOCKS, save_on_train_epoch_end=True,
+                        enable_version_counter=False),
+        Interruption(checkpoint)]
+    if max_seconds is not None:
+        callbacks.append(Timer(timedelta(seconds=max_seconds), verbose=False))
+    if not quiet:
+        callbacks.append(Bar(description, steps))
+    with _quietly(device):
+        trainer = Trainer(
+            max_epochs=blocks, reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=every,
+            accelerator="gpu" if device.startswith("cuda") else "cpu",
+            devices=[torch.device(device).index or 0] if device.startswith("cuda") else 1,
+            # one process of perhaps several: they share nothing, so Lightning must not look for the others
+            plugins=[LightningEnvironment()], num_nodes=1, use_distributed_sampler=False,
+            callbacks=callbacks, logger=False if quiet else Metrics(output / FILE, group),
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
+        try:
+            trainer.fit(heads, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
+        except SIGTERMException as error:
+            raise SparseKVError(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
+                                "the same command with --resume goes on from there") from error
+    heads.restore_best()
+    task.to(device).eval().requires_grad_(False)
 
 
-class Stepper:
-    """A task, its optimisers, averaged and best weights, and the step it has come to."""
+class Heads(LightningModule):
+    """A task, its optimisers, and every head's best weights."""
 
-    def __init__(self, task: Task, options: TrainingOptions, device: str):
-        self.task, self.options = task, options
-        self.device = torch.device(device)
-        self.rate = torch.tensor(0.0, device=self.device)
-        cuda = self.device.type == "cuda"
-        matrices = [p for p in task.parameters() if task.muon and p.dim() == 3]
-        rest = [p for p in task.parameters() if not (task.muon and p.dim() == 3)]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(rest, lr=self.rate, betas=task.betas, fused=True, weight_decay=task.weight_decay,
-                              capturable=cuda)]
-        if matrices:
-            self.optimizers.append(Muon(matrices, lr=self.rate, weight_decay=task.weight_decay))
-        self.average = [p.detach().clone() for p in task.parameters()] if task.ema else []
+    def __init__(self, task: Task, lr: float):
+        super().__init__()
+        self.automatic_optimization = False
+        self.task, self.lr = task, lr
         self.best: dict[str, Tensor] = {}
-        self.best_error, self.waited, self.done, self.stopped = torch.empty(0), 0, 0, False
-        self.history: dict[str, list[float]] = {"step": []}
-        self.graph: Any = None
-        self.use_graph = cuda and options.cuda_graph
-        self.eager = 0
-        self.row = torch.zeros(1, dtype=torch.long, device=self.device)
-        self.block: dict[str, Tensor] = {}
+        self.best_error = torch.empty(0)
+        self.validated = -1
+        self.draw: dict[str, Tensor] = {}
         self.sums: dict[str, Tensor] = {}
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.eager = 0
 
-    def run(self, block: dict[str, Tensor], advance: Callable[..., None]) -> dict[str, float]:
-        """The steps of a block; returns the means of their losses."""
-        count = next(iter(block.values())).shape[0]
-        fits = all(n in self.block and self.block[n].shape[0] >= count for n in block)
-        if fits:
-            for name, rows in block.items():
-                self.block[name][:count].copy_(rows)
-        else:
-            self.block, self.graph = {n: rows.to(self.device).clone() for n, rows in block.items()}, None
-        self.row.zero_()
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        task = self.task
+        matrices = [p for p in task.parameters() if task.muon and p.dim() == 3]
+        others = [p for p in task.parameters() if not (task.muon and p.dim() == 3)]
+        self.rate = torch.tensor(self.lr, device=self.device)
+        found: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(others, lr=self.rate, betas=task.betas, fused=True, weight_decay=task.weight_decay,
+                              capturable=self.device.type == "cuda")]
+        if matrices:
+            found.append(Muon(matrices, lr=self.rate, weight_decay=task.weight_decay))
+        return found
+
+    def on_train_start(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate  # a checkpoint brings its own
+        if self.global_step:
+            print(f"resumed from the checkpoint at step {self.global_step}", file=sys.stderr)
+
+    def training_step(self, block: dict[str, Tensor]) -> Tensor:
+        """The steps of a block, one after the other; returns their mean loss."""
+        count = block["rate"].shape[0]
+        began = time.perf_counter()
         for total in self.sums.values():
             total.zero_()
-        began = time.perf_counter()
-        for _ in range(count):
-            if self.use_graph and self.eager >= EAGER_STEPS:
-                if self.graph is None:
-                    self._capture()
-                self.graph.replay()
-            elif self.use_graph:
-                side = torch.cuda.Stream(self.device)
-                side.wait_stream(torch.cuda.current_stream(self.device))
-                with torch.cuda.stream(side):
-                    self._step()
-                torch.cuda.current_stream(self.device).wait_stream(side)
-                self.eager += 1
-            else:
-                self._step()
-            self.done += 1
-            if self.device.type == "cpu":
-                advance(1)
-        means = {k: float(v) / count for k, v in self.sums.items()}
-        advance(0 if self.device.type == "cpu" else count, f"loss {means['loss']:.4g}")
-        self.history["step"].append(self.done)
-        for name, value in {**means, "ms_per_step": 1000 * (time.perf_counter() - began) / count}.items():
-            self.history.setdefault(name, []).append(value)
-        return means
+        if not self.draw:
+            self.draw = {name: rows[0].clone() for name, rows in block.items()}
+        for step in range(count):
+            for name, rows in block.items():
+                self.draw[name].copy_(rows[step])
+            self._replay() if self.device.type == "cuda" else self._step()
+        # Lightning counts the steps of the optimisers that it calls itself
+        self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += count
+        means = {name: float(total) / count for name, total in self.sums.items()}
+        self._report({**means, "ms_per_step": 1000 * (time.perf_counter() - began) / count})
+        return self.sums["loss"] / count
 
-    def _capture(self) -> None:
-        self.task.zero_grad()
-        torch.cuda.synchronize(self.device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._step()
+    def _report(self, metrics: dict[str, float]) -> None:
+        if self.logger is not None:
+            self.logger.log_metrics(metrics, self.global_step)
+
+    def _replay(self) -> None:
+        if self.eager < EAGER_STEPS:
+            side = torch.cuda.Stream(self.device)
+            side.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(side):
+                self._step()
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            self.eager += 1
+            return
+        if self.graph is None:
+            self.task.zero_grad()
+            torch.cuda.synchronize(self.device)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._step()
+        self.graph.replay()
 
     def _step(self) -> None:
-        draw = {n: rows.index_select(0, self.row)[0] for n, rows in self.block.items()}
-        self.rate.copy_(draw.pop("rate"))
-        decay = draw.pop("decay")
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16",
-                            cache_enabled=False):
-            losses = self.task.losses(draw)
+        draw = dict(self.draw)
+        self.rate.copy_(draw.pop("rate") * self.lr)
+        losses = self.task.losses(draw)
         self.task.zero_grad()
         # a head's gradient must not depend on how many others there are
         (losses["loss"].sum() / 100).backward()
-        if self.options.gradient_clip:
-            clip_by_head(self.task, self.options.gradient_clip / 100)
-        for optimizer in self.optimizers:
+        for optimizer in self.trainer.optimizers:
             optimizer.step()
         with torch.no_grad():
-            for mean, now in zip(self.average, self.task.parameters(), strict=False):
-                mean.lerp_(now, 1 - decay)
             for name, value in losses.items():
                 if name not in self.sums:
                     self.sums[name] = torch.zeros((), device=self.device)
                 self.sums[name].add_(value.detach().float().mean())
-            self.row.add_(1)
 
-    def validate(self) -> float:
-        """Measure, keep every head's best weights, and decide whether to stop. Returns the mean error."""
-        with self.averaged(), torch.no_grad():
-            error = self.task.eval().validate().float()
-            self.task.train()
-            before = self.best_error if self.best else torch.full_like(error, math.inf)
-            before = before.to(error.device)
-            better = error < before
-            for name, value in self.task.state_dict().items():
-                kept = self.best.get(name, value).to(value.device)
-                mask = better.repeat_interleave(value.shape[0] // len(better))
-                self.best[name] = torch.where(mask.reshape(-1, *[1] * (value.dim() - 1)), value, kept).clone()
-            self.best_error = torch.minimum(error, before)
-        gain = float(before.mean() - self.best_error.mean())
-        self.waited = 0 if gain > NO_GAIN * float(self.best_error.mean()) else self.waited + 1
-        self.stopped = bool(self.options.early_stopping) and self.waited >= self.options.early_stopping
-        return float(error.mean())
+    def validation_step(self, _: Any) -> None:
+        error = self.task.validate().float()
+        before = self.best_error.to(error.device) if self.best else torch.full_like(error, math.inf)
+        for name, value in self.task.state_dict().items():
+            better = (error < before).repeat_interleave(value.shape[0] // len(error))
+            kept = self.best.get(name, value).to(value.device)
+            self.best[name] = torch.where(better.reshape(-1, *[1] * (value.dim() - 1)), value, kept).clone()
+        self.best_error = torch.minimum(error, before)
+        self.validated = self.global_step
+        self._report({"validation_error": float(error.mean())})
 
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The averaged weights, for a while."""
-        held = [p.detach().clone() for p in self.task.parameters()] if self.average else []
-        self._set(self.average)
-        yield
-        self._set(held)
+    @torch.no_grad()
+    def on_train_end(self) -> None:
+        if self.validated != self.global_step:
+            self.task.eval()
+            self.validation_step(None)
 
-    def _set(self, values: list[Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self.task.parameters(), values, strict=False):
-                parameter.copy_(value)
-
-    def finish(self) -> None:
-        """Leave the task with the weights that count."""
+    def restore_best(self) -> None:
         if self.best:
             self.task.load_state_dict(self.best)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["best"] = {"weights": self.best, "error": self.best_error, "step": self.validated}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        kept = checkpoint["best"]
+        self.best, self.best_error, self.validated = kept["weights"], kept["error"], kept["step"]
+
+
+class Draws(LightningDataModule):
+    """The random choices of the next block; and a validation, which draws nothing."""
+
+    def __init__(self, task: Task, steps: int, size: int):
+        super().__init__()
+        self.task, self.steps, self.size = task, steps, size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        first = self.trainer.global_step  # type: ignore[union-attr]
+        count = min(self.size, self.steps - first)
+        rate = torch.tensor([cosine_factor(s, self.steps) for s in range(first, first + count)])
+        return DataLoader([{**self.task.draws(first, count), "rate": rate}], batch_size=None)  # type: ignore[arg-type]
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader([0], batch_size=None)  # type: ignore[arg-type]
+
+
+class Interruption(Callback):
+    """SIGTERM and Ctrl-C end the run after the block, with a checkpoint."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning stops after the batch on SIGTERM and puts the handlers back afterwards; on Ctrl-C it stops within it
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, SIGTERMException):
+            trainer.save_checkpoint(self.checkpoint)
+
+
+class Bar(Callback):
+    """One bar, in steps."""
+
+    def __init__(self, description: str, steps: int):
+        self.bar = progress(description, steps, "steps")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.advance = self.bar.__enter__()
+        self.advance(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
+                           ) -> None:
+        self.advance(batch["rate"].shape[0], f"loss {float(outputs['loss']):.4g}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.bar.__exit__(None, None, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
+
+
+class Metrics(Logger):
+    """`metrics.csv`, one group's rows after the other's; a resumed run drops those past its checkpoint."""
+
+    name, version = "metrics", 0
+
+    def __init__(self, path: Path, group: int):
+        super().__init__()
+        self.path, self.group = path, group
+        self.rows: list[dict[str, float]] | None = None
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if self.rows is None:
+            columns = read_metrics(self.path) if self.path.is_file() else {}
+            before = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            self.rows = [r for r in before if (r["group"], r["step"]) < (self.group, step)]
+        if self.rows and self.rows[-1]["step"] == step and self.rows[-1]["group"] == self.group:
+            self.rows[-1] |= metrics
         else:
-            self._set(self.average)
-        self.task.to(self.device).eval().requires_grad_(False)
-
-    def state(self) -> dict[str, Any]:
-        return {"done": self.done, "stopped": self.stopped, "waited": self.waited, "best_error": self.best_error,
-                "best": self.best, "average": self.average, "history": self.history, "task": self.task.state_dict(),
-                "optimizers": [o.state_dict() for o in self.optimizers]}
-
-    def load(self, checkpoint: dict[str, Any]) -> None:
-        found = checkpoint["training"]
-        self.task.load_state_dict(found["task"])
-        for optimizer, state in zip(self.optimizers, found["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-            for group in optimizer.param_groups:
-                group["lr"] = self.rate
-        self.average = [a.to(self.device) for a in found["average"]]
-        self.best = found["best"]
-        for name in ("done", "stopped", "waited", "best_error", "history"):
-            setattr(self, name, found[name])
-
-
-def _module(stepper: Stepper, o: TrainingOptions, checkpoint: Path, advance: Callable[..., None]) -> Any:
-    import lightning
-
-    class Heads(lightning.LightningModule):
-        """Optimises by hand: a batch is a block of steps."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            self.task = stepper.task
-
-        def training_step(self, block: dict[str, Tensor]) -> None:
-            before = stepper.done
-            means = stepper.run(block, advance)
-            passed = [every and stepper.done // every > before // every for every in (o.validate_every,
-                                                                                     o.checkpoint_every)]
-            if passed[0] or (o.validate_every and stepper.done == o.max_steps):
-                means["validation_error"] = stepper.validate()
-                stepper.history.setdefault("validation_error", [math.nan] * (len(stepper.history["step"]) - 1)).append(
-                    means["validation_error"])
-            elif "validation_error" in stepper.history:
-                stepper.history["validation_error"].append(math.nan)
-            if self.logger is not None:
-                self.logger.log_metrics(means, step=stepper.done)
-            if passed[1]:
-                checkpoint.parent.mkdir(parents=True, exist_ok=True)
-                temporary = checkpoint.with_suffix(".tmp")
-                self.trainer.save_checkpoint(temporary)
-                os.replace(temporary, checkpoint)
-            self.trainer.should_stop = self.trainer.should_stop or stepper.stopped
-
-        def configure_optimizers(self) -> None:
-            """The stepper has its own."""
-
-        def on_save_checkpoint(self, contents: dict[str, Any]) -> None:
-            contents["training"] = stepper.state()
-            contents["state_dict"] = {}  # it is in there
-
-    return Heads()
-
-
-def _data(task: Task, o: TrainingOptions, done: int) -> Any:
-    import lightning
-
-    size = max(1, min(BLOCK, o.max_steps // 100))
-    marks = {o.max_steps}
-    for every in (size, o.validate_every, o.checkpoint_every):
-        marks.update(range(every, o.max_steps, every) if every else ())
-    ends = sorted(m for m in marks if m > done)
-
-    class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-        def __len__(self) -> int:
-            return len(ends)
-
-        def __getitem__(self, index: int) -> dict[str, Tensor]:
-            if index >= len(ends):
-                raise IndexError(index)
-            first = ends[index - 1] if index else done
-            count = ends[index] - first
-            steps = range(first, first + count)
-            rate = [o.lr * cosine_factor(s, o.max_steps) for s in steps]
-            decay = [min(task.ema, (1 + s) / (10 + s)) for s in steps]
-            return {**task.draws(first, count), "rate": torch.tensor(rate), "decay": torch.tensor(decay)}
-
-    class Data(lightning.LightningDataModule):
-        """The draws of the steps that are left, block by block."""
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Blocks(), batch_size=None)
-
-    return Data()
-
-
-def clip_by_head(task: nn.Module, limit: float) -> None:
-    """Scale the gradient of every head, over all parameters of a child module, to a norm of at most `limit`."""
-    for child in task.children():
-        gradients = [p.grad for p in child.parameters() if p.grad is not None]
-        if gradients:
-            norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
-            factor = (limit / norm.clamp(min=1e-20)).clamp(max=1.0)
-            for g in gradients:
-                g.mul_(factor.reshape(-1, *[1] * (g.dim() - 1)))
-
-
-def cosine_factor(step: int, steps: int, warmup: float = WARMUP) -> float:
-    """Learning rate as a share of its peak: linear warm-up over a share of the steps, then half a cosine to zero."""
-    rise = max(1, int(steps * warmup))
-    if step < rise:
-        return (step + 1) / rise
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, steps - rise))))
-
-
-def by_head(make: Callable[[int], M], seeds: list[int]) -> M:
-    """`make(heads)` with the initial weights of every head drawn from its own seed, whichever others are beside it."""
-    with torch.random.fork_rng(devices=[]):
-        whole = make(len(seeds))
-        with torch.no_grad():
-            for row, seed in enumerate(seeds):
-                torch.manual_seed(seed)
-                for into, one in zip(whole.parameters(), make(1).parameters(), strict=True):
-                    into[row] = one[0]
-    return whole
-
-
-def write_metrics(path: Path, history: dict[str, list[float]]) -> None:
-    names = list(history)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        writer.writerows(zip(*history.values(), strict=False))
-
-
-def read_metrics(path: Path) -> dict[str, list[float]]:
-    """The columns of a `metrics.csv`."""
-    with path.open(encoding="utf-8") as file:
-        rows = list(csv.reader(file))
-    return {name: [float(r[i]) for r in rows[1:]] for i, name in enumerate(rows[0])} if rows else {}
-
-
-def _tensorboard(output: Path, name: str) -> Any:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    return TensorBoardLogger(str(output), name="tensorboard", version=name)
+            self.rows.append({"group": self.group, "step": step or 0, **metrics})
+        write_metrics(self.path, self.rows)
 
 
 @contextlib.contextmanager
-def _matmul(options: TrainingOptions, device: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    fast = options.precision in ("auto", "tf32", "bf16") and device.startswith("cuda")
-    torch.set_float32_matmul_precision("high" if fast else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _no_bar(*_: Any) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def _quietly(device: str) -> Iterator[None]:
+    """Lightning's remarks left out; matrix products in TF32 on CUDA."""
     loggers = [logging.getLogger(n) for n in ("lightning", "lightning.pytorch", "lightning.fabric")]
-    before = [logger.level for logger in loggers]
+    levels, before = [logger.level for logger in loggers], torch.get_float32_matmul_precision()
     for logger in loggers:
         logger.setLevel(logging.ERROR)
+    torch.set_float32_matmul_precision("high" if device.startswith("cuda") else "highest")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
+        torch.set_float32_matmul_precision(before)
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -1,59 +1,39 @@
-"""The options that both trainers share."""
+"""The options that both trainers share, and how a preset fills in those that are not given."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 
-PRECISIONS = ("auto", "float32", "tf32", "bf16")
+DEFAULT = "default"
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     capture: str = option(help="Capture store to train on (folder).")
     output: str = option(help="Folder of the new artifact.")
-    max_steps: int = option(2000, help="Training steps [steps].", min=1)
-    max_time: str | None = option(None, help="Stop training after this long, and save what there is [DD:HH:MM:SS or "
-                                             "HH:MM:SS].")
-    batch_size: int = option(64, help="Queries per query head and step [queries].", min=2)
-    lr: float = option(2e-3, help="Peak learning rate (Adam, warm-up, cosine to zero).")
-    gradient_clip: float = option(0.0, help="Largest norm of a head's gradient; 0 does not clip.", min=0.0)
-    precision: str = option("auto", help="Arithmetic of the matrix products: float32, tf32, bf16, or auto (tf32 on "
-                                         "CUDA, float32 elsewhere). Weights and losses stay float32.")
-    validation_documents: int = option(1, help="Last windows of the capture, kept for validation [windows].", min=1)
-    validate_every: int = option(0, help="Measure on validation windows before training, every so many steps and after "
-                                         "it, and keep every head's best weights; 0 keeps the last ones [steps].",
-                                 min=0)
-    early_stopping: int = option(0, help="Stop after this many validations in a row without a better one; 0 never "
-                                         "stops early [validations].", min=0)
-    checkpoint_every: int = option(1000, help="Keep a checkpoint every so many steps; 0 keeps none [steps].", min=0)
-    resume: bool = option(False, help="Go on from the last checkpoint of an interrupted run in --output.")
-    layer_group: int = option(0, help="Layers trained at once; 0 takes all [layers].", min=0)
-    devices: int = option(1, help="Processes on this machine, one GPU each; layers and heads are dealt out "
-                                 "[processes].", min=1)
-    num_nodes: int = option(1, help="Machines of a torchrun job [machines].", min=1)
-    cuda_graph: bool = option(True, help="On CUDA, replay a training step as one graph.")
-    tensorboard: bool = option(False, help="Also write the metrics for TensorBoard, under the output folder.")
-    device: str = option("auto", help="auto, cpu or cuda.")
-    seed: int = option(0, help="Seed of every random choice.")
-    overwrite: bool = option(False, help="Replace an existing artifact.")
+    validation_documents: int = option(0, group="Run", min=0, help="Last windows of the capture, kept for validation; "
+                                       "0 takes a tenth of them, 1 to 4 [windows].")
+    max_time: str | None = option(None, group="Run", help="Stop training after this long, and save what there is "
+                                  "[DD:HH:MM:SS or HH:MM:SS].")
+    layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "
+                              "[layers].")
+    seed: int = option(0, group="Run", help="Seed of every random choice.")
+    resume: bool = option(False, group="Run", help="Go on from the last checkpoint of an interrupted run in --output.")
+    overwrite: bool = option(False, group="Run", help="Replace an existing artifact.")
+    device: str = option("auto", group="Run", help="auto, cpu or cuda.")
+    devices: int = option(1, group="Run", min=1, help="Processes on this machine, one GPU each; layers and heads are "
+                          "dealt out [processes].")
 
     def check(self) -> None:
         """Raises SparseKVError for options that contradict each other or cannot be read."""
-        if self.precision not in PRECISIONS:
-            raise SparseKVError(f"unknown precision {self.precision!r}: expected one of {', '.join(PRECISIONS)}")
-        if self.early_stopping and not self.validate_every:
-            raise SparseKVError("--early-stopping needs validations; add --validate-every N")
         if self.resume and self.overwrite:
             raise SparseKVError("--resume goes on with the output, --overwrite replaces it; use one of them")
-        if self.tensorboard:
-            import importlib.util
-
-            if not any(importlib.util.find_spec(n) for n in ("tensorboard", "tensorboardX")):
-                raise SparseKVError("--tensorboard needs the package tensorboard, which is not installed: run "
-                                    "`pip install tensorboard`, or leave it out (metrics.csv is always written)")
         self.seconds()
 
     def seconds(self) -> float | None:
@@ -63,7 +43,27 @@ class TrainingOptions:
         parts = self.max_time.split(":")
         if not 3 <= len(parts) <= 4 or not all(p.isdigit() for p in parts):
             raise SparseKVError(f"--max-time {self.max_time!r} is no duration; expected DD:HH:MM:SS or HH:MM:SS")
-        total = 0.0
-        for part, size in zip(reversed(parts), (1, 60, 3600, 86_400), strict=False):
-            total += int(part) * size
-        return total
+        return float(sum(int(p) * size for p, size in zip(reversed(parts), (1, 60, 3600, 86_400), strict=False)))
+
+
+def recipe_option(recipes: Mapping[str, Any], name: str, *, help: str, **extra: Any) -> Any:
+    """An option whose default is a preset's: None until `chosen` looks it up. The help names all of them."""
+    shown = str(getattr(recipes[DEFAULT], name))
+    shown += "".join(f"; {preset}: {getattr(recipe, name)}" for preset, recipe in recipes.items()
+                     if getattr(recipe, name) != getattr(recipes[DEFAULT], name))
+    return option(None, help=f"{help} [default: {shown}]", **extra)
+
+
+def chosen(options: Any, recipes: Mapping[str, R]) -> R:
+    """The preset's recipe, with the options that were given in place of its own. Raises SparseKVError."""
+    if options.preset not in recipes:
+        raise SparseKVError(f"unknown preset {options.preset!r}: expected one of {', '.join(recipes)}")
+    given = {f.name: getattr(options, f.name, None) for f in fields(recipes[DEFAULT])}  # type: ignore[arg-type]
+    return replace(recipes[options.preset],  # type: ignore[type-var]
+                   **{name: value for name, value in given.items() if value is not None})
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raises SparseKVError for a word that is not one of the allowed."""
+    if value not in allowed:
+        raise SparseKVError(f"unknown {name} {value!r}: expected one of {', '.join(allowed)}")

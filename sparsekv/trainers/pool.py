@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.core.rope import Layout, rotate
+from sparsekv.core.layer import needed
+from sparsekv.core.offline import Window
+from sparsekv.core.rope import RopeTable
 from sparsekv.corpus import GENERATED
 from sparsekv.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
@@ -32,9 +34,8 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Pool:
     """`Lk = parts · KV heads`, `Lq = Lk · group`, heads of a part side by side. keys, values `[D, Lk, N, d]` and
-    queries `[D, Lq, T, d]` with RoPE, positions `[D, Lq, T]`, best `[D, Lq, T]` (position of the best key outside the
-    sink). keys_pre and queries_pre, the same with RoPE removed, where asked for. frequencies `[Lk, rotary_dim]`: by how
-    much RoPE turns a channel a token [radians], full width in `layout`."""
+    queries `[D, Lq, T, d]` with RoPE, positions `[D, T]`, best `[D, Lq, T]` (position of the best key outside the
+    sink). rope turns columns of a window; None where the layers do not share it."""
 
     keys: Tensor
     values: Tensor
@@ -45,10 +46,7 @@ class Pool:
     group: int
     sink_size: int = 4
     window_size: int = 16
-    keys_pre: Tensor | None = None
-    queries_pre: Tensor | None = None
-    frequencies: Tensor | None = None
-    layout: Layout = "half"
+    rope: RopeTable | None = None
 
     @property
     def documents(self) -> int:
@@ -62,78 +60,81 @@ class Pool:
     def heads_q(self) -> int:
         return self.queries.shape[1]
 
-    def moved(self, x: Tensor, shift: Tensor) -> Tensor:
-        """What queries or keys `[Lq or Lk, D, n, d]` would be `shift [D]` positions later. Moving both leaves attention
-        as it is: RoPE knows distances only."""
-        assert self.frequencies is not None
-        angle = self.frequencies.repeat_interleave(x.shape[0] // self.heads_kv, 0)[:, None, None] * shift[:, None, None]
-        return rotate(x, angle.cos(), angle.sin(), self.layout)
+    def keys_in(self, space: str) -> Tensor:
+        """Keys with RoPE (`rot`) or without it (`pre`)."""
+        if space == "rot":
+            return self.keys
+        return needed(self.rope).unrotate(self.keys, torch.arange(self.keys.shape[2]))
 
-    def clustered(self, space: str) -> Tensor:
-        """The keys that are clustered in a key space, `pre` or `rot`."""
-        return self.keys if self.keys_pre is None or space == "rot" else self.keys_pre
+    def queries_in(self, space: str) -> Tensor:
+        """Queries with RoPE (`rot`) or without it (`pre`)."""
+        if space == "rot":
+            return self.queries
+        rope = needed(self.rope)
+        return torch.cat([rope.unrotate(q[None], at) for q, at in zip(self.queries, self.positions, strict=True)])
 
-    def asked(self, space: str) -> Tensor:
-        """The queries that a query model of this space sees."""
-        return self.queries if self.queries_pre is None or space == "rot" else self.queries_pre
+    def window(self, document: int, kv_heads: slice = slice(None)) -> Window:
+        """A document for offline requests, in float32; all of its heads, or some."""
+        first, last, _ = kv_heads.indices(self.heads_kv)
+        return Window(self.keys[document, first:last].float(), self.values[document, first:last].float(),
+                      self.queries[document, first * self.group:last * self.group].float(),
+                      self.positions[document], scale=self.scale, sink_size=self.sink_size,
+                      window_size=self.window_size, rope=self.rope)
 
 
 def load_pool(
-    store: CaptureStore, parts: Sequence[int | Part], documents: list[int], *, device: str, space: str = "rot",
-    dtype: torch.dtype = torch.bfloat16, values: bool = True,
+    store: CaptureStore, parts: Sequence[Part], documents: list[int], *, device: str,
+    values: bool = True,
 ) -> Pool:
-    """Read parts (or whole layers, by number) of the documents. `space` pre: also without RoPE. Without `values` that
-    field is empty: training needs none.
-
-    Raises SparseKVError for NaN in a shard, and for layers of different scales.
-    """
-    held: dict[str, Tensor] = {}
+    """Read parts of the documents, in bfloat16. Without `values` that field is empty. Raises SparseKVError for NaN in a
+    shard, and for layers of different scales."""
+    found: dict[str, Tensor] = {}
     scales: dict[int, float] = {}
-    frequencies: dict[Part, Tensor] = {}
+    tables: dict[int, tuple[Tensor, Tensor]] = {}
     for row, document in enumerate(documents):
         for place, part in enumerate(parts):
-            part = Part(part, 0, store.num_kv_heads) if isinstance(part, int) else part
             item = store.read(part.layer, document, kv_heads=slice(part.first, part.first + part.heads)).to(device)
             scales[part.layer] = item.scale
-            turn = torch.atan2(item.sin[:2], item.cos[:2])[-1]
-            frequencies[part] = turn.expand(part.heads, -1)
+            tables[part.layer] = item.cos, item.sin
             if not all(bool(torch.isfinite(x.sum(dtype=torch.float32))) for x in (item.keys_pre, item.queries_pre,
                                                                                   item.values)):
                 raise SparseKVError(
                     f"layer {part.layer} of document {document} of the capture store {str(store.path)!r} holds NaN or "
                     "infinite numbers; capture it again, in bfloat16 or float32")
-            found = {"keys": item.keys_rot(), "values": item.values if values else item.values[:, :0],
-                     "queries": item.queries_rot(), "positions": item.query_positions.expand(len(item.queries_pre), -1),
-                     "best": item.statistics["top1_position"]}
-            if space == "pre":
-                found |= {"keys_pre": item.keys_pre, "queries_pre": item.queries_pre}
-            for name, tensor in found.items():
-                if name not in held:
-                    shape = (len(documents), len(parts) * tensor.shape[0], *tensor.shape[1:])
-                    kind = torch.int32 if name in ("positions", "best") else dtype
-                    held[name] = torch.empty(shape, dtype=kind, device=device)
-                held[name][row, place * tensor.shape[0]:(place + 1) * tensor.shape[0]] = tensor
+            for name, tensor in (("keys", item.keys_rot()), ("values", item.values if values else item.values[:, :0]),
+                                 ("queries", item.queries_rot()), ("best", item.statistics["top1_position"])):
+                if name not in found:
+                    kind = torch.int32 if name == "best" else torch.bfloat16
+                    found[name] = torch.empty(len(documents), len(parts) * tensor.shape[0], *tensor.shape[1:],
+                                              dtype=kind, device=device)
+                found[name][row, place * tensor.shape[0]:(place + 1) * tensor.shape[0]] = tensor
+            if "positions" not in found:
+                found["positions"] = torch.empty(len(documents), tensor.shape[1], dtype=torch.long, device=device)
+            found["positions"][row] = item.query_positions
     if len(set(scales.values())) > 1:
         raise SparseKVError(f"layers {sorted(scales)} have different softmax scales {sorted(set(scales.values()))}; "
                             "train them one by one with --layer-group 1")
-    turns = torch.cat(list(frequencies.values())).float().to(device)
-    return Pool(**held, frequencies=turns, layout=item.layout, scale=next(iter(scales.values())), group=store.group,
+    first, *others = tables.values()
+    alike = all(torch.equal(x, y) for one in others for x, y in zip(first, one, strict=True))
+    rope = RopeTable(item.layout, first[0][None], first[1][None]) if alike else None
+    return Pool(**found, rope=rope, scale=next(iter(scales.values())), group=store.group,
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"])
 
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
-    """Windows to train on and to validate on: the last `validation` are for validation, and those before that share a
-    source document with them are left out, unless that would cost more than half of those cut from the corpus (a corpus
-    of one long file).
+    """Windows to train on and to validate on: the last `validation` (0: a tenth, 1 to 4) are for validation, and those
+    before that share a source document with them are left out, unless that would cost more than half of those cut from
+    the corpus (a corpus of one long file).
 
     Raises SparseKVError where none are left to train on.
     """
-    if not 0 < validation < store.num_documents:
+    validation = validation or max(1, min(4, store.num_documents // 10))
+    if not validation < store.num_documents:
         raise SparseKVError(f"{validation} validation documents asked for, and the capture store has "
                             f"{store.num_documents}; expected at least 1, and at least 1 left to train on")
     cut = store.num_documents - validation
-    held = _sources(store, range(cut, store.num_documents))
-    apart = [i for i in range(cut) if held and held.isdisjoint(_sources(store, [i]))]
+    kept = _sources(store, range(cut, store.num_documents))
+    apart = [i for i in range(cut) if kept and kept.isdisjoint(_sources(store, [i]))]
     written = sum(_sources(store, [i]) == {GENERATED} for i in range(cut))
     enough = 2 * (len(apart) - written) >= cut - written
     return apart if enough else list(range(cut)), list(range(cut, store.num_documents))

@@ -3,104 +3,141 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.router import WEIGHT_DTYPES, RouterArtifact, RouterArtifactConfig
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
 from sparsekv.config import option
+from sparsekv.core.buckets import imbalance, spherical_kmeans
+from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
+from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import QueryModel, router_logits
+from sparsekv.kernels import QueryModel, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.progress import progress
 from sparsekv.store.store import CaptureStore
-from sparsekv.trainers.fit import Task, by_head, fit
-from sparsekv.trainers.kmeans import ENGINES, INITS, imbalance, spherical_kmeans
-from sparsekv.trainers.options import TrainingOptions
+from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
-from sparsekv.trainers.targets import HeldOut, Targets, held_out, make_targets, recall
+from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
 
 LONG_CONTEXT = 65_536
+SPACES = ("auto", "pre", "rot")
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
 JUDGED_AT = 0.05
+ITERATIONS = 10
 KMEANS_HEADS = 8
+CARD_REQUESTS = 8
+WATCHED_WINDOWS, WATCHED_REQUESTS = 2, 2
+
+
+@dataclass(frozen=True)
+class RouterRecipe:
+    """How a router is trained. The defaults are what README's tables report: no query model. long_range: a query model
+    trains on queries whose best key is further away than this [tokens], where a window has enough of them; one_window:
+    all queries of a step are of one window."""
+
+    num_buckets: int = 1024
+    scores: str = "mean_key"
+    key_space: str = "auto"
+    hidden_size: int = 1024
+    max_steps: int = 3000
+    batch_size: int = 256
+    lr: float = 2e-3
+    long_range: int = 0
+    one_window: bool = False
+
+
+RECIPES = {DEFAULT: RouterRecipe(),
+           "saap": RouterRecipe(scores="mlp", key_space="pre", max_steps=40_000, batch_size=1000, lr=1e-5,
+                                long_range=1024, one_window=True)}
 
 
 @dataclass(frozen=True)
 class RouterConfig(TrainingOptions):
-    batch_size: int = option(256, help="Queries per query head and step [queries].", min=2)
-    num_buckets: int = option(1024, help="Buckets C per KV head [buckets].", min=2)
-    key_space: str = option("auto", help="Keys that are clustered: pre (RoPE removed, as the paper), rot (with RoPE), "
-                                         "or auto: pre from 65536 tokens of context on, rot below.")
-    scores: str = option("mlp", help="How a query scores buckets: mlp (the paper's query model), mean_key (untrained, "
-                                     "from each request's own bucket means) or hybrid (mean_key plus a trained one).")
-    router_scope: str = option("kv_head", help="One query model per kv_head (shared by its group) or per query_head.")
-    hidden_size: int = option(1024, help="Hidden width of the query model [units].", min=8)
-    output_rank: int = option(0, help="Rank R of the query model's output matrix, trained as a product of two and "
-                                      "multiplied out when saved: fewer weights to fit, the same size and speed; "
-                                      "0 = full.", min=0)
-    validate_every: int = option(250, help="Measure the mass reached at 5 % on validation windows before training, "
-                                           "every so many steps and after it, and keep every head's best weights: a "
-                                           "hybrid starts as mean_key and cannot end below it there; 0 keeps the "
-                                           "last weights [steps].", min=0)
-    weights_dtype: str = option("float32", help="How the query model is saved: float32, bfloat16 or float8 (e4m3, one "
-                                                "scale a column; loaded as bfloat16).")
-    long_range: int = option(1024, help="Train on queries whose best key is further away than this; where a head has "
-                                        "too few, its furthest-looking ones [tokens].", min=0)
-    init: str = option("random", help="Where k-means starts: random keys, or kmeans++.")
-    kmeans_iterations: int = option(10, help="Iterations of spherical k-means [iterations].", min=1)
-    kmeans_engine: str = option("auto", help="auto, faiss or torch.")
+    preset: str = option(DEFAULT, help="default, or saap: the paper's settings.")
+    num_buckets: int | None = recipe_option(RECIPES, "num_buckets", help="Buckets C per KV head [buckets].", min=2)
+    scores: str | None = recipe_option(
+        RECIPES, "scores", help="How a query scores buckets: mean_key (untrained, by the means of each request's own "
+                                "keys) or mlp (the paper's query model).")
+    key_space: str | None = recipe_option(
+        RECIPES, "key_space", group="Training", help="Keys that are clustered: rot (with RoPE), pre (RoPE removed, as "
+                                                     "the paper), or auto: pre from 65536 tokens of context on.")
+    hidden_size: int | None = recipe_option(RECIPES, "hidden_size", group="Training", min=8,
+                                            help="Hidden width of the query model [units].")
+    max_steps: int | None = recipe_option(RECIPES, "max_steps", group="Training", min=1,
+                                          help="Training steps of the query model [steps].")
+    batch_size: int | None = recipe_option(RECIPES, "batch_size", group="Training", min=2,
+                                           help="Queries per query head and step [queries].")
+    lr: float | None = recipe_option(RECIPES, "lr", group="Training",
+                                     help="Peak learning rate (Adam, warm-up, cosine to zero).")
+
+
+class OneLayer(NamedTuple):
+    """Buckets of many layers, their heads side by side, as the artifact of one."""
+
+    row: RouterLayer
+
+    @property
+    def centroids(self) -> Tensor:
+        return self.row.centroids
+
+    def layer(self, layer_idx: int) -> RouterLayer:
+        return self.row
 
 
 def train_router(config: RouterConfig) -> RouterArtifact:
-    """k-means, targets, training, quality card, save. Raises SparseKVError for a bad store, options or output."""
+    """k-means, training where a query model is asked for, quality card, save. Raises SparseKVError for a bad store,
+    options or output."""
     config.check()
+    recipe = chosen(config, RECIPES)
+    check_choice("scores", recipe.scores, SCORES)
+    check_choice("key space", recipe.key_space, SPACES)
     store = CaptureStore.open(config.capture)
     train, validation = split_documents(store, config.validation_documents)
-    space = _check(config, store, len(train))
-    run = Run(config, store)
+    if recipe.key_space == "auto":
+        recipe = replace(recipe, key_space="pre" if store.context_length >= LONG_CONTEXT else "rot")
+    keys = store.context_length * len(train)
+    if keys < recipe.num_buckets:
+        raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
+                            "head; use fewer buckets or a larger capture")
+    run = Run(config, recipe, store)
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue
         name = "" if len(run.groups) == 1 else f" {index + 1}/{len(run.groups)}"
-        pool = load_pool(store, parts, train, space=space, device=run.device, values=False)
-        check_long_range(config, pool)
+        pool = load_pool(store, parts, train, device=run.device, values=False)
         run.start()
-        started = run.held(f"kmeans-{parts[0].name}")
-        if started is None:
-            started = {"centroids": cluster(config, pool, space, name)}
-            run.save(f"kmeans-{parts[0].name}", {k: v.cpu().contiguous() for k, v in started.items()})
-        centroids = started["centroids"].to(run.device)
-        held = load_pool(store, parts, validation, space=space, device=run.device, values=False)
-        folded = None
-        if config.scores != "mean_key":
-            folded, history = train_query_model(config, pool, held, centroids, space, parts, run.out, run.device,
-                                                label=name, quiet=run.ranks.rank > 0,
-                                                max_seconds=run.seconds_left(index))
-            run.log(index, history)
+        saved = run.saved(f"kmeans-{parts[0].name}")
+        if saved is None:
+            saved = {"centroids": cluster(pool, recipe, config.seed, name)}
+            run.save(f"kmeans-{parts[0].name}", saved)
+        layer = RouterLayer(saved["centroids"].to(run.device), None, recipe.key_space, recipe.scores)
+        validating = load_pool(store, parts, validation, device=run.device)
+        if recipe.scores == "mlp":
+            task = RouterTask(recipe, pool, validating, layer.centroids, parts, config.seed, name)
+            run.fit(task, index, "router", f"train router{name}", recipe.max_steps, recipe.lr)
+            layer = layer._replace(weights=QueryModel(*(w.detach() for w in task.router.fold())))
         del pool
-        result = {"centroids": centroids, **quality(config, held, centroids, space, folded)}
-        if folded is not None:
-            result |= {f"query_model.{k}": w for k, w in folded._asdict().items()}
+        result = {"centroids": layer.centroids, **quality(validating, layer)}
+        if layer.weights is not None:
+            result |= {f"query_model.{k}": w for k, w in layer.weights._asdict().items()}
         run.keep(parts, result)
-        del held
     made: list[RouterArtifact] = []
 
     def assemble(tensors: dict[str, Tensor]) -> None:
         card = {k.removeprefix("quality."): v for k, v in tensors.items() if k.startswith("quality.")}
         weights = None
-        if config.scores != "mean_key":
+        if recipe.scores == "mlp":
             weights = QueryModel(*(tensors[f"query_model.{k}"] for k in QueryModel._fields))
         made.append(RouterArtifact(
             RouterArtifactConfig(
-                model=store.model, layers=store.layers, num_buckets=config.num_buckets, key_space=space,
-                scores=config.scores, router_scope=config.router_scope, sink_size=store.config["sink_size"],
-                window_size=store.config["window_size"], weights_dtype=config.weights_dtype,
-                provenance=provenance(store, asdict(config), train, validation), quality=_card(card)),
+                model=store.model, layers=store.layers, num_buckets=recipe.num_buckets, key_space=recipe.key_space,
+                scores=recipe.scores, sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=_card(card)),
             tensors["centroids"], weights, run.out))
         made[0].save(run.out)
 
@@ -108,144 +145,107 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     return made[0] if made else RouterArtifact.load(run.out)
 
 
-def _check(config: RouterConfig, store: CaptureStore, documents: int) -> str:
-    for name, value, allowed in (("key space", config.key_space, ("auto", "pre", "rot")),
-                                 ("scores", config.scores, ("mlp", "mean_key", "hybrid")),
-                                 ("router scope", config.router_scope, ("kv_head", "query_head")),
-                                 ("weights dtype", config.weights_dtype, WEIGHT_DTYPES),
-                                 ("k-means engine", config.kmeans_engine, ENGINES), ("init", config.init, INITS)):
-        if value not in allowed:
-            raise SparseKVError(f"unknown {name} {value!r}: expected one of {', '.join(allowed)}")
-    if store.context_length * documents < config.num_buckets:
-        raise SparseKVError(f"the capture has fewer keys a head than the {config.num_buckets} buckets asked for; use "
-                            "fewer buckets or a larger capture")
-    if config.output_rank >= min(config.hidden_size, config.num_buckets):
-        raise SparseKVError(f"--output-rank {config.output_rank} does not limit a matrix of {config.hidden_size} "
-                            f"hidden units by {config.num_buckets} buckets; use a lower rank, or 0 for none")
-    if config.key_space == "auto":
-        return "pre" if store.context_length >= LONG_CONTEXT else "rot"
-    return config.key_space
-
-
-def check_long_range(config: RouterConfig, pool: Pool) -> None:
-    """Raises SparseKVError where no captured query looks far back."""
-    if not bool((pool.positions - pool.best > config.long_range).any()):
-        raise SparseKVError(f"no captured query looks further back than {config.long_range} tokens; lower --long-range "
-                            "or capture longer contexts")
-
-
-def cluster(config: RouterConfig, pool: Pool, space: str, name: str = "") -> Tensor:
-    """Spherical k-means over the keys of all documents: `[Lk, C, d]` unit centroids."""
-    keys = pool.clustered(space)
-    with progress(f"k-means{name}", pool.heads_kv, "heads") as advance:
-        # a few heads at a time: their keys are gathered from all documents, which copies them
+def cluster(pool: Pool, recipe: RouterRecipe, seed: int, name: str = "") -> Tensor:
+    """Spherical k-means over the keys of all windows: `[Lk, C, d]` unit centroids."""
+    keys = pool.keys_in(recipe.key_space)
+    groups = range(0, pool.heads_kv, KMEANS_HEADS)
+    with progress(f"k-means{name}", len(groups) * ITERATIONS, "iterations") as advance:
         return torch.cat([
-            spherical_kmeans(keys[:, a:a + KMEANS_HEADS].transpose(0, 1).flatten(1, 2), config.num_buckets,
-                             iterations=config.kmeans_iterations, seed=config.seed, engine=config.kmeans_engine,
-                             init=config.init, advance=advance)
-            for a in range(0, pool.heads_kv, KMEANS_HEADS)])
-
-
-def train_query_model(
-    config: RouterConfig, pool: Pool, held: Pool, centroids: Tensor, space: str, parts: list[Part], output: Path,
-    device: str, *, label: str = "", quiet: bool = False, max_seconds: float | None = None,
-) -> tuple[QueryModel, dict[str, list[float]]]:
-    """Targets, then training: the query models `[Lk or Lq, ...]`, batch norm folded in, and the metrics. `held` is the
-    pool of the validation windows."""
-    hybrid = config.scores == "hybrid"
-    with progress(f"targets{label}", pool.documents, "windows") as advance:
-        targets = make_targets(pool, centroids, space, mean_key=hybrid, advance=advance)
-    watched = []
-    if config.validate_every:
-        watched = held_out(held, centroids, space, scores=config.scores)
-    # from here on the targets stand for the keys
-    pool = replace(pool, keys=pool.keys[:, :, :0].clone(), keys_pre=None)
-    task = RouterTask(config, pool, targets, space, parts, watched, held)
-    history = fit(task, config, output=output, description=f"train router{label}", device=device,
-                  name=f"router-{parts[0].name}", max_seconds=max_seconds, quiet=quiet)
-    return QueryModel(*(w.detach() for w in task.router.fold())), history
+            spherical_kmeans(keys[:, a:a + KMEANS_HEADS].transpose(0, 1).flatten(1, 2), recipe.num_buckets,
+                             iterations=ITERATIONS, seed=seed, advance=advance) for a in groups])
 
 
 class RouterTask(Task):
-    """Bucket KL of one query model a KV head (or query head), all heads in one batch."""
+    """Bucket KL of one query model a KV head, all heads in one batch. The targets, attention mass per bucket, are
+    computed once."""
 
-    def __init__(self, config: RouterConfig, pool: Pool, targets: Targets, space: str, parts: list[Part],
-                 watched: list[HeldOut], held: Pool):
+    def __init__(self, recipe: RouterRecipe, pool: Pool, validating: Pool, centroids: Tensor, parts: list[Part],
+                 seed: int, name: str = ""):
         super().__init__()
-        self.pool, self.watched, self.held, self.space = pool, watched, held, space
-        self.seed, self.batch, self.buckets = config.seed, config.batch_size, config.num_buckets
-        per_kv = pool.group if config.router_scope == "query_head" else 1
-        self.models = pool.heads_kv * per_kv
-        seeds = [(config.seed * 997 + part.layer) * 4096 + (part.first + h) * per_kv + g
-                 for part in parts for h in range(part.heads) for g in range(per_kv)]
-        dim = pool.queries.shape[3]
-        self.router = by_head(lambda heads: BucketRouter(heads, dim, config.num_buckets, config.hidden_size,
-                                                         config.output_rank), seeds)
-        if config.scores == "hybrid":
-            torch.nn.init.zeros_(self.router.w2)
-        distance = (pool.positions - pool.best).transpose(0, 1).flatten(1)
-        far = (distance > config.long_range).sum(1)
-        self.order = distance.argsort(1, descending=True)
-        self.number = far.clamp(min=distance.shape[1] // 4).float()
-        self.asked = pool.asked(space).flatten(0, 2)
-        self.mass = targets.mass.flatten(0, 2)
-        self.base = None if targets.base is None else targets.base.flatten(0, 2)
-        self.head = torch.arange(pool.heads_q, device=pool.queries.device)[:, None]
+        self.seed, self.batch, self.one_window = seed, recipe.batch_size, recipe.one_window
+        self.documents, self.heads_q, self.per_document = pool.queries.shape[:3]
+        self.heads_kv, self.group = pool.heads_kv, pool.group
+        seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
+        dim, buckets = pool.queries.shape[3], recipe.num_buckets
+        self.router = by_head(lambda heads: BucketRouter(heads, dim, buckets, recipe.hidden_size), seeds)
+        distance = pool.positions[:, None] - pool.best
+        self.order = distance.argsort(2, descending=True).int()
+        enough = self.per_document // 4  # where fewer look far, the furthest-looking ones
+        self.number = (distance > recipe.long_range).sum(2).clamp(min=max(1, enough)).float()
+        self.queries = pool.queries_in(recipe.key_space).flatten(0, 2)
+        with progress(f"targets{name}", self.documents, "windows") as advance:
+            self.mass = targets(pool, centroids, recipe.key_space, advance).flatten(0, 2)
+        self.head = torch.arange(self.heads_q, device=self.queries.device)[:, None]
+        layer = RouterLayer(centroids, self.router.to(centroids.device).fold(), recipe.key_space, "mlp")
+        self.watched: list[tuple[Request, Router, Tensor]] = []
+        for document in range(min(WATCHED_WINDOWS, validating.documents)):
+            for request in requests(validating.window(document), WATCHED_REQUESTS):
+                router, _ = request.build(Router(token_budget=JUDGED_AT, artifact=OneLayer(layer)), None)
+                self.watched.append((request, router, mid_share(request)))
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
-        """Uniform numbers `[count, group, batch]`: which of a head's long-range queries; the same for every KV head."""
-        generators = [torch.Generator().manual_seed(self.seed * 104_729 + first + i) for i in range(count)]
-        shape = (self.pool.group, self.batch)
-        return {"query": torch.stack([torch.rand(shape, generator=g) for g in generators])}
+        """The window `[count, batch]` of every query, and uniform numbers `[count, group, batch]`: which of its far
+        queries; the same for every KV head."""
+        found = []
+        for step in range(first, first + count):
+            generator = torch.Generator().manual_seed(self.seed * 104_729 + step)
+            window = torch.randint(self.documents, (1 if self.one_window else self.batch,), generator=generator)
+            found.append((window.expand(self.batch), torch.rand(self.group, self.batch, generator=generator)))
+        return {"document": torch.stack([d for d, _ in found]), "query": torch.stack([q for _, q in found])}
 
     def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
-        pool = self.pool
-        heads_q, per_document = pool.heads_q, pool.queries.shape[2]
-        uniform = draw["query"].repeat(pool.heads_kv, 1)
-        place = self.order.gather(1, (uniform * self.number[:, None]).long())
-        document, token = place // per_document, place % per_document
-        row = ((document * heads_q + self.head) * per_document + token).flatten()
-        queries = self.asked.index_select(0, row).float().reshape(self.models, -1, self.asked.shape[1])
-        target = self.mass.index_select(0, row).float().reshape(heads_q, -1, self.buckets)
-        logits = self.router(queries).float().reshape(heads_q, -1, self.buckets)
-        if self.base is not None:
-            logits = logits + self.base.index_select(0, row).float().reshape(logits.shape)
-        return {"loss": bucket_kl(logits, target / target.sum(-1, keepdim=True).clamp(min=1e-6))}
+        document = draw["document"].expand(self.heads_q, -1)
+        far = self.number[document, self.head]
+        place = self.order[document, self.head, (draw["query"].repeat(self.heads_kv, 1) * far).long()]
+        row = ((document * self.heads_q + self.head) * self.per_document + place).flatten()
+        queries = self.queries.index_select(0, row).float().reshape(self.heads_kv, -1, self.queries.shape[1])
+        target = self.mass.index_select(0, row).float().reshape(self.heads_kv, -1, self.mass.shape[1])
+        target = target / target.sum(-1, keepdim=True).clamp(min=1e-6)
+        return {"loss": bucket_kl(self.router(queries), target)}
 
     def validate(self) -> Tensor:
         """1 − the share of the mid mass reached at 5 % of the context, by KV head."""
-        weights = self.router.fold()
-        found = [recall(h, probability(self.held, h, self.space, weights), self.pool.group, (JUDGED_AT,))[0]
-                 for h in self.watched]
-        return 1 - torch.stack(found).mean(0).reshape(self.pool.heads_kv, -1).mean(1)
+        found = []
+        for request, router, share in self.watched:
+            router.weights = self.router.fold()
+            found.append(mass_read(share, router.select(request.view, request.queries)).mean(0))
+        return 1 - torch.stack(found).mean(0).reshape(self.heads_kv, -1).mean(1)
 
 
-def probability(pool: Pool, held: HeldOut, space: str, weights: QueryModel | None) -> Tensor:
-    """What a router expects, `[Lq, T, C]`: the mean-key logits, the query model's, or their sum, after softmax."""
-    logits = held.base
-    if weights is not None:
-        asked = pool.asked(space)[held.document][:, held.some].float()
-        trained = router_logits(asked.transpose(0, 1), weights).transpose(0, 1)
-        logits = trained if logits is None else logits + trained
-    assert logits is not None
-    return logits.softmax(-1)
+def targets(pool: Pool, centroids: Tensor, space: str, advance: Any) -> Tensor:
+    """The share of every captured query's mid attention in every bucket: `[D, Lq, T, C]` float16, zero where a query
+    has no mid key."""
+    mass = torch.empty(*pool.queries.shape[:3], centroids.shape[1], dtype=torch.float16, device=pool.keys.device)
+    keys = pool.keys_in(space)
+    for document in range(pool.documents):
+        bucket = assign_buckets(keys[document:document + 1], centroids)[0]
+        positions = pool.positions[document].expand(pool.heads_q, -1)
+        mass[document] = bucket_mass(pool.queries[document], pool.keys[document], bucket, positions, centroids.shape[1],
+                                     scale=pool.scale, sink_size=pool.sink_size, window_size=pool.window_size,
+                                     dtype=torch.float16)
+        advance(1)
+    return mass
 
 
-def quality(config: RouterConfig, pool: Pool, centroids: Tensor, space: str, weights: QueryModel | None,
-            ) -> dict[str, Tensor]:
+def quality(pool: Pool, layer: RouterLayer) -> dict[str, Tensor]:
     """The card, from held-out windows: per query head the share of the mid mass reached at every budget and an oracle's
     on the same buckets; per KV head the imbalance `C · Σ share²` and the largest bucket's share of the keys."""
-    windows = held_out(pool, centroids, space, scores=config.scores)
-    sums: dict[str, Tensor] = {}
-    for held in windows:
-        found = {"imbalance": imbalance(held.counts), "largest_bucket": held.counts.amax(1) / held.counts.sum(1)}
-        guesses = {"mass_share": probability(pool, held, space, weights), "oracle_mass_share": held.mass}
-        for name, guess in guesses.items():
-            found |= {f"{name}@{budget}": share for budget, share in zip(
-                BUDGETS, recall(held, guess, pool.group, BUDGETS), strict=True)}
-        for name, value in found.items():
-            sums[f"quality.{name}"] = sums.get(f"quality.{name}", torch.zeros_like(value)) + value / len(windows)
-    return sums
+    found: dict[str, list[Tensor]] = {}
+    for document in range(pool.documents):
+        for request in requests(pool.window(document), CARD_REQUESTS):
+            router, _ = request.build(Router(token_budget=max(BUDGETS), artifact=OneLayer(layer)), None)
+            share, sizes = mid_share(request), router.counts[0]
+            tables = {"imbalance": imbalance(sizes), "largest_bucket": sizes.amax(1) / sizes.sum(1).clamp(min=1)}
+            for budget in BUDGETS:
+                router.token_budget = budget
+                router.prepare(request.view)
+                read = router.select(request.view, request.queries)
+                best = best_buckets(request, router, share, budget)
+                tables |= {f"mass_share@{budget}": mass_read(share, read).mean(0),
+                           f"oracle_mass_share@{budget}": mass_read(share, best).mean(0)}
+            for name, table in tables.items():
+                found.setdefault(f"quality.{name}", []).append(table)
+    return {name: torch.stack(values).mean(0) for name, values in found.items()}
 
 
 def _card(tables: dict[str, Tensor]) -> dict[str, Any]:

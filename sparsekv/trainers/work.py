@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,31 +25,29 @@ from sparsekv.artifacts.format import CONFIG, prepare_output
 from sparsekv.errors import SparseKVError
 from sparsekv.ranks import Ranks, join
 from sparsekv.store.store import CaptureStore
-from sparsekv.trainers.fit import read_metrics, write_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part
+from sparsekv.trainers.task import Task
 
 MARK = "training.json"
-# options that change where or how long a run goes on, not what it computes
-FREE = ("output", "resume", "overwrite", "device", "devices", "num_nodes", "max_time", "checkpoint_every",
-        "tensorboard", "cuda_graph")
+FREE = ("capture", "preset", "output", "resume", "overwrite", "device", "devices", "max_time")
+"""Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
 
 
 class Run:
     """One training command. `groups` are the parts this rank trains, those of a group at once."""
 
-    def __init__(self, options: TrainingOptions, store: CaptureStore):
+    def __init__(self, options: TrainingOptions, recipe: Any, store: CaptureStore):
         from sparsekv.hub import resolve_device
 
-        self.options, self.store, self.out = options, store, Path(options.output)
-        self.ranks: Ranks = join(options.device, options.devices, options.num_nodes)
+        self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
+        self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
         self.ranks.first_does(self._begin)
         self.pieces = pieces(len(store.layers), store.num_kv_heads, self.ranks.size)
         mine = self.parts()[self.ranks.rank::self.ranks.size]
         size = options.layer_group * self.pieces or max(1, len(mine))
         self.groups = [mine[i:i + size] for i in range(0, len(mine), size)]
-        self.history: dict[str, list[float]] = {}
         self._ends = None if options.seconds() is None else time.monotonic() + (options.seconds() or 0)
 
     def parts(self) -> list[Part]:
@@ -58,19 +57,19 @@ class Run:
     def _begin(self) -> None:
         """A new output folder, or the one of the run that is resumed."""
         mark = self.out / MARK
-        mine = {"options": {k: v for k, v in asdict(self.options).items() if k not in FREE}, "model": self.store.model,
-                "documents": [d["sha256"] for d in self.store.documents]}
-        mine = self._mark = json.loads(json.dumps(mine))
+        options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
+        mine = self._mark = json.loads(json.dumps({"options": options, "model": self.store.model,
+                                                   "documents": [d["sha256"] for d in self.store.documents]}))
         if self.options.resume and mark.is_file():
-            held = json.loads(mark.read_text(encoding="utf-8"))
+            theirs = json.loads(mark.read_text(encoding="utf-8"))
             name = f"the interrupted training in {str(self.out)!r}"
-            check_fingerprint(held["model"], mine["model"], name)
-            differ = [k for k, v in held["options"].items() if v != mine["options"].get(k) and k != "capture"]
+            check_fingerprint(theirs["model"], mine["model"], name)
+            differ = [k for k, v in theirs["options"].items() if v != mine["options"].get(k)]
             if differ:
                 raise SparseKVError(f"{name} was started with " + ", ".join(
-                    f"{k} {held['options'][k]}" for k in differ) + "; now found " + ", ".join(
+                    f"{k} {theirs['options'][k]}" for k in differ) + "; now found " + ", ".join(
                     f"{k} {mine['options'].get(k)}" for k in differ) + ". Give the same options, or --overwrite.")
-            if held["documents"] != mine["documents"]:
+            if theirs["documents"] != mine["documents"]:
                 raise SparseKVError(f"{name} read other documents than the capture store {str(self.store.path)!r} "
                                     "holds; give the same store, or --overwrite")
             return
@@ -89,11 +88,16 @@ class Run:
         if self.ranks.rank == 0 and not (self.out / MARK).is_file():
             (self.out / MARK).write_text(json.dumps(self._mark, indent=1) + "\n", encoding="utf-8")
 
-    def seconds_left(self, group: int) -> float | None:
-        """This group's share of what is left of --max-time; None without a limit."""
-        if self._ends is None:
-            return None
-        return max(1.0, (self._ends - time.monotonic()) / (len(self.groups) - group))
+    def fit(self, task: Task, group: int, kind: str, description: str, steps: int, lr: float) -> None:
+        """Train the task of a group of parts; it gets its share of what is left of --max-time."""
+        from sparsekv.trainers.fit import fit
+
+        seconds = None
+        if self._ends is not None:
+            seconds = max(1.0, (self._ends - time.monotonic()) / (len(self.groups) - group))
+        fit(task, steps=steps, lr=lr, output=self.out, name=f"{kind}-{self.groups[group][0].name}", group=group,
+            description=description, device=self.device, resume=self.options.resume, max_seconds=seconds,
+            quiet=self.ranks.rank > 0)
 
     def finished(self, parts: list[Part]) -> bool:
         """Whether an earlier run has trained these."""
@@ -105,40 +109,26 @@ class Run:
     def keep(self, parts: list[Part], result: dict[str, Tensor]) -> None:
         """Write what was trained for a group of parts: tensors `[heads of all parts, ...]`."""
         for i, part in enumerate(parts):
-            rows = {k: v.detach().unflatten(0, (len(parts), -1))[i].cpu().contiguous() for k, v in result.items()}
+            rows = {k: v.detach().unflatten(0, (len(parts), -1))[i] for k, v in result.items()}
             self.save(part.name, rows)
-        for held in (*self.out.glob(f"checkpoints/*-{parts[0].name}.ckpt"), self._file(f"kmeans-{parts[0].name}")):
-            held.unlink(missing_ok=True)
+        for past in (*self.out.glob(f"checkpoints/*-{parts[0].name}.ckpt"), self._file(f"kmeans-{parts[0].name}")):
+            past.unlink(missing_ok=True)
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         """A file of this run's own, written whole or not at all."""
         path = self._file(name)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        save_file(tensors, str(temporary))
+        save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, str(temporary))
         temporary.replace(path)
 
-    def held(self, name: str) -> dict[str, Tensor] | None:
+    def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""
         path = self._file(name)
         return load_file(str(path), device=self.device) if self.options.resume and path.is_file() else None
 
     def _file(self, name: str) -> Path:
         return self.out / "parts" / f"{name}.safetensors"
-
-    def log(self, group: int, history: dict[str, list[float]]) -> None:
-        """Add a group's metrics to `metrics.csv` (the first rank's)."""
-        path = self.out / "metrics.csv"
-        if not self.history and self.options.resume and path.is_file():
-            self.history = read_metrics(path)
-        have = len(next(iter(self.history.values()), []))
-        rows = len(next(iter(history.values()), []))
-        for name, values in {"group": [float(group)] * rows, **history}.items():
-            self.history.setdefault(name, [float("nan")] * have).extend(values)
-        for values in self.history.values():
-            values.extend([float("nan")] * (have + rows - len(values)))
-        if self.ranks.rank == 0:
-            write_metrics(path, self.history)
 
     def finish(self, assemble: Callable[[dict[str, Tensor]], None]) -> None:
         """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""

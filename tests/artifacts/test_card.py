@@ -1,11 +1,17 @@
-"""The quality card: which heads are named, and how a query model is packed."""
+"""The quality card names heads; artifacts written before load, or are refused in one sentence."""
 
 import pytest
 import torch
 
 from sparsekv.artifacts.card import describe, heads_best_dense
-from sparsekv.artifacts.router import WEIGHT_DTYPES, _packed, _unpacked
+from sparsekv.artifacts.format import save_artifact
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
+from sparsekv.models.feature_map import FeatureMap, Maps
+
+MODEL = {"num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+COMMON = {"model": MODEL, "layers": [0, 1], "sink_size": 4, "window_size": 16}
 
 
 def test_heads_best_left_dense() -> None:
@@ -17,17 +23,55 @@ def test_heads_best_left_dense() -> None:
     assert describe(shares) == ["  mass_share@0.05: 0.650"]
 
 
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
-def test_packed_weights(dtype: str) -> None:
+def old_router(folder, dtype: str, **changed: str) -> dict[str, torch.Tensor]:
+    """A router as version 0.1 wrote it; returns its query model as it was."""
     torch.manual_seed(0)
-    weight = torch.randn(2, 3, 8, 5) * torch.logspace(-4, 2, 5)
-    packed = _packed("query_model.w2", weight, dtype)
-    size = sum(t.numel() * t.element_size() for t in packed.values() if t.shape == weight.shape) / weight.numel()
-    assert size == {"float32": 4, "bfloat16": 2, "float8": 1}[dtype]
-    back = _unpacked(packed, "query_model.w2", (2, 3, 8, 5), "x")
-    relative = (back - weight).norm(dim=-2) / weight.norm(dim=-2)
-    assert float(relative.max()) < {"float32": 1e-9, "bfloat16": 4e-3, "float8": 5e-2}[dtype]
-    bias = torch.randn(2, 3, 5)
-    assert torch.equal(_packed("query_model.b2", bias, dtype)["query_model.b2"], bias)
-    with pytest.raises(SparseKVError, match="has shape"):
-        _unpacked(packed, "query_model.w2", (2, 3, 8, 6), "x")
+    config = {"kind": "router", **COMMON, "num_buckets": 5, "key_space": "pre", "scores": "mlp",
+              "router_scope": "kv_head", "weights_dtype": dtype} | changed
+    weights = {"w1": torch.randn(2, 2, 8, 6) * torch.logspace(-4, 2, 6), "b1": torch.randn(2, 2, 6),
+               "w2": torch.randn(2, 2, 6, 5), "b2": torch.randn(2, 2, 5)}
+    tensors = {"centroids": torch.nn.functional.normalize(torch.randn(2, 2, 5, 8), dim=-1)}
+    for name, weight in weights.items():
+        name = f"query_model.{name}"
+        if dtype == "float8" and ".w" in name:
+            scale = weight.abs().amax(-2, keepdim=True) / 448.0
+            tensors |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}.scale": scale}
+        else:
+            tensors[name] = weight.to(torch.bfloat16) if dtype == "bfloat16" and ".w" in name else weight
+    save_artifact(folder, config, tensors)
+    return weights
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-9), ("bfloat16", 4e-3), ("float8", 5e-2)])
+def test_query_models_in_fewer_bits_still_load(tmp_path, dtype: str, limit: float) -> None:
+    weights = old_router(tmp_path / "a", dtype)
+    loaded = RouterArtifact.load(tmp_path / "a")
+    for name, weight in weights.items():
+        found = getattr(loaded.weights, name)
+        assert found.dtype == torch.float32
+        assert float(((found - weight).norm(dim=-2) / weight.norm(dim=-2)).max()) < limit
+    loaded.save(tmp_path / "b")
+    assert torch.equal(RouterArtifact.load(tmp_path / "b").weights.w1, loaded.weights.w1)
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"scores": "hybrid"}, "has hybrid scores, which sparsekv no longer reads: .* train it again"),
+    ({"router_scope": "query_head"}, "has one query model a query head, which sparsekv no longer reads")])
+def test_routers_of_a_kind_that_is_gone_are_refused(tmp_path, changed: dict, message: str) -> None:
+    old_router(tmp_path / "a", "float32", **changed)
+    with pytest.raises(SparseKVError, match=message):
+        RouterArtifact.load(tmp_path / "a")
+
+
+def test_feature_maps_with_the_errors_of_all_shifts_still_load(tmp_path) -> None:
+    maps = Maps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
+        lambda w: w.detach().unflatten(0, (2, -1)))
+    config = {"kind": "phi", **COMMON, "num_features": 6, "width": 4, "read_shares": [0.0, 0.05],
+              "shift_grid": [-1.0, 0.0, 1.0], "capped": True}
+    tensors = {**maps.named(), "shift": torch.randn(2, 2, 4), "gate": torch.ones(2, 4),
+               "errors": torch.rand(2, 2, 3, 4)}
+    save_artifact(tmp_path / "a", config, tensors)
+    loaded = PhiArtifact.load(tmp_path / "a")
+    assert loaded.config.capped and torch.equal(loaded.layer(1).offsets, tensors["shift"][1])
+    half = loaded.layer(0).at(0.025)
+    torch.testing.assert_close(half.offset, tensors["shift"][0].mean(0))

@@ -138,12 +138,9 @@ def test_the_cap_is_saved_and_optional(tmp_path) -> None:
 
     for limited in (True, False):
         _, phi = artifacts(make_model(), capped=limited)
-        layers, _, heads = phi.shift.shape
-        phi.errors = torch.rand(layers, 1, 3, heads)
-        phi.config = dataclasses.replace(phi.config, shift_grid=[-1.0, 0.0, 1.0])
         phi.save(tmp_path / "phi")
         loaded = PhiArtifact.load(tmp_path / "phi")
-        assert loaded.layer(1).capped == limited and torch.equal(loaded.errors, phi.errors)
+        assert loaded.layer(1).capped == limited
         assert loaded.cache_tokens == phi.config.num_features * 18 / 32 + limited * 9
     between = layer(4, 2, 8)._replace(offsets=torch.tensor([[0.0], [1.0]]).expand(2, 4), shares=(0.0, 0.1))
     torch.testing.assert_close(between.at(0.025).offset, torch.full((4,), 0.25))

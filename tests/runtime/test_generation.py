@@ -56,7 +56,7 @@ def artifacts(model, *, buckets: int = 8, space: str = "rot", scores: str = "mlp
         weights = RouterWeights(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
                                 torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
-                                                 router_scope="kv_head", **common), centroids, weights)
+                                                 **common), centroids, weights)
     maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
     maps = Maps(*maps).map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
     phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), maps,

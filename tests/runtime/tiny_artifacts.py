@@ -23,7 +23,7 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp
         weights = QueryModel(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
                                 torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
-                                                 router_scope="kv_head", **common), centroids, weights)
+                                                 **common), centroids, weights)
     sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
     maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))

@@ -1,25 +1,49 @@
-"""Errors of many shifts at once against the outputs one by one; gates that never raise a mean."""
+"""Errors of many shifts at once against the steps one by one; gates that never raise a mean; the card's figures."""
 
 import torch
 
-from sparsekv.core.offline import capped, make_scene, mass_errors, output, relative_error, top_k
-from sparsekv.trainers.calibrate import CASES, choose_gates
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.offline import Window, mid_share, relative_error, requests
+from sparsekv.core.step import sparse_step, two_parts
+from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps
+from sparsekv.trainers.calibrate import CASES, choose_gates, reader, shifted_errors
+from sparsekv.trainers.pool import Pool
+from sparsekv.trainers.router import quality
+
+HEADS_Q, HEADS_KV, DIM = 4, 2, 8
 
 
-def test_errors_of_shifts_are_those_of_the_outputs() -> None:
+def pool(length: int = 200, documents: int = 1) -> Pool:
     torch.manual_seed(0)
-    queries, keys, values = torch.randn(4, 5, 8) * 2, torch.randn(2, 60, 8), torch.randn(2, 60, 8)
-    positions = torch.tensor([[5, 25, 40, 50, 59]]).expand(4, -1)
-    scene = make_scene(queries, keys, values, positions, scale=0.4, sink_size=2, window_size=6)
-    logits = scene.scores.masked_fill(~scene.mid, 0.0) + 0.7 * torch.randn(4, 5, 60)
+    keys, values = torch.randn(2, documents, HEADS_KV, length, DIM)
+    positions = torch.arange(10, length, 10).expand(documents, -1)
+    queries = 2 * torch.randn(documents, HEADS_Q, positions.shape[1], DIM)
+    return Pool(keys, values, queries, positions, torch.zeros_like(queries[..., 0]), scale=0.4, group=2, sink_size=2,
+                window_size=6)
+
+
+def test_errors_of_shifts_are_those_of_the_steps() -> None:
+    window: Window = pool().window(0)
+    key = CentredMap(HEADS_KV, DIM, 6, 8)
+    maps = Maps(FeatureMap(HEADS_Q, DIM, 6, 8).weights(), key.plain.weights(), key.centred.weights()).map(
+        torch.Tensor.detach)
     shifts = torch.tensor([-2.0, 0.0, 0.5])
-    for read in (None, top_k(scene, 0.1)):
-        alone, completed = mass_errors(scene, logits, read, shifts)
-        torch.testing.assert_close(alone, relative_error(scene, output(scene, read)), rtol=1e-4, atol=1e-5)
-        lowered = capped(scene, logits, read)
-        for shift, found in zip(shifts, completed, strict=True):
-            expected = relative_error(scene, output(scene, read, lowered + shift))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for share in (None, 0.1):
+        for request in requests(window, 2, span=40):
+            def build(shift: float) -> PhiEstimator:
+                estimator = PhiEstimator(PhiLayer(maps, torch.full((1, HEADS_Q), shift), capped=True))
+                estimator.build(request.prefill)  # noqa: B023
+                estimator.reads(request.prefill, share or 0.0)  # noqa: B023
+                return estimator
+
+            selector, _ = request.build(reader(share), None)
+            parts = two_parts(request.view, request.queries, selector, build(0.0))
+            found = shifted_errors(parts, request.full, shifts).mean(1)
+            for shift, row in zip(shifts.tolist(), found, strict=True):
+                step = sparse_step(request.view, request.queries, selector, build(shift))
+                torch.testing.assert_close(row, relative_error(step.out, request.full), rtol=1e-3, atol=1e-5)
 
 
 def test_gates_never_raise_the_mean_of_a_case() -> None:
@@ -39,3 +63,32 @@ def test_gates_never_raise_the_mean_of_a_case() -> None:
     good = {name: t * (0.5 if "phi" in name else 1.0) for name, t in
             {f"{case}{w} error": none[case] for case in CASES for w in ("", " + phi")}.items()}
     assert bool((choose_gates(good) == 1).all())
+
+
+def test_the_router_card_is_of_the_keys_read() -> None:
+    """Key by key: buckets in the order of their density, the last one in part, shared by a group."""
+    given, buckets, budget = pool(), 5, 0.05
+    centroids = torch.nn.functional.normalize(torch.randn(HEADS_KV, buckets, DIM), dim=-1)
+    card = quality(given, RouterLayer(centroids, None, "rot", "mean_key"))
+    expected = []
+    for request in requests(given.window(0), 8):
+        share = mid_share(request)
+        last = int(request.view.regions.mid_last[0])
+        bucket = (given.keys[0] @ centroids.mT).argmax(-1)
+        left = -(-int(request.view.regions.context[0]) * 5 // 100)
+        for t in range(share.shape[0]):
+            found = torch.zeros(HEADS_Q)
+            for kv in range(HEADS_KV):
+                members = [[i for i in range(2, last) if bucket[kv, i] == c] for c in range(buckets)]
+                q = request.queries.rot[0, 2 * kv:2 * kv + 2, t]
+                logits = torch.stack([q @ given.keys[0, kv, m].mean(0) * 0.4 + torch.tensor(float(len(m))).log()
+                                      for m in members])
+                density = logits.softmax(0).sum(1) / torch.tensor([len(m) for m in members])
+                order = [i for c in density.argsort(descending=True).tolist() for i in members[c]][:left]
+                found[2 * kv:2 * kv + 2] = share[t, 2 * kv:2 * kv + 2][:, order].sum(-1)
+            expected.append((found, 1 / share.shape[0]))
+    total = sum(w for _, w in expected)
+    want = sum(f * w for f, w in expected) / total
+    torch.testing.assert_close(card[f"quality.mass_share@{budget}"], want, rtol=1e-4, atol=1e-5)
+    oracle = card[f"quality.oracle_mass_share@{budget}"]
+    assert float(oracle.mean()) >= float(want.mean())

@@ -10,10 +10,10 @@ from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.router import RouterConfig, train_router
 
 OPTIONS = {
-    "router": {"num_buckets": 12, "hidden_size": 24, "batch_size": 16, "long_range": 20, "kmeans_engine": "torch"},
-    "phi": {"batch_size": 8, "keys_per_step": 32, "width": 16, "num_features": 8},
+    "router": {"scores": "mlp", "num_buckets": 12, "hidden_size": 24, "batch_size": 16},
+    "phi": {"batch_size": 8, "keys_per_step": 32, "width": 16},
 }
-COMMON = {"max_steps": 60, "checkpoint_every": 10, "device": "cpu"}
+COMMON = {"max_steps": 60, "device": "cpu"}
 
 
 def train(kind: str, capture: str, output: str, **options: object):

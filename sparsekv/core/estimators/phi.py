@@ -31,7 +31,9 @@ from sparsekv.kernels import (
 class Maps(Protocol):
     """The calibrated maps of one layer, as `artifacts.phi.PhiLayer` has them."""
 
-    capped: bool
+    @property
+    def capped(self) -> bool:
+        """Whether the estimated mass is capped."""
 
     @property
     def centred(self) -> bool:
