@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 
-def option(default: Any = dataclasses.MISSING, *, help: str, **extra: Any) -> Any:
+def option(default: Any = dataclasses.MISSING, *, help: str, group: str | None = None, **extra: Any) -> Any:
     """A dataclass field that is also a command-line option.
 
     `help` says what the option does and in which unit; the CLI appends the default. A field without a default
-    is a required option. `extra` is passed on to `typer.Option` (for example `min=1`).
+    is a required option. `group` is the heading under which --help lists it. `extra` is passed on to `typer.Option`
+    (for example `min=1`).
     """
-    metadata = {"help": help, "typer": extra}
+    metadata = {"help": help, "typer": {**({"rich_help_panel": group} if group else {}), **extra}}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):
