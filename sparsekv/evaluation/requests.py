@@ -7,6 +7,7 @@ lm-eval and the task's data; answering and scoring RULER needs neither.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -203,7 +204,15 @@ def _task_manager(tokenizer: str | Path, lengths: Sequence[int] | str, names: Se
         manager = tasks.TaskManager(include_path=sorted(folders), include_defaults=False, metadata=metadata)
         if set(names) <= set(manager.all_tasks):
             return manager
-    return tasks.TaskManager(metadata=metadata)
+    return _all_tasks(json.dumps(metadata))
+
+
+@functools.cache
+def _all_tasks(metadata: str) -> Any:
+    """Every task of lm-eval; takes ten seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(metadata=json.loads(metadata))
 
 
 def _data_of(name: str, manager: Any) -> str:
