@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.config import CaptureConfig
-from sparsekv.capture.statistics import query_statistics
 from sparsekv.core.rope import rotate
+from sparsekv.kernels import query_statistics
 from sparsekv.store.shard import ShardWriter
 from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, layer_name
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core import offline
-from sparsekv.kernels.reference import RouterWeights, router_logits
+from sparsekv.kernels import QueryModel, router_logits
 from sparsekv.models import estimators
 from sparsekv.runtime import request_fit
 from sparsekv.store.store import CaptureStore, LayerCapture
@@ -160,7 +160,7 @@ def router_scores(router: RouterArtifact, layer: int, seen: View) -> tuple[Tenso
     if trained.scores != "mlp":
         logits = total(torch.where(mid, scene.scores, 0.0)) / count.clamp(min=1) + count.log()
     if trained.weights is not None:
-        weights = RouterWeights(*(w.to(keys.device) for w in trained.weights))
+        weights = QueryModel(*(w.to(keys.device) for w in trained.weights))
         logits = logits + router_logits(queries.transpose(0, 1), weights).transpose(0, 1)
 
     def shared(x: Tensor) -> Tensor:

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from sparsekv.kernels import (
     BucketMeans,
-    PhiStore,
-    RouterWeights,
+    FeatureMapWeights,
+    PhiState,
+    QueryModel,
     assign_buckets,
     attend_buckets,
     build_index,
@@ -38,7 +39,6 @@ from sparsekv.kernels import (
     route,
     routed_attention,
 )
-from sparsekv.kernels.reference import FeatureMapWeights
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH = 128, 128
@@ -82,7 +82,7 @@ class Buffers:
 
         self.q = normal(batch, heads_q, DIM)
         self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
-        self.weights = RouterWeights(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
+        self.weights = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
                                      normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
         self.bucket_means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5)
         mid = max(length - SINK - TAIL, 0)
@@ -137,7 +137,7 @@ class Buffers:
     def route_only(self) -> torch.Tensor:
         return route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
 
-    def completion(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiStore]:
+    def completion(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiState]:
         """Random maps and random positive features of every key, with their sums over the mid region."""
         if not hasattr(self, "phi"):
             batch, heads, length, _ = self.k.shape
@@ -146,17 +146,17 @@ class Buffers:
             sums = (mid.mT @ self.v[:, :, SINK:max(length - TAIL, SINK)]).float()
             m = torch.randn(batch, heads, FEATURES, device="cuda")
             self.phi = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"),
-                        PhiStore(m, mid.sum(2, dtype=torch.float32), sums, features))
+                        PhiState(m, mid.sum(2, dtype=torch.float32), sums, features))
         return self.phi
 
-    def bucket_sums(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiStore]:
+    def bucket_sums(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiState]:
         """The same with random sums of buckets in place of the keys' features."""
         if not hasattr(self, "phi_sums"):
             shape = (*self.k.shape[:2], BUCKETS, FEATURES)
             z = torch.rand(*shape, device="cuda", dtype=self.k.dtype)
             s = torch.randn(*shape, DIM, device="cuda", dtype=self.k.dtype)
             m = torch.randn(*self.k.shape[:2], FEATURES, device="cuda")
-            store = PhiStore(m, z.sum(2, dtype=torch.float32) * 2, s.sum(2, dtype=torch.float32), None, z, s)
+            store = PhiState(m, z.sum(2, dtype=torch.float32) * 2, s.sum(2, dtype=torch.float32), None, z, s)
             self.phi_sums = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"), store)
         return self.phi_sums
 
@@ -228,13 +228,13 @@ def check() -> None:
     """Kernels against the float64 twins on the GPU; raises where they differ."""
     for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
         b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
-        wide = RouterWeights(*(w.double() for w in b.weights))
+        wide = QueryModel(*(w.double() for w in b.weights))
         means = BucketMeans(b.bucket_means.means.double(), b.bucket_means.scale)
         maps, offset, store = b.completion()
         rest = phi_query(b.q, maps, offset, store)
         exact = reference.phi_query(
             reference.log_phi(b.q.double()[:, :, None], FeatureMapWeights(*(w.double() for w in maps)))[:, :, 0]
-            + offset[:, None], PhiStore(*(x.double() for x in store[:4])))
+            + offset[:, None], PhiState(*(x.double() for x in store[:4])))
         scales = [torch.exp(x.c.double())[..., None] * x.base.double() for x in (rest, exact)]
         gap = float((scales[0] - scales[1]).norm() / scales[1].norm())
         print(f"check {heads_q}/{heads} n{length} b{batch}: completion of the whole {gap:.1e}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._rows import row
-from sparsekv.kernels import BucketMeans, RouterWeights, routed_attention
+from sparsekv.kernels import BucketMeans, QueryModel, routed_attention
 
 LAYERS, WIDTH, INNER, HEADS_Q, HEADS, DIM = 32, 4096, 14_336, 32, 8, 128
 BUCKETS, PROBES, HIDDEN, SINK, TAIL = 1024, 32, 1024, 1, 2047
@@ -32,7 +32,7 @@ class Layer:
         self.qkv, self.o = weight(WIDTH, (HEADS_Q + 2 * HEADS) * DIM), weight(HEADS_Q * DIM, WIDTH)
         self.up, self.down = weight(WIDTH, 2 * INNER), weight(INNER, WIDTH)
         self.norms = torch.ones(2, WIDTH, device="cuda", dtype=torch.bfloat16)
-        self.router = RouterWeights(weight(HEADS, DIM, HIDDEN), weight(HEADS, HIDDEN), weight(HEADS, HIDDEN, BUCKETS),
+        self.router = QueryModel(weight(HEADS, DIM, HIDDEN), weight(HEADS, HIDDEN), weight(HEADS, HIDDEN, BUCKETS),
                                     weight(HEADS, BUCKETS))
         self.means = BucketMeans(weight(1, HEADS, BUCKETS, DIM), DIM**-0.5)
 

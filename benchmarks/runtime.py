@@ -25,7 +25,7 @@ from _rows import RESULTS, row, write_rows
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import LayerView, Queries
-from sparsekv.kernels import RouterWeights
+from sparsekv.kernels import QueryModel
 from sparsekv.runtime.attention import sdpa, sparse_attention
 
 BUDGET = 0.02
@@ -75,7 +75,7 @@ class BenchRouter:
         device = layer.keys.device
         some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:buckets].to(device)].float()
         self.centroids = torch.nn.functional.normalize(some, dim=-1)[None]
-        self.weights = RouterWeights(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
+        self.weights = QueryModel(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
             (dim, hidden), (hidden,), (hidden, buckets), (buckets,))))
         self.key_space, self.scores = "rot", scores
 

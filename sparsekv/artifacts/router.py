@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
-from sparsekv.kernels.reference import RouterWeights
+from sparsekv.kernels import QueryModel
 
 KIND = "router"
 WEIGHT_DTYPES = ("float32", "bfloat16", "float8")
@@ -46,7 +46,7 @@ class RouterLayer(NamedTuple):
     """One layer: centroids `[Hkv, C, d]` unit length; weights None for `mean_key` scores."""
 
     centroids: Tensor
-    weights: RouterWeights | None
+    weights: QueryModel | None
     key_space: str
     scores: str
 
@@ -54,7 +54,7 @@ class RouterLayer(NamedTuple):
 class RouterArtifact:
     """centroids `[L, Hkv, C, d]`; weights with leading dimensions `[L, H]`, or None."""
 
-    def __init__(self, config: RouterArtifactConfig, centroids: Tensor, weights: RouterWeights | None,
+    def __init__(self, config: RouterArtifactConfig, centroids: Tensor, weights: QueryModel | None,
                  path: Path | None = None):
         self.config, self.centroids, self.weights, self.path = config, centroids, weights, path
         self._row = {layer: row for row, layer in enumerate(config.layers)}
@@ -64,7 +64,7 @@ class RouterArtifact:
         row = self._row.get(layer_idx)
         if row is None:
             return None
-        weights = None if self.weights is None else RouterWeights(*(w[row] for w in self.weights))
+        weights = None if self.weights is None else QueryModel(*(w[row] for w in self.weights))
         return RouterLayer(self.centroids[row], weights, self.config.key_space, self.config.scores)
 
     def save(self, path: str | Path) -> None:
@@ -88,8 +88,8 @@ class RouterArtifact:
         if config.scores != "mean_key":
             hidden = take(tensors, "query_model.b1", (layers, heads, None), where).shape[-1]
             shapes = {"w1": (dim, hidden), "b1": (hidden,), "w2": (hidden, buckets), "b2": (buckets,)}
-            weights = RouterWeights(*(_unpacked(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
-                                      for name in RouterWeights._fields))
+            weights = QueryModel(*(_unpacked(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
+                                      for name in QueryModel._fields))
         return cls(config, centroids, weights, Path(path))
 
     def check(self, model: nn.Module) -> None:
@@ -98,7 +98,7 @@ class RouterArtifact:
                           ignore=("rope",))
 
     def to(self, device: Any) -> RouterArtifact:
-        weights = None if self.weights is None else RouterWeights(*(w.to(device) for w in self.weights))
+        weights = None if self.weights is None else QueryModel(*(w.to(device) for w in self.weights))
         return RouterArtifact(self.config, self.centroids.to(device), weights, self.path)
 
     def summary(self) -> str:

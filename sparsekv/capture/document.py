@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, sampled_keys, sampled_queries
-from sparsekv.capture.statistics import query_statistics, top_keys
+from sparsekv.capture.statistics import top_keys
 from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope, inverse, rotate
 from sparsekv.corpus import Window
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels import query_statistics
 from sparsekv.store.place import Place, encode
 from sparsekv.store.shard import ShardWriter
 from sparsekv.store.store import STATISTICS, document_name, layer_name

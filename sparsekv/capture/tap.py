@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels.dense import causal_attention
 
 NAME = "sparsekv_capture"
 
@@ -65,7 +64,7 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
             raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
         listener(AttentionCall(layer_of[id(module)], query, key, value, None if cos is None else cos[0],
                                None if sin is None else sin[0], scale, sliding_window, softcap, module))
-        return causal_attention(query, key, value, scale, window=sliding_window).transpose(1, 2).contiguous(), None
+        return dense_attention(query, key, value, scale=scale, window=sliding_window).transpose(1, 2).contiguous(), None
 
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)

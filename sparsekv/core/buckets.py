@@ -1,26 +1,66 @@
-"""Where a bucket that no key falls into starts anew: in training, and on a request whose keys leave some empty."""
+"""Buckets of keys: k-means, sums and means, and where a bucket that no key falls into starts anew."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekv.kernels import assign_buckets
 
-ROUNDS = 3
-"""How often the empty buckets of a request restart, unless told otherwise."""
+RESTARTS = 3
+"""How often the empty buckets of a request restart."""
+POINTS_PER_CENTROID = 512
 BLOCK = 8192
 
 
-def restarts(empty: Tensor, worst: Tensor) -> Tensor:
-    """For the i-th empty bucket of a head the number of the i-th worst served key, `[H, C]`; what stands in the other
-    places means nothing. empty `[H, C]`, worst `[H, k]`: keys by number, the worst first; past them the last."""
-    return worst.gather(1, (empty.cumsum(1) - 1).clamp(min=0, max=worst.shape[1] - 1))
+def spherical_kmeans(
+    keys: Tensor, num_buckets: int, *, iterations: int = 10, seed: int = 0,
+    advance: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Spherical k-means, every head on its own: keys `[H, n, d]` -> unit centroids `[H, C, d]`, float32 at least
+    (Saap §4.1).
+
+    Assignment is by largest inner product, the start random keys. At most `POINTS_PER_CENTROID · C` keys a head are
+    used; with fewer keys than buckets keys are repeated; a bucket that is left empty restarts at a key served worst.
+    `advance` is called once an iteration.
+    """
+    heads, count, dim = keys.shape
+    generator = torch.Generator().manual_seed(seed)
+    if count == 0:
+        return F.normalize(torch.ones(heads, num_buckets, dim, device=keys.device), dim=-1)
+    order = torch.randperm(count, generator=generator).to(keys.device)
+    if count > POINTS_PER_CENTROID * num_buckets:
+        keys = keys[:, order[:POINTS_PER_CENTROID * num_buckets]]
+        order = torch.arange(keys.shape[1], device=keys.device)
+    keys = keys if keys.dtype == torch.float64 else keys.float()
+    centroids = F.normalize(keys[:, order[torch.arange(num_buckets, device=keys.device) % keys.shape[1]]], dim=-1)
+    for _ in range(iterations):
+        centroids, nearest = restart_empty(keys, centroids, 1)
+        counts, sums = bucket_sums(keys, nearest, None, num_buckets)
+        centroids = torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1), centroids)
+        if advance is not None:
+            advance(1)
+    return restart_empty(keys, centroids, RESTARTS)[0]
 
 
-def rows_of(table: Tensor, index: Tensor) -> Tensor:
-    """The rows of every head by number: `[H, n, d]`, `[H, k]` -> `[H, k, d]`."""
-    return table.gather(1, index[..., None].expand(-1, -1, table.shape[2]))
+def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Count and sum of what falls into every bucket: x `[..., n, w]`, bucket `[..., n]`, used `[..., n]`
+    (broadcastable; what is not used counts nowhere) -> `[..., C]` and `[..., C, w]`, in the dtype of x."""
+    place = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
+    counts = x.new_zeros(*place.shape[:-1], num_buckets + 1)
+    counts.scatter_add_(-1, place, torch.ones_like(place, dtype=x.dtype))
+    sums = x.new_zeros(*place.shape[:-1], num_buckets + 1, x.shape[-1])
+    sums.scatter_add_(-2, place[..., None].expand(*place.shape, x.shape[-1]), x.expand(*place.shape, x.shape[-1]))
+    return counts[..., :-1], sums[..., :-1, :]
+
+
+def imbalance(sizes: Tensor) -> Tensor:
+    """`C · Σ share²` over the last dimension: 1 for equal buckets."""
+    share = sizes.float() / sizes.sum(-1, keepdim=True).clamp(min=1)
+    return sizes.shape[-1] * share.square().sum(-1)
 
 
 def restart_empty(
@@ -29,7 +69,7 @@ def restart_empty(
     """Buckets that none of these keys falls into restart at the keys served worst, one key each.
 
     keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` (the keys that count; all of them without it) -> unit
-    centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int64. Served worst are the keys
+    centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int32. Served worst are the keys
     furthest from the mean of their bucket, which is what `mean_key` scores in their place; a key serves once. Buckets
     that hold keys keep their centroids; where none is empty nothing changes. This project's own.
     """
@@ -37,7 +77,7 @@ def restart_empty(
     centroids = centroids.to(keys.dtype)
     used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
     if count == 0:
-        return centroids, torch.zeros(heads, 0, dtype=torch.long, device=keys.device)
+        return centroids, torch.zeros(heads, 0, dtype=torch.int32, device=keys.device)
     free = used
     nearest = assign_buckets(keys[None], centroids)[0].long()
     for _ in range(rounds):
@@ -46,12 +86,19 @@ def restart_empty(
         taken = empty & (empty.cumsum(1) <= free.sum(1, keepdim=True))  # while there are keys
         if not bool(taken.any()):
             break
-        which = restarts(empty, _served_worst(keys, nearest, sizes, used, free))
-        start = torch.nn.functional.normalize(rows_of(keys, which).float(), dim=-1).to(keys.dtype)
+        worst = _served_worst(keys, nearest, sizes, used, free)
+        # the i-th empty bucket takes the i-th worst key; what stands in the other places means nothing
+        which = worst.gather(1, (empty.cumsum(1) - 1).clamp(min=0, max=worst.shape[1] - 1))
+        start = F.normalize(_take(keys, which).float(), dim=-1).to(keys.dtype)
         free = free & ~torch.zeros_like(free, dtype=torch.int32).scatter_add_(1, which, taken.int()).bool()
         centroids = torch.where(taken[..., None], start, centroids)
         nearest = _after_moves(keys, centroids, nearest, taken)
-    return centroids, nearest
+    return centroids, nearest.int()
+
+
+def _take(table: Tensor, index: Tensor) -> Tensor:
+    """The rows of every head by number: `[H, n, d]`, `[H, k]` -> `[H, k, d]`."""
+    return table.gather(1, index[..., None].expand(-1, -1, table.shape[2]))
 
 
 def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor) -> Tensor:
@@ -61,23 +108,16 @@ def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor
         nearest[:, lost] = assign_buckets(keys[None, :, lost], centroids)[0].long()
     # the others stay or join a moved one (heads with fewer of these compare with some that lose, to fill up)
     new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
-    moved = rows_of(centroids, new)
+    moved = _take(centroids, new)
     found = assign_buckets(keys[None], moved)[0].long()
     nearer = _products(keys, moved, found) > _products(keys, centroids, nearest)
     return torch.where(nearer, new.gather(1, found), nearest)
 
 
-def request_buckets(keys: Tensor, centroids: Tensor, scores: str, *, sink_size: int, window_size: int) -> Tensor:
-    """Bucket of every key of a window `[H, N, d]`, `[H, N]` int64, as the runtime has them when a prefill ends with it:
-    with `mean_key` scores empty ones have restarted at keys that are neither sink nor tail."""
-    place = torch.arange(keys.shape[1], device=keys.device)
-    mid = (place >= sink_size) & (place < keys.shape[1] - window_size)
-    return restart_empty(keys, centroids, ROUNDS if scores == "mean_key" else 0, mid.expand(keys.shape[0], -1))[1]
-
-
 def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:
-    """Inner product of every key with the centroid of its bucket, `[H, n]` float32, some keys at a time."""
-    return torch.cat([(part.float() * rows_of(centroids, own)).sum(-1)
+    """Inner product of every key with the centroid of its bucket, `[H, n]`, some keys at a time."""
+    kind = torch.promote_types(keys.dtype, torch.float32)
+    return torch.cat([(part.to(kind) * _take(centroids, own)).sum(-1)
                       for part, own in zip(keys.split(BLOCK, dim=1), buckets.split(BLOCK, dim=1), strict=True)], dim=1)
 
 
@@ -89,5 +129,5 @@ def _served_worst(keys: Tensor, buckets: Tensor, sizes: Tensor, used: Tensor, fr
     for part, own, counts in parts:
         means.scatter_add_(1, own[..., None].expand_as(part), part.float() * counts[..., None])
     means /= sizes.clamp(min=1)[..., None]
-    apart = torch.cat([(part.float() - rows_of(means, own)).norm(dim=-1) for part, own, _ in parts], dim=1)
+    apart = torch.cat([(part.float() - _take(means, own)).norm(dim=-1) for part, own, _ in parts], dim=1)
     return apart.masked_fill(~free, -1.0).topk(min(sizes.shape[1], keys.shape[1]), dim=1).indices

@@ -1,20 +1,28 @@
-"""Which tokens are always read, which may be selected: sink, mid, tail and decode window of every row of a batch."""
+"""Which tokens are always read, which may be selected, and how many of them a budget pays for."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from sparsekv.errors import SparseKVError
+
+ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
+AMORTISE_OVER = 256
+"""Generated tokens that share the completion's cache when accounting is amortised."""
+
 
 @dataclass(frozen=True)
 class Regions:
-    """The regions of one layer's cache at one moment (METHODS, notation).
+    """The regions of one layer's cache at one moment.
 
-    Row `b` holds real tokens in `[starts[b], length)` (left padding before). Sink `[starts, starts + sink_size)`;
-    mid region `[mid_first, mid_last)`, the only part a selector chooses from; tail `[tail_starts, length)`: the dense
-    window at the end of the prefill and everything generated since, always read. All int64, `[B]`.
+    Row `b` has real tokens in `[starts[b], length)` (left padding before). Sink `[starts, starts + sink_size)`; mid
+    region `[mid_first, mid_last)`, the only part a selector chooses from; tail `[tail_starts, length)`: the local
+    window at the end of the prefill and everything generated since. Sink and tail are the anchors, always read. All
+    int64, `[B]`.
     """
 
     starts: Tensor
@@ -43,15 +51,10 @@ class Regions:
         """Real tokens of every row, `[B]`."""
         return self.length - self.starts
 
-    def mid_mask(self) -> Tensor:
-        """`[B, length]`, true inside the mid region."""
-        positions = torch.arange(self.length, device=self.starts.device)
+    def mid_mask(self, first: int = 0, last: int | None = None) -> Tensor:
+        """`[B, last − first]`, true inside the mid region; of the whole cache unless told otherwise."""
+        positions = torch.arange(first, self.length if last is None else last, device=self.starts.device)
         return (positions >= self.mid_first[:, None]) & (positions < self.mid_last[:, None])
-
-    def anchor_sizes(self, lengths: Tensor | None = None) -> Tensor:
-        """Tokens always read, `[B]`; `lengths [B]` (default: the whole row) counts for a query inside a chunk."""
-        end = self.length if lengths is None else lengths
-        return end - self.starts - self.mid_sizes
 
     def grown(self, length: int) -> Regions:
         """The same mid region in a longer (or cropped) cache."""
@@ -61,16 +64,43 @@ class Regions:
         """Let the mid region grow up to `tail_start`."""
         return replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start))
 
-    def rows(self, index: Tensor) -> Regions:
+    def take_rows(self, index: Tensor) -> Regions:
         """The regions of the chosen rows of the batch."""
         return replace(self, starts=self.starts[index], tail_starts=self.tail_starts[index])
 
-    def per_query(self, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`(starts, tail_starts, lengths)`, each `[B·T]`, for the last `queries` tokens of every row: token `t` sees
-        the keys up to itself. Row-major: all queries of row 0 first."""
-        if queries == 1:
-            return self.starts, self.tail_starts, torch.full_like(self.starts, self.length)
-        starts = self.starts.repeat_interleave(queries)
-        tails = self.tail_starts.repeat_interleave(queries)
-        ends = torch.arange(self.length - queries + 1, self.length + 1, device=starts.device)
-        return starts, tails, ends.repeat(self.starts.shape[0])
+
+def check_budget(budget: int | float | None) -> None:
+    """A budget is a count of tokens (int ≥ 0) or a share of the context (float in [0, 1]). Raises SparseKVError."""
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise SparseKVError(f"token_budget must be a number of tokens or a share of the context, found {budget!r}")
+    if isinstance(budget, float) and not 0 <= budget <= 1:
+        raise SparseKVError(f"a float token_budget is a share of the context between 0 and 1, found {budget}; "
+                            "give an integer for a number of tokens")
+    if budget < 0:
+        raise SparseKVError(f"token_budget must not be negative, found {budget}")
+
+
+def tokens_of_budget(
+    budget: int | float | None, regions: Regions, *, accounting: str = "retrieved", completion_tokens: float = 0.0,
+) -> Tensor:
+    """Mid tokens to retrieve for each row, `[B]` int64, never more than there are (completion paper, appendix D).
+
+    `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`: the budget (int,
+    or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the cache spread over
+    `AMORTISE_OVER` tokens in the latter. Raises SparseKVError when that leaves less than nothing.
+    """
+    context = regions.context
+    if budget is None:
+        return torch.zeros_like(context)
+    total = torch.full_like(context, budget).double() if isinstance(budget, int) else budget * context.double()
+    if accounting != "retrieved":
+        cache = completion_tokens / (AMORTISE_OVER if accounting == "amortised" else 1)
+        total = total - (context - regions.mid_sizes) - cache
+        if bool((total < 0).any()):
+            short = math.ceil(float((-total).max()))
+            raise SparseKVError(f"token_budget {budget} is infeasible here: with accounting {accounting!r} the anchors "
+                                f"and the completion's cache alone cost {short} tokens more; raise the budget or "
+                                "shrink sink_size and window_size")
+    return torch.minimum(torch.ceil(total - 1e-9).long(), regions.mid_sizes)

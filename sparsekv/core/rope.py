@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from sparsekv.errors import SparseKVError
+
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")
 ROUND_TRIP = 1e-4
@@ -59,6 +61,33 @@ def find_layout(attention: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: 
             if max(forward, (unrotate(truth, *tables, layout) - x).abs().max().item()) < ROUND_TRIP:
                 return rope
     return None
+
+
+class RopeTable:
+    """`cos, sin [B or 1, N, width]` float32, full width in `layout`, of every column of a cache: what the model itself
+    used when the token was computed."""
+
+    def __init__(self, layout: Layout, cos: Tensor, sin: Tensor):
+        self.layout: Layout = layout
+        self._tables = cos, sin
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self._tables
+
+    def unrotate(self, x: Tensor, columns: Tensor) -> Tensor:
+        """Remove RoPE: x `[B, H, n, d]` of the tokens at `columns [n]`."""
+        cos, sin = (t[:, columns.to(t.device)][:, None].to(x.device) for t in self.tables())
+        return unrotate(x, cos, sin, self.layout)
+
+    def turn(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
+        """Move rotated vectors to other positions: x `[..., n, d]`, old and new int64 `[..., n]`, broadcastable. Raises
+        SparseKVError for a batch with padding."""
+        cos, sin = self.tables()
+        if cos.shape[0] > 1:
+            raise SparseKVError("contiguous positions work on one sequence at a time, found a batch with padding")
+        for positions, function in ((old, unrotate), (new, rotate)):
+            x = function(x, cos[0][positions], sin[0][positions], self.layout)
+        return x
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:

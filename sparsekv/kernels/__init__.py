@@ -1,35 +1,72 @@
-"""The operations of a decode step. On CUDA tensors the Triton kernels run, elsewhere the plain-torch twins of the same
-signature in `reference.py`; both are tested against each other."""
+"""The operations of a decode step and of capture. Every file is one operation: its truth in plain torch
+(`<op>_reference`), its launch, and the door that picks the Triton kernel on CUDA and the truth elsewhere; the kernels
+alone stand in `<op>_triton.py`, which nothing imports outside a launch.
+
+Conventions (all functions):
+
+- `B` rows of a cache, `Q = B·T` queries, row-major: all T queries of row 0 first. `Hq` query heads, `Hkv` KV heads,
+  group `G = Hq // Hkv`; query head `h` reads KV head `h // G`.
+- `q [Q, Hq, d]` is one query token each; `k, v [B, Hkv, N, d]` with any strides (expanded batches included).
+- Partial attention returns `(out, lse)`: `out [Q, Hq, d]` normalised over its own set, `lse [Q, Hq]` the natural
+  logarithm of the set's mass. The empty set is `out = 0, lse = -inf`, and every function accepts it.
+- Lists of tokens or buckets are padded with -1. `order [B, Hkv, M]`, `offsets [B, Hkv, C + 1]` are an index: the tokens
+  of bucket `c` are `order[b, h, offsets[b, h, c] : offsets[b, h, c + 1]]`, in ascending order.
+- Arithmetic is float32 for half inputs and float64 for float64 inputs; outputs have the dtype of `q`, `lse` the
+  arithmetic's.
+- Query `q` sees the tokens `[starts[q], lengths[q])` (left padding before). Its anchors are the sink,
+  `[starts[q], starts[q] + sink_size)`, and the local window, `[tail_starts[q], lengths[q])`, disjoint by construction:
+  a token in both is read once. What lies between is the mid region.
+"""
 
 from sparsekv.kernels.attend import attend_buckets, attend_tokens, routed_attention
-from sparsekv.kernels.completion import phi_cache, phi_query
-from sparsekv.kernels.indexing import assign_buckets, extend_index
-from sparsekv.kernels.paged import paged_scores
-from sparsekv.kernels.reference import (
-    BucketMeans,
-    PhiCache,
-    PhiRest,
-    PhiStore,
-    RouterWeights,
-    ScoreMoments,
-    bucket_tokens,
-    build_index,
-    mean_key_logits,
-    merge,
+from sparsekv.kernels.attention_mass import query_statistics
+from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.kernels.collisions import collisions
+from sparsekv.kernels.completion import (
+    add_centre,
+    factored,
+    log_phi,
+    mass_cap,
     moments_cap,
-    phi_bucket_sums,
+    phi_cache,
     phi_extend,
     phi_features,
-    phi_partial,
-    phi_remainder,
+    phi_query,
+    read_bound,
+    remainder,
+)
+from sparsekv.kernels.dense import dense_attention
+from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge
+from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
+from sparsekv.kernels.paged import paged_scores
+from sparsekv.kernels.routing import (
+    bucket_logits,
+    choose_tokens,
+    group_probability,
+    mean_key_logits,
+    route,
+    route_tokens,
     router_logits,
     top_buckets,
 )
-from sparsekv.kernels.routing import route
+from sparsekv.kernels.types import (
+    BucketMeans,
+    CompletionQuery,
+    FeatureMapWeights,
+    PhiCache,
+    PhiState,
+    PhiStep,
+    QueryModel,
+    RouterScores,
+    ScoreMoments,
+)
 
 __all__ = [
-    "BucketMeans", "PhiCache", "PhiRest", "PhiStore", "RouterWeights", "ScoreMoments", "assign_buckets",
-    "attend_buckets", "attend_tokens", "bucket_tokens", "build_index", "extend_index", "mean_key_logits",
-    "merge", "moments_cap", "paged_scores", "phi_bucket_sums", "phi_cache", "phi_extend", "phi_features", "phi_partial",
-    "phi_query", "phi_remainder", "route", "routed_attention", "router_logits", "top_buckets",
+    "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
+    "RouterScores", "ScoreMoments", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
+    "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits", "bucket_mass", "bucket_tokens",
+    "build_index", "choose_tokens", "collisions", "dense_attention", "extend_index", "factored", "gather_from_host",
+    "gather_rows", "group_probability", "log_phi", "mass_cap", "mean_key_logits", "merge", "moments_cap",
+    "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "query_statistics", "read_bound",
+    "remainder", "route", "route_tokens", "routed_attention", "router_logits", "top_buckets",
 ]

@@ -1,87 +1,144 @@
-"""Exact attention over anchors and chosen tokens: split by keys, one merge, no bucket ever waited for.
+"""Exact attention over the anchors and chosen tokens: split by keys, one merge, no bucket ever waited for.
 
-A grid of `(rows · KV heads, splits)` programs cuts the anchors and the tokens to read into equal slices, whatever
-bucket a key came from, so one oversized bucket does not set the time; all query heads of a group share every key that
-is loaded. A second, small kernel merges the splits by log-sum-exp. With a completion (`PhiRest`) every chosen key also
-takes its own estimate out of the remainder, and the merge adds what is left of it under the same normalisation.
+A grid of `(queries · lists of tokens, splits)` programs cuts the anchors and the tokens to read into equal slices,
+whatever bucket a key came from, so one oversized bucket does not set the time; all query heads of a group share every
+key that is loaded. A second, small kernel merges the splits by log-sum-exp. With a completion every chosen key also
+takes its own estimate out of that of the mid region, and the merge adds what is left of it under the same
+normalisation.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import reference
-from sparsekv.kernels.completion import phi_query
-from sparsekv.kernels.reference import BucketMeans, FeatureMapWeights, PhiRest, PhiStore, RouterWeights
-from sparsekv.kernels.routing import launch as launch_route
-from sparsekv.kernels.routing import overlaps
-from sparsekv.kernels.tuning import configuration
+from sparsekv.kernels.completion import REST_EPS, phi_query, remainder
+from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge
+from sparsekv.kernels.indexing import bucket_tokens
+from sparsekv.kernels.launch import dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.routing import route, route_tokens
+from sparsekv.kernels.types import CompletionQuery, PhiStep, RouterScores
 
 MAX_SPLITS = 256
-SUM_WARPS = 4
+
+
+class Launch(NamedTuple):
+    """How the split kernel runs: keys at once, warps, programs wanted; columns and warps of the merge."""
+
+    block: int
+    warps: int
+    programs: int
+    merge_width: int = 32
+    merge_warps: int = 2
+
+
+PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 2, 512)
 
 
 def attend_tokens(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, scale: float,
-    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, rest: PhiRest | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.attend_tokens`: same arguments, same result. CUDA tensors go through Triton."""
-    regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
-                               "lengths": lengths}
-    if not q.is_cuda:
-        return reference.attend_tokens(q, k, v, indices, **regions, rest=rest)
-    return launch(q, k, v, indices, **regions, rest=rest)
+    """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
+    estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
+
+    q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
+    heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
+    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. Returns `(out [Q, Hq, d], lse [Q, Hq])`.
+    """
+    attend = launch_attend if on_device(q) else attend_tokens_reference
+    return attend(q, k, v, tokens, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
+                  lengths=lengths, log_weights=log_weights, completion=completion)
+
+
+def attend_tokens_reference(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_tokens` in plain torch, the CPU's path: what is read is gathered once, the cache is never copied."""
+    count, heads_kv, listed = q.shape[0], k.shape[1], tokens.shape[2]
+    if tokens.shape[1] == 1:
+        tokens = tokens.expand(-1, heads_kv, -1)
+        log_weights = None if log_weights is None else log_weights.expand(-1, heads_kv, -1)
+    anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
+    index = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1).to(tokens.dtype)], dim=-1)
+    heads, width = index.shape[1:]
+
+    def gathered(x: Tensor, at: Tensor) -> Tensor:
+        return gather_rows(x, at.clamp(min=0).reshape(count, heads_kv, -1)).view(count, heads, at.shape[-1], -1)
+
+    keys, values = gathered(k, index), gathered(v, index)
+    if log_weights is not None:
+        log_weights = torch.nn.functional.pad(log_weights, (0, width - listed))
+    out, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
+    if completion is None:
+        return out, lse
+    rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
+    return merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
 
 
 def attend_buckets(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float,
-    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, rest: PhiRest | None = None,
-    copies: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float, starts: Tensor,
+    sink_size: int, tail_starts: Tensor, lengths: Tensor, completion: CompletionQuery | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.attend_buckets`: same arguments, same result. On CUDA the bucket lists are read by the kernel
-    itself, so nothing waits for the host. copies: keys and values `[B, Hkv, M, d]` in the order of `order`, read
-    instead of the rows it names."""
+    """`attend_tokens` over every token of the chosen buckets (Saap §4.3): buckets `[Q, Hkv, L]`, no bucket twice. On
+    CUDA the kernel reads the index itself, so nothing waits for the host."""
     regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
-                               "lengths": lengths}
-    if not q.is_cuda:
-        return reference.attend_buckets(q, k, v, order, offsets, buckets, **regions, rest=rest)
-    return launch(q, k, v, order, offsets, buckets, **regions, rest=rest, copies=copies)
+                               "lengths": lengths, "completion": completion}
+    if on_device(q):
+        return launch_attend(q, k, v, order, offsets, buckets, **regions)
+    return attend_buckets_reference(q, k, v, order, offsets, buckets, **regions)
+
+
+def attend_buckets_reference(
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, **regions: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attend_buckets` in plain torch."""
+    return attend_tokens_reference(q, k, v, bucket_tokens(order, offsets, buckets), **regions)
 
 
 def routed_attention(
-    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, counts: Tensor, probes: int, *,
-    weights: RouterWeights | None = None, means: BucketMeans | None = None, q_router: Tensor | None = None,
-    scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
-    phi: tuple[FeatureMapWeights, Tensor, PhiStore] | None = None, copies: tuple[Tensor, Tensor] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, counts: Tensor, scores: RouterScores, *,
+    probes: int | None = None, budget: tuple[Tensor, int] | None = None, q_router: Tensor | None = None, scale: float,
+    starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, phi: PhiStep | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`route` and `attend_buckets` as one step: `(out, lse, buckets)`.
+    """A decode step of a router as one call: `(out, lse, read)`.
 
-    q_router `[B, Hq, d]`: the query in the router's space, where that is not q's. phi: maps of the queries, offset
-    `[Hq]` and the request's store complete the step by what was not read; the query's features are computed on a second
-    stream beside the router.
+    probes: buckets by Saap's rule (`route`), read `[Q, Hkv, probes]`; or budget: tokens `[Q]` and the largest of them,
+    by the budget rule (`route_tokens`), read `[Q, Hkv, widest]`. Exactly one of the two is given. q_router
+    `[Q, Hq, d]`: the query in the router's space, where that is not q's. phi completes the step by what was not read;
+    on CUDA the query's features are computed on a second stream beside the router.
     """
-    query = q if q_router is None else q_router
-    regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
-                               "lengths": lengths}
-    rest: PhiRest | None = None
-    if not q.is_cuda:
-        chosen = reference.route(query, weights, k.shape[1], probes, counts, means=means, q_means=q)
-        if phi is not None:
-            rest = phi_query(q, *phi)
-        return *reference.attend_buckets(q, k, v, order, offsets, chosen, **regions, rest=rest), chosen
-    main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
-    if phi is not None:
+    if (probes is None) == (budget is None):
+        raise ValueError("routed_attention takes exactly one of probes and budget")
+    completion: CompletionQuery | None = None
+    if phi is not None and q.is_cuda:
+        main, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            rest = phi_query(q, *phi)
-    chosen = launch_route(query, weights, k.shape[1], probes, counts, means, q)
-    if phi is not None:
+            completion = phi_query(q, *phi)
+    elif phi is not None:
+        completion = phi_query(q, *phi)
+    query = q if q_router is None else q_router
+    if probes is not None:
+        read = route(query, scores, counts, probes)
+    elif budget is not None:
+        read = route_tokens(query, scores, order, offsets, *budget)
+    if phi is not None and q.is_cuda:
         main.wait_stream(side)
-    return *launch(q, k, v, order, offsets, chosen, **regions, rest=rest, copies=copies, overlap=phi is None), chosen
+    regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
+                               "lengths": lengths, "completion": completion}
+    if on_device(q):
+        chosen = (read,) if probes is None else (order, offsets, read)
+        out, lse = launch_attend(q, k, v, *chosen, **regions, overlap=phi is None)
+    elif probes is None:
+        out, lse = attend_tokens_reference(q, k, v, read, **regions)
+    else:
+        out, lse = attend_buckets_reference(q, k, v, order, offsets, read, **regions)
+    return out, lse, read
 
 
 @functools.cache
@@ -89,76 +146,59 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def launch(
+def _key_features(completion: CompletionQuery) -> Tensor:
+    if completion.key_features is None:
+        raise ValueError("a completion of attention needs the features of the keys, found none: give key_features")
+    return completion.key_features
+
+
+def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
-    scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor, rest: PhiRest | None = None,
-    copies: tuple[Tensor, Tensor] | None = None, overlap: bool = False,
+    scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
+    log_weights: Tensor | None = None, completion: CompletionQuery | None = None, overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the CSR's order.
-    overlap: the kernel ahead in the stream is `route`'s last."""
-    from sparsekv.kernels.attend_triton import bucket_kernel, merge_kernel, split_kernel
+    """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order.
+    overlap: the kernel ahead in the stream is the router's last."""
+    from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
 
-    batch, heads_q, dim = q.shape
+    count, heads_q, dim = q.shape
     heads_kv, device = k.shape[1], q.device
-    if buckets is None and tokens.shape[1] == heads_q and heads_q != heads_kv:
-        # every query head has a list of its own: treat it as a KV head with a group of one
-        group = heads_q // heads_kv
-        k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
-        if rest is not None and rest.features is not None:
-            rest = rest._replace(features=rest.features.repeat_interleave(group, dim=1))
-        heads_kv = heads_q
-    q, k, v, tokens = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, tokens))
-    lists = [tokens] * 3 if offsets is None or buckets is None else [tokens, offsets, buckets]
+    q, k, v, tokens = (dense_last(x) for x in (q, k, v, tokens))
+    if tokens.shape[1] == 1:
+        tokens = tokens.expand(-1, heads_kv, -1)
+    weights = tokens if log_weights is None else log_weights.expand_as(tokens).contiguous()
+    index = (tokens, tokens) if offsets is None or buckets is None else (offsets, buckets)
     probes = 0 if buckets is None else buckets.shape[2]
-    listed_k, listed_v = copies if copies is not None else (k, v)
-    by_key = rest is not None and rest.features is not None
-    how = configuration("attend_phi" if by_key else "attend", device, rows=batch * heads_kv,
-                        group=heads_q // heads_kv, dim=dim, length=k.shape[2], dtype=q.dtype)
-    splits = max(1, min(MAX_SPLITS, how["programs"] // (batch * heads_kv)))
-    out = torch.empty(batch, heads_q, dim, dtype=q.dtype, device=device)
-    lse = torch.empty(batch, heads_q, dtype=torch.float32, device=device)
-    partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=device)
-    partial_rest, partial_mass, features, a, c, whole, base = partial, partial_lse, k, q, lse, lse, lse
-    cap = lse if rest is None or rest.cap is None else rest.cap
-    rest_parts = splits
-    if rest is not None:
-        a, c, whole, base = rest[:4]
-        if rest.features is not None:
-            features = rest.features
-        elif rest.bucket_s is not None and buckets is not None:
-            rest_parts = probes
-        else:
-            raise ValueError("a completion needs the features of the keys, or the sums of the buckets that are read")
-        partial_rest = torch.empty(batch, heads_q, rest_parts, dim, dtype=torch.float32, device=device)
-        partial_mass = torch.empty(batch, heads_q, rest_parts, dtype=torch.float32, device=device)
+    heads = tokens.shape[1]
+    group, width = heads_q // heads, padded(dim)
+    how = PLAIN if completion is None else COMPLETED
+    splits = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
+
+    def fresh(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=device)
+
+    out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device)
+    lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
+    taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
+    if completion is not None:
+        taken, taken_mass = torch.empty_like(partial), torch.empty_like(partial_lse)
+        key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
+    features, log_scale, mass, numerator = (x.contiguous() for x in query)
+    edges = (x.contiguous() for x in (starts, tail_starts, lengths))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
-    group, width = heads_q // heads_kv, max(16, _power_of_two(dim))
-    half = max(8 if by_key else 16, _power_of_two(group))
-    split_kernel[(batch * heads_kv, splits)](
-        q, k, v, *lists, listed_k, listed_v, features, a, starts, tail_starts, lengths, partial, partial_lse,
-        partial_rest, partial_mass, scale, tokens.shape[2], sink_size, heads_kv, q.stride(0), q.stride(1),
-        *(x for t in (k, v, listed_k, listed_v) for x in t.stride()[:3]),
-        *(x for t in lists for x in t.stride()[:2]), *features.stride()[:3],
-        PROBES=probes, PADDED_PROBES=_power_of_two(max(probes, 1)), GROUP=group, HALF=half,
-        ROWS=2 * half if by_key else half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1], PHI=by_key,
-        COPIES=copies is not None, OVERLAP=bool(pdl), BLOCK=how["block"], num_warps=how["warps"],
-        num_stages=1, **(pdl if overlap else {}))
-    if rest is not None and not by_key:
-        assert rest.bucket_s is not None and rest.bucket_z is not None and buckets is not None
-        count = a.shape[-1]
-        bucket_kernel[(batch * heads_kv, probes)](
-            buckets, a, rest.bucket_z, rest.bucket_s, partial_rest, partial_mass, heads_kv, rest.bucket_z.shape[2], dim,
-            count, buckets.stride(0), buckets.stride(1), PROBES=probes, GROUP=group, ROWS=max(16, _power_of_two(group)),
-            DIM=width, FEATURES=max(16, _power_of_two(count)), OVERLAP=bool(pdl), num_warps=SUM_WARPS, **pdl)
-    columns = min(width, how["merge_width"])
-    merge_kernel[(batch * heads_q, width // columns)](
-        partial, partial_lse, partial_rest, partial_mass, c, whole, base, cap, out, lse, reference.REST_EPS,
-        out.stride(0), out.stride(1), heads_q, splits, rest_parts, PADDED=_power_of_two(splits),
-        PADDED_REST=_power_of_two(rest_parts), DIM=dim, WIDTH=columns, PHI=rest is not None, CAPPED=cap is not lse,
-        OVERLAP=bool(pdl), num_warps=how["merge_warps"], **pdl)
+    half = max(16 if completion is None else 8, power_of_two(group))
+    split_kernel[(count * heads, splits)](
+        q, k, v, tokens, *index, weights, key_features, features, *edges, partial, partial_lse, taken,
+        taken_mass, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], *q.stride()[:2],
+        *k.stride()[:3], *v.stride()[:3], *tokens.stride()[:2], *(x for t in index for x in t.stride()[:2]),
+        *weights.stride()[:2], *key_features.stride()[:3],
+        PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
+        ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
+        PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
+        OVERLAP=bool(pdl), BLOCK=how.block, num_warps=how.warps, num_stages=1, **(pdl if overlap else {}))
+    columns = min(width, how.merge_width)
+    merge_kernel[(count * heads_q, width // columns)](
+        partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
+        out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
+        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=how.merge_warps, **pdl)
     return out, lse
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

@@ -6,20 +6,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def locate(
-    slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens,
-    PROBES: tl.constexpr, COPIES: tl.constexpr,
-):
+def locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES: tl.constexpr):
     """The tokens of a block of slots, -1 where there is none: first the list, then the anchors."""
     listed = slot < tl.minimum(num_listed, last)
     place = slot
     if PROBES > 0:
         inside = (begin[None, :] <= slot[:, None]) & (slot[:, None] < end[None, :])
         place += tl.sum(tl.where(inside, shift[None, :], 0), 1)
-    if COPIES:
-        token = place
-    else:
-        token = tl.load(tokens + place, mask=listed, other=-1).to(tl.int32)
+    token = tl.load(tokens + place, mask=listed, other=-1).to(tl.int32)
     anchor = slot - num_listed
     anchor = tl.where(anchor < sinks, start + anchor, tail + anchor - sinks)
     return tl.where(listed, token, tl.where((slot >= num_listed) & (slot < last), anchor, -1))
@@ -27,20 +21,21 @@ def locate(
 
 @triton.jit
 def split_kernel(
-    q, k, v, tokens, offsets, buckets, listed_k, listed_v, features, feature_q, starts, tail_starts, lengths,
-    partial, partial_lse, partial_rest, partial_rest_mass,
-    scale, num_listed, sink_size, heads_kv,
-    q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, lk_row, lk_head, lk_token, lv_row, lv_head,
-    lv_token, t_row, t_head, f_row, f_head, b_row, b_head, p_row, p_head, p_token,
-    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr, PHI: tl.constexpr,
-    COPIES: tl.constexpr, OVERLAP: tl.constexpr,
+    q, k, v, tokens, offsets, buckets, log_weights, key_features, features, starts, tail_starts, lengths,
+    partial, partial_lse, taken, taken_mass, scale, num_listed, sink_size, heads, per_row,
+    q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, t_row, t_head, f_row, f_head, b_row, b_head,
+    w_row, w_head, p_row, p_head, p_token,
+    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """One slice of the listed tokens and the anchors. Of the rows of a product the first HALF are the queries of the
-    group; with PHI the others are their features, whose estimates take the place of the weights."""
-    row = (tl.program_id(0) // heads_kv).to(tl.int64)
-    head = (tl.program_id(0) % heads_kv).to(tl.int64)
+    """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
+    the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
+    estimates take the place of the weights."""
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
+    cache_row, kv_head = row // per_row, head // LISTS
     start = tl.load(starts + row).to(tl.int32)
     tail = tl.load(tail_starts + row).to(tl.int32)
     length = tl.load(lengths + row).to(tl.int32)
@@ -49,32 +44,34 @@ def split_kernel(
     wide = (width < DIM)[None, :]
     query = tl.load(q + row * q_row + (head * GROUP + group)[:, None] * q_head + width[None, :],
                     mask=(group < GROUP)[:, None] & wide, other=0.0)
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    listed_k += row * lk_row + head * lk_head
-    listed_v += row * lv_row + head * lv_head
-    features += row * p_row + head * p_head
-    tokens += row * t_row + head * t_head
+    k += cache_row * k_row + kv_head * k_head
+    v += cache_row * v_row + kv_head * v_head
+    key_features += cache_row * p_row + kv_head * p_head
+    log_weights += row * w_row + head * w_head
     if OVERLAP:
         gdc_wait()
     begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
     if PROBES > 0:
-        # the chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the CSR
+        # the chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the index
+        tokens += cache_row * t_row + head * t_head
         probe = tl.arange(0, PADDED_PROBES)
         bucket = tl.load(buckets + row * b_row + head * b_head + probe, mask=probe < PROBES, other=-1)
-        at_bucket = offsets + row * f_row + head * f_head + tl.maximum(bucket, 0)
+        at_bucket = offsets + cache_row * f_row + head * f_head + tl.maximum(bucket, 0)
         from_token = tl.load(at_bucket, mask=bucket >= 0, other=0)
         size = tl.load(at_bucket + 1, mask=bucket >= 0, other=0) - from_token
         end = tl.cumsum(size, 0)
         begin = end - size
         shift = from_token - begin
         num_listed = tl.sum(size, 0)
+    else:
+        tokens += row * t_row + head * t_head
     if PHI:
         estimates = group >= HALF
-        feature = tl.arange(0, FEATURES)
-        at_feature = feature_q + ((row * heads_kv + head) * GROUP + group - HALF)[:, None] * FEATURES
-        query_features = tl.load(at_feature + feature[None, :],
-                                 mask=(estimates & (group < HALF + GROUP))[:, None], other=0.0)
+        feature = tl.arange(0, PADDED_FEATURES)
+        there = (feature < FEATURES)[None, :]
+        query_features = tl.load(
+            features + ((row * heads + head) * GROUP + group - HALF)[:, None] * FEATURES + feature[None, :],
+            mask=(estimates & (group < HALF + GROUP))[:, None] & there, other=0.0)
     sinks = tl.minimum(sink_size, tl.maximum(tl.minimum(tail, length) - start, 0))
     total = num_listed + sinks + tl.maximum(length - tail, 0)
     parts = tl.num_programs(1)
@@ -85,28 +82,25 @@ def split_kernel(
     mass = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     slot = split * per_split + tl.arange(0, BLOCK)
-    token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES, COPIES=COPIES)
+    token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
     for at in range(split * per_split, last, BLOCK):
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
         mask = valid[:, None] & wide
-        listed = slot < num_listed
-        if COPIES:
-            from_k = tl.where(listed[:, None], listed_k + place[:, None] * lk_token, k + place[:, None] * k_token)
-            from_v = tl.where(listed[:, None], listed_v + place[:, None] * lv_token, v + place[:, None] * v_token)
-        else:
-            from_k = k + place[:, None] * k_token
-            from_v = v + place[:, None] * v_token
-        # everything a block needs is asked for at once, and the next block's tokens with it
-        key = tl.load(from_k + width[None, :], mask=mask, other=0.0)
-        value = tl.load(from_v + width[None, :], mask=mask, other=0.0)
+        listed = valid & (slot < num_listed)
+        # everything a block needs is fetched at once, and the next block's tokens with it
+        key = tl.load(k + place[:, None] * k_token + width[None, :], mask=mask, other=0.0)
+        value = tl.load(v + place[:, None] * v_token + width[None, :], mask=mask, other=0.0)
         if PHI:
-            feature_k = tl.load(features + place[:, None] * p_token + feature[None, :],
-                                mask=(valid & listed)[:, None], other=0.0)
+            feature_k = tl.load(key_features + place[:, None] * p_token + feature[None, :],
+                                mask=listed[:, None] & there, other=0.0)
+        if WEIGHTED:
+            added = tl.load(log_weights + slot, mask=listed, other=0.0).to(tl.float32)
         slot = at + BLOCK + tl.arange(0, BLOCK)
-        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES,
-                       COPIES=COPIES)
+        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
+        if WEIGHTED:
+            score += added[None, :]
         score = tl.where(valid[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         if PHI:
@@ -129,7 +123,7 @@ def split_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = ((row * heads_kv + head) * GROUP + group) * parts + split
+    slot_out = ((row * heads + head) * GROUP + group) * parts + split
     kept = group < GROUP
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial_lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
@@ -137,16 +131,16 @@ def split_kernel(
     if PHI:
         slot_out -= HALF * parts
         kept = estimates & (group < HALF + GROUP)
-        tl.store(partial_rest_mass + slot_out, mass, mask=kept)
-        tl.store(partial_rest + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
+        tl.store(taken_mass + slot_out, mass, mask=kept)
+        tl.store(taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
 
 
 @triton.jit
 def merge_kernel(
-    partial, partial_lse, partial_rest, partial_rest_mass, shift_q, whole, base, cap, out, out_lse, eps, o_row,
-    o_head, heads_q, parts, rest_parts,
-    PADDED: tl.constexpr, PADDED_REST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr,
-    CAPPED: tl.constexpr, OVERLAP: tl.constexpr,
+    partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, cap, out, out_lse, eps, o_row, o_head, heads_q,
+    parts,
+    PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr, CAPPED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program a query head and WIDTH of its columns."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
@@ -159,65 +153,31 @@ def merge_kernel(
         gdc_wait()
     lse = tl.load(partial_lse + at * parts + part, mask=part < parts, other=float("-inf"))
     place = (at * parts + part)[:, None] * DIM + width[None, :]
-    values = tl.load(partial + place, mask=(part < parts)[:, None] & wide[None, :], other=0.0)
+    kept = (part < parts)[:, None] & wide[None, :]
+    values = tl.load(partial + place, mask=kept, other=0.0)
     top = tl.max(lse, 0)
     if PHI:
-        part = tl.arange(0, PADDED_REST)
-        place = (at * rest_parts + part)[:, None] * DIM + width[None, :]
-        taken = tl.load(partial_rest + place, mask=(part < rest_parts)[:, None] & wide[None, :], other=0.0)
-        taken_mass = tl.load(partial_rest_mass + at * rest_parts + part, mask=part < rest_parts, other=0.0)
-        all_mass = tl.load(whole + at)
-        left = all_mass - tl.sum(taken_mass, 0)
-        estimate = tl.load(base + at * DIM + width, mask=wide, other=0.0) - tl.sum(taken, 0)
+        read = tl.load(taken + place, mask=kept, other=0.0)
+        read_mass = tl.load(taken_mass + at * parts + part, mask=part < parts, other=0.0)
+        all_mass = tl.load(mass + at)
+        left = all_mass - tl.sum(read_mass, 0)
+        estimate = tl.load(numerator + at * DIM + width, mask=wide, other=0.0) - tl.sum(read, 0)
         live = left > eps * all_mass
         left = tl.where(live, left, 0.0)
         estimate = tl.where(live, estimate, 0.0)
-        c = tl.load(shift_q + at)
+        log = tl.load(log_scale + at)
         if CAPPED:
-            c = tl.minimum(c, tl.load(cap + at) - tl.log(tl.where(live, left, 1.0)))
-        c = tl.where(live, c, float("-inf"))
-        top = tl.maximum(top, c)
+            log = tl.minimum(log, tl.load(cap + at) - tl.log(tl.where(live, left, 1.0)))
+        log = tl.where(live, log, float("-inf"))
+        top = tl.maximum(top, log)
     safe = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(lse - safe)
     total = tl.sum(weight, 0)
     result = tl.sum(values * weight[:, None], 0)
     if PHI:
-        total += left * tl.exp(c - safe)
-        result += estimate * tl.exp(c - safe)
+        total += left * tl.exp(log - safe)
+        result += estimate * tl.exp(log - safe)
     result = result / tl.where(total > 0, total, 1.0)
     tl.store(out + row * o_row + head * o_head + width, result.to(out.dtype.element_ty), mask=wide)
     if tl.program_id(1) == 0:
         tl.store(out_lse + at, tl.where(total > 0, tl.log(tl.maximum(total, 1e-38)) + safe, float("-inf")))
-
-
-@triton.jit
-def bucket_kernel(
-    buckets, feature_q, bucket_z, bucket_s, partial_rest, partial_rest_mass, heads_kv, num_buckets, dim, features,
-    b_row, b_head,
-    PROBES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """What one chosen bucket's sums hold of the estimate of every head of the group."""
-    row = (tl.program_id(0) // heads_kv).to(tl.int64)
-    head = (tl.program_id(0) % heads_kv).to(tl.int64)
-    probe = tl.program_id(1)
-    group, feature, width = tl.arange(0, ROWS), tl.arange(0, FEATURES), tl.arange(0, DIM)
-    wide = width < dim
-    if OVERLAP:
-        gdc_wait()
-    bucket = tl.load(buckets + row * b_row + head * b_head + probe)
-    kept = feature < tl.where(bucket >= 0, features, 0)
-    at = (row * heads_kv + head) * num_buckets + tl.maximum(bucket, 0)
-    sums = tl.load(bucket_s + (at * features + feature)[:, None] * dim + width[None, :],
-                   mask=kept[:, None] & wide[None, :], other=0.0)
-    mass = tl.load(bucket_z + at * features + feature, mask=kept, other=0.0).to(tl.float32)
-    place = (row * heads_kv + head) * GROUP + group
-    a = tl.load(feature_q + place[:, None] * features + feature[None, :],
-                mask=(group < GROUP)[:, None] & kept[None, :], other=0.0)
-    if OVERLAP:
-        gdc_launch_dependents()
-    out = tl.dot(a.to(sums.dtype), sums, input_precision="ieee")
-    whole = tl.sum(a.to(tl.float32) * mass[None, :], 1)
-    tl.store(partial_rest_mass + place * PROBES + probe, whole, mask=group < GROUP)
-    tl.store(partial_rest + (place * PROBES + probe)[:, None] * dim + width[None, :], out,
-             mask=(group < GROUP)[:, None] & wide[None, :])

@@ -1,18 +1,21 @@
-"""Sums over the attention of sampled queries, scores kept in registers: what capture's statistics are made of.
+"""Where the attention of sampled queries lies: what capture's statistics are made of.
 
-Triton only: the plain-torch twin is `capture/statistics.py`, whose results these must equal. A program owns a block of
-queries of one head and one stretch of the keys; small kernels put the stretches together, always in the same order, so
-that the same input gives the same bytes.
+On CUDA scores stay in registers: a program owns a block of queries of one head and one stretch of the keys; small
+kernels put the stretches together, always in the same order, so that the same input gives the same bytes.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+import math
 
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.launch import NEG_INF, on_device, padded
+
+TILE_ELEMENTS = 4_000_000
+BINS = 512
+TARGETS = (0.75, 0.95)
 ROWS = 64
 BLOCK = 64
 ABOVE_BLOCK = 16
@@ -22,24 +25,149 @@ SLOTS = 128
 STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
 
 
+def query_statistics(
+    queries_rot: Tensor, keys_rot: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
+) -> dict[str, Tensor]:
+    """Where the mass of each query lies.
+
+    queries_rot `[Hq, T, d]` and keys_rot `[Hkv, N, d]` with RoPE; positions `[T]`, rising: query t attends to the keys
+    `0..position`. The sink is the first `sink_size` keys, the tail the last `window_size` up to and including the
+    query's own position, the mid region what lies between. Returns, each `[Hq, T]`:
+
+    - `lse`, `lse_mid`: log-sum-exp of the scores over all visible keys and over the mid region (−inf if empty) [nats];
+    - `mass_sink`, `mass_tail`, `mass_mid`: shares of the attention, summing to one (a key in both counts as sink);
+    - `top1_position` (int32), `top1_score`: the best key outside the sink, and its scaled score (−1 and −inf if none);
+    - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1;
+    - `cover75`, `cover95` (int32): the fewest keys that hold 75 % and 95 % of the attention, found by a search over
+      thresholds: exact but for keys whose scores lie within 0.3 nats of the last one counted.
+    """
+    launch = launch_statistics if on_device(queries_rot) else query_statistics_reference
+    return launch(queries_rot, keys_rot, positions, scale=scale, sink_size=sink_size, window_size=window_size)
+
+
+def query_statistics_reference(
+    queries_rot: Tensor, keys_rot: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
+) -> dict[str, Tensor]:
+    """`query_statistics` in plain torch, a tile of queries at a time."""
+    heads_q, count, _ = queries_rot.shape
+    tile = max(1, min(count, TILE_ELEMENTS // max(1, heads_q * keys_rot.shape[1])))
+    parts = [_tile(queries_rot[:, a:a + tile], keys_rot, positions[a:a + tile], scale, sink_size, window_size)
+             for a in range(0, count, tile)]
+    return {name: torch.cat([p[name] for p in parts], dim=1) for name in parts[0]}
+
+
+def _tile(queries: Tensor, keys: Tensor, positions: Tensor, scale: float, sink: int, window: int) -> dict[str, Tensor]:
+    heads_q, count, dim = queries.shape
+    visible = int(positions.max()) + 1
+    keys = keys[:, :visible]
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    grouped = queries.to(dtype).reshape(keys.shape[0], heads_q // keys.shape[0] * count, dim)
+    scores = ((grouped * scale) @ keys.to(dtype).mT).reshape(heads_q, count, visible)
+    column = torch.arange(visible, device=keys.device)
+    place = positions[:, None]
+    scores.masked_fill_(column > place, NEG_INF)
+    top = scores.amax(-1, keepdim=True)
+    relative = (scores - top).clamp_(min=-1e4)
+    weights = torch.exp(relative)
+    total = weights.sum(-1)
+    cover = _coverage(relative, weights, total)
+    sink_sum = weights[..., :sink].sum(-1)
+    score, best = (scores[..., sink:].max(-1) if visible > sink else
+                   (total.new_full(total.shape, NEG_INF), total.long()))
+    # from here on only the mid region: where it starts is one column for all, where it ends differs by row
+    start, stop = sink, max(sink, int(positions.max()) + 1 - window)
+    weights = weights[..., start:stop].masked_fill_(column[start:stop] > place - window, 0.0)
+    mid_sum = weights.sum(-1)
+    energy = (weights.reshape(-1, 1, stop - start) @ relative[..., start:stop].reshape(-1, stop - start, 1)
+              ).reshape(mid_sum.shape)
+    size = (positions - window + 1 - sink).clamp(min=0).expand(heads_q, count)
+    return _finish(top[..., 0], total, sink_sum, mid_sum, energy, score, best + sink, size) | cover
+
+
+def _finish(
+    top: Tensor, total: Tensor, sink_sum: Tensor, mid_sum: Tensor, energy: Tensor, score: Tensor, best: Tensor,
+    size: Tensor,
+) -> dict[str, Tensor]:
+    """The statistics from the sums of `exp(s − top)`; `energy = Σ_mid exp(s − top) (s − top)`; all `[Hq, T]`."""
+    safe = mid_sum.clamp(min=torch.finfo(mid_sum.dtype).tiny)
+    entropy = (safe.log() - energy / safe) / size.clamp(min=2).to(safe.dtype).log()
+    return {
+        "lse": total.log() + top,
+        "lse_mid": torch.where(mid_sum > 0, safe.log() + top, NEG_INF),
+        "top1_position": torch.where(torch.isinf(score), -1, best).to(torch.int32),
+        "top1_score": score,
+        "mass_sink": sink_sum / total,
+        "mass_tail": ((total - sink_sum - mid_sum) / total).clamp(min=0.0),
+        "mass_mid": mid_sum / total,
+        "entropy_mid": torch.where((size >= 2) & (mid_sum > 0), entropy, 0.0).clamp(0.0, 1.0),
+    }
+
+
+def search_depth(visible: int) -> float:
+    """How far below the log-sum-exp the search looks [nats]: keys of a share under `0.05 / N` hold less than 5 %."""
+    return math.log(max(visible, 2)) + 3.05
+
+
+def _coverage(relative: Tensor, weights: Tensor, total: Tensor) -> dict[str, Tensor]:
+    """Coverage counts from a histogram of the depths `lse − s`; relative, weights `[Hq, t, N]`, total `[Hq, t]`."""
+    rows, visible = total.numel(), relative.shape[-1]
+    width = search_depth(visible) / BINS
+    bins = ((total.log()[..., None] - relative) * (1 / width)).clamp_(0, BINS).to(torch.int64).reshape(rows, visible)
+    bins += (torch.arange(rows, device=bins.device) * (BINS + 1))[:, None]
+    size = rows * (BINS + 1)
+    counts = torch.bincount(bins.reshape(-1), minlength=size).reshape(rows, -1)
+    masses = torch.bincount(bins.reshape(-1), weights.reshape(-1), minlength=size).reshape(rows, -1)
+    summed = masses.cumsum(-1)
+    found = {}
+    for target in TARGETS:
+        goal = (target * total.double()).reshape(rows, 1)
+        at = torch.searchsorted(summed, goal).clamp(max=BINS)
+        mass, count = masses.gather(1, at), counts.gather(1, at)
+        before = summed.gather(1, at) - mass
+        keys = counts.cumsum(-1).gather(1, at) - count
+        found[_name(target)] = _interpolate(keys, count, goal - before, mass).reshape(total.shape)
+    return found
+
+
+def _interpolate(keys: Tensor, count: Tensor, missing: Tensor, mass: Tensor) -> Tensor:
+    """`keys` counted, `missing` mass to be found among the `count` keys of a narrow bin that holds `mass`."""
+    more = torch.ceil(missing * count / mass.clamp(min=torch.finfo(mass.dtype).tiny) - 1e-6)
+    return (keys + more.clamp(min=0).minimum(count.to(more.dtype))).clamp(min=1).to(torch.int32)
+
+
+def _name(target: float) -> str:
+    return f"cover{round(100 * target)}"
+
+
+def launch_statistics(
+    queries_rot: Tensor, keys_rot: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
+) -> dict[str, Tensor]:
+    """`query_statistics` through Triton: one pass over the keys for the sums, two for the coverage counts."""
+    found = mass_summary(queries_rot, keys_rot, positions, scale=scale, sink_size=sink_size, window_size=window_size)
+    counts = coverage(queries_rot, keys_rot, positions, found["lse"], TARGETS, scale=scale,
+                      depth=search_depth(keys_rot.shape[1]))
+    return found | {_name(target): count for target, count in zip(TARGETS, counts, strict=True)}
+
+
 def mass_summary(
     queries: Tensor, keys: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
 ) -> dict[str, Tensor]:
     """queries `[Hq, T, d]`, keys `[Hkv, N, d]` with RoPE, positions `[T]` -> the statistics of `query_statistics`, but
     for the coverage counts, `[Hq, T]` each."""
+    from sparsekv.kernels.attention_mass_triton import merge_kernel, summary_kernel
+
     heads_q, count, dim = queries.shape
     queries, positions = queries.contiguous(), positions.to(torch.int32)
     rows = heads_q * count
     span, splits = _stretches(heads_q, count, keys.shape[1])
-    summary, merge, _, _ = kernels()
     part = queries.new_empty(splits, 6, rows, dtype=torch.float32)
     part_best, best = (queries.new_empty(*shape, dtype=torch.int32) for shape in ((splits, rows), (heads_q, count)))
     out = queries.new_empty(len(STATISTICS), heads_q, count, dtype=torch.float32)
-    summary[(-(-count // ROWS), heads_q, splits)](
+    summary_kernel[(-(-count // ROWS), heads_q, splits)](
         queries, keys, positions, part, part_best, scale, count, sink_size, window_size, rows, span, keys.stride(0),
-        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=BLOCK,
+        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=BLOCK,
         num_warps=4, num_stages=2)
-    merge[(-(-rows // SLOTS),)](
+    merge_kernel[(-(-rows // SLOTS),)](
         part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=SLOTS, num_warps=4)
     return dict(zip(STATISTICS, out.unbind(0), strict=True)) | {"top1_position": best}
 
@@ -52,21 +180,22 @@ def coverage(
 
     lse `[Hq, T]`. The first pass sums above eight edges, which cut the depths `lse − s` from 0 to `depth` [nats] into
     ninths; the second cuts the ninth in which a share is reached into fifths. Within a fifth depths count as even."""
+    from sparsekv.kernels.attention_mass_triton import above_kernel, narrow_kernel
+
     heads_q, count, dim = queries.shape
     queries, positions, lse = queries.contiguous(), positions.to(torch.int32), lse.contiguous()
     rows = heads_q * count
     span, splits = _stretches(heads_q, count, keys.shape[1])
-    _, _, above, narrow = kernels()
     # low, high, and the mass and the number of keys above each of them
     bracket = queries.new_empty(6, 2, heads_q, count, dtype=torch.float32)
     part = queries.new_empty(splits, 16, rows, dtype=torch.float32)
     found = queries.new_empty(2, heads_q, count, dtype=torch.int32)
     for first in (True, False):
-        above[(-(-count // ROWS), heads_q, splits)](
+        above_kernel[(-(-count // ROWS), heads_q, splits)](
             queries, keys, positions, bracket, lse, part, scale, depth, count, rows, span, keys.stride(0),
-            keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=_padded(dim), BLOCK=ABOVE_BLOCK,
+            keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=ABOVE_BLOCK,
             FIRST=first, num_warps=ABOVE_WARPS, num_stages=2)
-        narrow[(-(-rows // SLOTS), 2)](
+        narrow_kernel[(-(-rows // SLOTS), 2)](
             bracket, part, positions, found, *targets, depth, count, rows, splits, SLOTS=SLOTS, FIRST=first,
             num_warps=4)
     return found[0], found[1]
@@ -77,285 +206,3 @@ def _stretches(heads: int, count: int, keys: int) -> tuple[int, int]:
     wanted = max(1, PROGRAMS // (heads * -(-count // ROWS)))
     span = max(4 * BLOCK, -(-keys // (wanted * BLOCK)) * BLOCK)
     return span, -(-keys // span)
-
-
-def _padded(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())
-
-
-@functools.cache
-def kernels() -> tuple[Any, ...]:
-    """The jitted kernels; importing Triton waits until they are wanted."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def summary_kernel(
-        q, k, positions, part, part_best, scale, count, sink, window, rows, span, k_head, k_token,
-        GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ):
-        """Sums over one stretch, relative to its own largest score."""
-        head = tl.program_id(1).to(tl.int64)
-        stretch = tl.program_id(2).to(tl.int64)
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        width = tl.arange(0, WIDTH)
-        column = tl.arange(0, BLOCK)
-        place = tl.load(positions + row, mask=row < count, other=0)
-        query = tl.load(q + (head * count + row)[:, None] * DIM + width[None, :],
-                        mask=(row < count)[:, None] & (width < DIM)[None, :], other=0.0)
-        key_base = k + (head // GROUP) * k_head
-        # finite, so that a stretch in which a query sees nothing adds nothing
-        top = tl.full([ROWS], -1.0e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        sinks = tl.zeros([ROWS], tl.float32)
-        middle = tl.zeros([ROWS], tl.float32)
-        energy = tl.zeros([ROWS], tl.float32)
-        score_best = tl.full([ROWS], float("-inf"), tl.float32)
-        at_best = tl.zeros([ROWS], tl.int32)
-        first = tl.program_id(2) * span
-        last = tl.minimum(tl.max(place, 0) + 1, first + span)
-        for at in range(first, last, BLOCK):
-            token = at + column
-            key = tl.load(key_base + token.to(tl.int64)[:, None] * k_token + width[None, :],
-                          mask=(token < last)[:, None] & (width < DIM)[None, :], other=0.0)
-            score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            score = tl.where((token[None, :] <= place[:, None]) & (token < last)[None, :], score, float("-inf"))
-            higher = tl.maximum(top, tl.max(score, 1))
-            keep = tl.exp(top - higher)
-            relative = tl.maximum(score - higher[:, None], -10000.0)
-            weight = tl.exp(relative)
-            energy = tl.where(middle > 0, keep * (energy + middle * (top - higher)), 0.0)
-            total = total * keep + tl.sum(weight, 1)
-            sinks = sinks * keep + tl.sum(tl.where(token[None, :] < sink, weight, 0.0), 1)
-            inside = (token[None, :] >= sink) & (token[None, :] <= place[:, None] - window)
-            weight = tl.where(inside, weight, 0.0)
-            middle = middle * keep + tl.sum(weight, 1)
-            energy += tl.sum(weight * relative, 1)
-            outside = tl.where(token[None, :] >= sink, score, float("-inf"))
-            here = tl.max(outside, 1)
-            where = tl.min(tl.where(outside == here[:, None], token[None, :], 2147483647), 1)
-            at_best = tl.where(here > score_best, where, at_best)
-            score_best = tl.maximum(score_best, here)
-            top = higher
-        plane = rows.to(tl.int64)
-        slot = head * count + row
-        base = part + stretch * 6 * plane + slot
-        tl.store(base, top, mask=row < count)
-        tl.store(base + plane, total, mask=row < count)
-        tl.store(base + 2 * plane, sinks, mask=row < count)
-        tl.store(base + 3 * plane, middle, mask=row < count)
-        tl.store(base + 4 * plane, energy, mask=row < count)
-        tl.store(base + 5 * plane, score_best, mask=row < count)
-        tl.store(part_best + stretch * plane + slot, at_best, mask=row < count)
-
-    @triton.jit
-    def merge_kernel(part, part_best, positions, out, best, count, sink, window, rows, splits, SLOTS: tl.constexpr):
-        """All stretches of a query together, and the statistics from the sums."""
-        slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-        there = slot < rows
-        plane = rows.to(tl.int64)
-        top = tl.full([SLOTS], -1.0e30, tl.float32)
-        total = tl.zeros([SLOTS], tl.float32)
-        sinks = tl.zeros([SLOTS], tl.float32)
-        middle = tl.zeros([SLOTS], tl.float32)
-        energy = tl.zeros([SLOTS], tl.float32)
-        score_best = tl.full([SLOTS], float("-inf"), tl.float32)
-        at_best = tl.full([SLOTS], -1, tl.int32)
-        for stretch in range(splits):
-            base = part + stretch * 6 * plane + slot
-            its_top = tl.load(base, mask=there, other=-1.0e30)
-            its_middle = tl.load(base + 3 * plane, mask=there, other=0.0)
-            its_energy = tl.load(base + 4 * plane, mask=there, other=0.0)
-            its_score = tl.load(base + 5 * plane, mask=there, other=float("-inf"))
-            higher = tl.maximum(top, its_top)
-            keep, its = tl.exp(top - higher), tl.exp(its_top - higher)
-            mine = tl.where(middle > 0, keep * (energy + middle * (top - higher)), 0.0)
-            energy = mine + tl.where(its_middle > 0, its * (its_energy + its_middle * (its_top - higher)), 0.0)
-            total = total * keep + its * tl.load(base + plane, mask=there, other=0.0)
-            sinks = sinks * keep + its * tl.load(base + 2 * plane, mask=there, other=0.0)
-            middle = middle * keep + its * its_middle
-            at_best = tl.where(its_score > score_best,
-                               tl.load(part_best + stretch * plane + slot, mask=there, other=-1), at_best)
-            score_best = tl.maximum(score_best, its_score)
-            top = higher
-        total = tl.where(there, total, 1.0)
-        safe = tl.maximum(middle, 1.17549435e-38)
-        place = tl.load(positions + slot % count, mask=there, other=0)
-        size = tl.maximum(place - window + 1 - sink, 0)
-        entropy = (tl.log(safe) - energy / safe) / tl.log(tl.maximum(size, 2).to(tl.float32))
-        entropy = tl.where((size >= 2) & (middle > 0), tl.minimum(tl.maximum(entropy, 0.0), 1.0), 0.0)
-        tl.store(out + slot, tl.log(total) + top, mask=there)
-        tl.store(out + plane + slot, tl.where(middle > 0, tl.log(safe) + top, float("-inf")), mask=there)
-        tl.store(out + 2 * plane + slot, score_best, mask=there)
-        tl.store(out + 3 * plane + slot, sinks / total, mask=there)
-        tl.store(out + 4 * plane + slot, tl.maximum((total - sinks - middle) / total, 0.0), mask=there)
-        tl.store(out + 5 * plane + slot, middle / total, mask=there)
-        tl.store(out + 6 * plane + slot, entropy, mask=there)
-        tl.store(best + slot, at_best, mask=there)
-
-    @triton.jit
-    def above_kernel(
-        q, k, positions, bracket, lse, part, scale, depth, count, rows, span, k_head, k_token,
-        GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-        FIRST: tl.constexpr,
-    ):
-        """Share of the attention and number of keys of one stretch above eight edges: those between the ninths of the
-        whole depth, or those between the fifths of either bracket."""
-        head = tl.program_id(1).to(tl.int64)
-        stretch = tl.program_id(2).to(tl.int64)
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        width = tl.arange(0, WIDTH)
-        column = tl.arange(0, BLOCK)
-        place = tl.load(positions + row, mask=row < count, other=0)
-        query = tl.load(q + (head * count + row)[:, None] * DIM + width[None, :],
-                        mask=(row < count)[:, None] & (width < DIM)[None, :], other=0.0)
-        slot = head * count + row
-        plane = rows.to(tl.int64)
-        norm = tl.load(lse + slot, mask=row < count, other=0.0)
-        if FIRST:
-            step0 = tl.zeros([ROWS], tl.float32) + depth / 9
-            step1 = step0
-            low0 = tl.zeros([ROWS], tl.float32)
-            low1 = 4 * step0
-        else:
-            low0 = tl.load(bracket + slot, mask=row < count, other=0.0)
-            low1 = tl.load(bracket + plane + slot, mask=row < count, other=0.0)
-            step0 = (tl.load(bracket + 2 * plane + slot, mask=row < count, other=0.0) - low0) * 0.2
-            step1 = (tl.load(bracket + 3 * plane + slot, mask=row < count, other=0.0) - low1) * 0.2
-        t0 = (norm - (low0 + step0))[:, None]
-        t1 = (norm - (low0 + 2 * step0))[:, None]
-        t2 = (norm - (low0 + 3 * step0))[:, None]
-        t3 = (norm - (low0 + 4 * step0))[:, None]
-        t4 = (norm - (low1 + step1))[:, None]
-        t5 = (norm - (low1 + 2 * step1))[:, None]
-        t6 = (norm - (low1 + 3 * step1))[:, None]
-        t7 = (norm - (low1 + 4 * step1))[:, None]
-        # one accumulator an edge and element of the tile: nothing is summed across threads before the end
-        m0 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n0 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m1 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n1 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m2 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n2 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m3 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n3 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m4 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n4 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m5 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n5 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m6 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n6 = tl.zeros([ROWS, BLOCK], tl.float32)
-        m7 = tl.zeros([ROWS, BLOCK], tl.float32)
-        n7 = tl.zeros([ROWS, BLOCK], tl.float32)
-        key_base = k + (head // GROUP) * k_head
-        first = tl.program_id(2) * span
-        last = tl.minimum(tl.max(place, 0) + 1, first + span)
-        for at in range(first, last, BLOCK):
-            token = at + column
-            key = tl.load(key_base + token.to(tl.int64)[:, None] * k_token + width[None, :],
-                          mask=(token < last)[:, None] & (width < DIM)[None, :], other=0.0)
-            score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            score = tl.where((token[None, :] <= place[:, None]) & (token < last)[None, :], score, float("-inf"))
-            weight = tl.exp(score - norm[:, None])
-            m0 += tl.where(score >= t0, weight, 0.0)
-            n0 += tl.where(score >= t0, 1.0, 0.0)
-            m1 += tl.where(score >= t1, weight, 0.0)
-            n1 += tl.where(score >= t1, 1.0, 0.0)
-            m2 += tl.where(score >= t2, weight, 0.0)
-            n2 += tl.where(score >= t2, 1.0, 0.0)
-            m3 += tl.where(score >= t3, weight, 0.0)
-            n3 += tl.where(score >= t3, 1.0, 0.0)
-            m4 += tl.where(score >= t4, weight, 0.0)
-            n4 += tl.where(score >= t4, 1.0, 0.0)
-            m5 += tl.where(score >= t5, weight, 0.0)
-            n5 += tl.where(score >= t5, 1.0, 0.0)
-            m6 += tl.where(score >= t6, weight, 0.0)
-            n6 += tl.where(score >= t6, 1.0, 0.0)
-            m7 += tl.where(score >= t7, weight, 0.0)
-            n7 += tl.where(score >= t7, 1.0, 0.0)
-        base = part + stretch * 16 * plane + slot
-        tl.store(base, tl.sum(m0, 1), mask=row < count)
-        tl.store(base + plane, tl.sum(m1, 1), mask=row < count)
-        tl.store(base + 2 * plane, tl.sum(m2, 1), mask=row < count)
-        tl.store(base + 3 * plane, tl.sum(m3, 1), mask=row < count)
-        tl.store(base + 4 * plane, tl.sum(n0, 1), mask=row < count)
-        tl.store(base + 5 * plane, tl.sum(n1, 1), mask=row < count)
-        tl.store(base + 6 * plane, tl.sum(n2, 1), mask=row < count)
-        tl.store(base + 7 * plane, tl.sum(n3, 1), mask=row < count)
-        tl.store(base + 8 * plane, tl.sum(m4, 1), mask=row < count)
-        tl.store(base + 9 * plane, tl.sum(m5, 1), mask=row < count)
-        tl.store(base + 10 * plane, tl.sum(m6, 1), mask=row < count)
-        tl.store(base + 11 * plane, tl.sum(m7, 1), mask=row < count)
-        tl.store(base + 12 * plane, tl.sum(n4, 1), mask=row < count)
-        tl.store(base + 13 * plane, tl.sum(n5, 1), mask=row < count)
-        tl.store(base + 14 * plane, tl.sum(n6, 1), mask=row < count)
-        tl.store(base + 15 * plane, tl.sum(n7, 1), mask=row < count)
-
-    @triton.jit
-    def narrow_kernel(
-        bracket, part, positions, found, goal0, goal1, depth, count, rows, splits,
-        SLOTS: tl.constexpr, FIRST: tl.constexpr,
-    ):
-        """Keep the ninth, then its fifth, in which the goal is reached; then count, within it by interpolation."""
-        which = tl.program_id(1)
-        goal = tl.where(which == 0, goal0, goal1)
-        slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-        there = slot < rows
-        plane = rows.to(tl.int64)
-        at = bracket + which * plane + slot
-        if FIRST:
-            low = tl.zeros([SLOTS], tl.float32)
-            high = low + depth
-            mass_low = low
-            count_low = low
-            mass_high = low + 1.0
-            count_high = (tl.load(positions + slot % count, mask=there, other=0) + 1).to(tl.float32)
-            step = low + depth / 9
-        else:
-            low = tl.load(at, mask=there, other=0.0)
-            high = tl.load(at + 2 * plane, mask=there, other=0.0)
-            mass_low = tl.load(at + 4 * plane, mask=there, other=0.0)
-            count_low = tl.load(at + 6 * plane, mask=there, other=0.0)
-            mass_high = tl.load(at + 8 * plane, mask=there, other=1.0)
-            count_high = tl.load(at + 10 * plane, mask=there, other=1.0)
-            step = (high - low) * 0.2
-        start = low
-        reached = tl.zeros([SLOTS], tl.int32)
-        for edge in tl.static_range(8 if FIRST else 4):
-            # planes of `part`: four masses and four numbers of either bracket
-            if FIRST:
-                index = (edge // 4) * 8 + edge % 4
-            else:
-                index = which * 8 + edge
-            mass = tl.zeros([SLOTS], tl.float32)
-            number = tl.zeros([SLOTS], tl.float32)
-            for stretch in range(splits):
-                base = part + (stretch * 16 + index) * plane + slot
-                mass += tl.load(base, mask=there, other=0.0)
-                number += tl.load(base + 4 * plane, mask=there, other=0.0)
-            here = start + (edge + 1) * step
-            below = (mass < goal) & (reached == 0)
-            ends = (mass >= goal) & (reached == 0)
-            low = tl.where(below, here, low)
-            mass_low = tl.where(below, mass, mass_low)
-            count_low = tl.where(below, number, count_low)
-            high = tl.where(ends, here, high)
-            mass_high = tl.where(ends, mass, mass_high)
-            count_high = tl.where(ends, number, count_high)
-            reached = tl.where(ends, 1, reached)
-        if FIRST:
-            tl.store(at, low, mask=there)
-            tl.store(at + 2 * plane, high, mask=there)
-            tl.store(at + 4 * plane, mass_low, mask=there)
-            tl.store(at + 6 * plane, count_low, mask=there)
-            tl.store(at + 8 * plane, mass_high, mask=there)
-            tl.store(at + 10 * plane, count_high, mask=there)
-        else:
-            width = tl.maximum(high - low, 1e-6)
-            share = (goal - mass_low) / tl.maximum(mass_high - mass_low, 1.17549435e-38)
-            share = tl.minimum(tl.maximum(share, 0.0), 1.0)
-            inward = -tl.log(tl.maximum(1.0 - share * (1.0 - tl.exp(-width)), 1e-30)) / width
-            needed = count_low + tl.ceil(tl.minimum(inward, 1.0) * (count_high - count_low) - 1e-4)
-            tl.store(found + which * plane + slot, tl.maximum(needed, 1.0).to(tl.int32), mask=there)
-
-    return summary_kernel, merge_kernel, above_kernel, narrow_kernel

@@ -1,30 +1,80 @@
-"""The completion's own kernels: the stable cache in one pass, and the query's features of one decode step. Subtraction
-and merge belong to the attention kernel (`attend.py`): every key it reads takes its own estimate out."""
+"""The completion by feature maps (completion paper §4 and appendix C): the stable cache of a request, the query's side
+of one decode step, and what is left of the estimate once the keys that are read are taken out."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels import reference
-from sparsekv.kernels.reference import FeatureMapWeights, PhiCache, PhiRest, PhiStore
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, finite, on_device, padded, power_of_two
+from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache, PhiState, ScoreMoments
 
+RANK = 16
+"""Rows in which the covariance of the keys is kept."""
+REST_EPS = 1e-5
+"""What is left of an estimate is dropped below this part of it: it is rounding error."""
 BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
 PROGRAMS = 264
+WIDEST = 256
+
+
+def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
+    """`log φ(x)`: x `[..., H, T, d]` with RoPE -> `[..., H, T, r]`.
+
+    Stem `h = gelu(W_in x + b)`, one ReZero block `h + α·W_b gelu(W_a h + b_a)`, output `φ = exp(W_out h + b_out)`, of
+    which the logarithm is kept.
+    """
+    x = x.to(maps.w_in.dtype)
+    h = F.gelu(x @ maps.w_in + maps.b_in[..., None, :], approximate="tanh")
+    inner = F.gelu(h @ maps.w_a + maps.b_a[..., None, :], approximate="tanh")
+    h = h + maps.alpha[..., None] * (inner @ maps.w_b)
+    return h @ maps.w_out + maps.b_out[..., None, :]
+
+
+def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
+    """`log φ_q [..., Hq, T, r]` with `q · centre` added to the second half of the features: queries `[..., Hq, T, d]`,
+    centre `[..., Hkv, d]`, the mean key times the softmax scale, so that `exp(scale · q·k̄)` is exact. None adds
+    nothing."""
+    if centre is None:
+        return log_phi_q
+    group = queries.shape[-3] // centre.shape[-2]
+    shift = torch.einsum("...td,...d->...t", queries.to(centre.dtype), centre.repeat_interleave(group, dim=-2))
+    half = log_phi_q.shape[-1] // 2
+    return torch.cat([log_phi_q[..., :half], log_phi_q[..., half:] + shift[..., None].to(log_phi_q.dtype)], dim=-1)
+
+
+def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
+    """Features in the cache's scale, `exp(log φ_k − m)`: log_phi_k `[B, Hkv, n, r]`, m `[B, Hkv, r]`. Keys that come
+    after the cache was built keep its shift and may exceed 1."""
+    return torch.exp(log_phi_k - finite(m)[:, :, None])
 
 
 def phi_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None = None) -> PhiCache:
-    """See `reference.phi_cache`; on CUDA one pass over features and values in half precision."""
-    if not log_phi_k.is_cuda or v.dtype == torch.float64 or log_phi_k.shape[2] == 0:
-        return reference.phi_cache(log_phi_k, v, mask)
-    return launch_cache(log_phi_k, v, mask)
+    """Sum features over the mid region: log_phi_k `[B, Hkv, M, r]`, v `[B, Hkv, M, d]`, mask `[B, Hkv or 1, M]` true =
+    counted. An empty region gives `m = -inf, z = 0, s = 0`. On CUDA one pass over features and values in half
+    precision."""
+    if on_device(v) and log_phi_k.shape[2]:
+        return launch_cache(log_phi_k, v, mask)
+    return phi_cache_reference(log_phi_k, v, mask)
+
+
+def phi_cache_reference(log_phi_k: Tensor, v: Tensor, mask: Tensor | None = None) -> PhiCache:
+    """`phi_cache` in plain torch."""
+    logs = log_phi_k.to(acc_dtype(log_phi_k))
+    if mask is not None:
+        logs = logs.masked_fill(~mask[..., None], NEG_INF)
+    empty = logs.shape[2] == 0
+    m = logs.new_full((*logs.shape[:2], logs.shape[3]), NEG_INF) if empty else logs.amax(dim=2)
+    weights = phi_features(logs, m)
+    return PhiCache(m, weights.sum(2), weights.mT @ v.to(logs.dtype))
 
 
 def launch_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None) -> PhiCache:
     """`phi_cache` through Triton: slices of the keys, then their sums brought to one shift."""
     from sparsekv.kernels.completion_triton import cache_kernel
 
-    log_phi_k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (log_phi_k, v))
+    log_phi_k, v = dense_last(log_phi_k), dense_last(v)
     batch, heads, length, features = log_phi_k.shape
     dim = v.shape[-1]
     splits = max(1, min(PROGRAMS // (batch * heads), -(-length // BLOCK)))
@@ -34,54 +84,137 @@ def launch_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None) -> PhiCache:
     counted = log_phi_k if mask is None else mask.expand(batch, heads, length).contiguous().to(torch.int8)
     cache_kernel[(batch * heads, splits)](
         log_phi_k, v, counted, m, z, s, heads, length, per_split, *log_phi_k.stride()[:3], *v.stride()[:3], dim,
-        features, SPLITS=splits, MASKED=mask is not None, BLOCK=BLOCK, DIM=max(16, _power_of_two(dim)),
-        FEATURES=max(16, _power_of_two(features)), num_warps=CACHE_WARPS)
+        features, SPLITS=splits, MASKED=mask is not None, BLOCK=BLOCK, DIM=padded(dim), FEATURES=padded(features),
+        num_warps=CACHE_WARPS)
     top = m.amax(2)
-    share = torch.exp(m - torch.where(torch.isinf(top), torch.zeros_like(top), top)[:, :, None])
-    return PhiCache(top, (z * share).sum(2), (s * share[..., None]).sum(2))
+    part = torch.exp(m - finite(top)[:, :, None])
+    return PhiCache(top, (z * part).sum(2), (s * part[..., None]).sum(2))
 
 
-def phi_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
-    """The query's side of a completed step, from the maps themselves: q `[B, Hq, d]` with RoPE, weights of the query
-    maps (leading dimension `Hq`), offset `[Hq]` or `[B, Hq]`, the request's store. One launch on CUDA, all layers of a
-    head in one program."""
-    if q.is_cuda and weights.w_in.dtype == q.dtype and max(weights.w_in.shape[-1], store.m.shape[-1]) <= 256:
-        return launch_query(q, weights, offset, store)
-    logs = reference.add_centre(reference.log_phi(q[:, :, None], weights), q[:, :, None], store.centre)[:, :, 0]
-    rest = reference.phi_query(logs + offset[..., None], store, q.dtype)
-    if store.moments is None:
-        return rest
-    return rest._replace(cap=reference.moments_cap(q, store.moments, offset))
+def phi_extend(cache: PhiCache, log_phi_k: Tensor, v: Tensor) -> PhiCache:
+    """Add keys that joined the mid region: same shapes as `phi_cache`; the shift rises where it must."""
+    new = phi_cache(log_phi_k, v)
+    m = torch.maximum(cache.m, new.m)
+    old_scale, new_scale = torch.exp(cache.m - finite(m)), torch.exp(new.m - finite(m))
+    return PhiCache(m, cache.z * old_scale + new.z * new_scale,
+                    cache.s * old_scale[..., None] + new.s * new_scale[..., None])
 
 
-def launch_query(q: Tensor, weights: FeatureMapWeights, offset: Tensor, store: PhiStore) -> PhiRest:
+def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
+    """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
+    `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. One launch on CUDA, all layers of a head's map in one
+    program."""
+    if on_device(q) and maps.w_in.dtype == q.dtype and max(maps.w_out.shape[-2:]) <= WIDEST:
+        return launch_query(q, maps, offset, state)
+    return phi_query_reference(q, maps, offset, state)
+
+
+def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
+    """`phi_query` in plain torch."""
+    count, heads_q, _ = q.shape
+    batch, heads_kv, width = state.m.shape
+    by_row = q.reshape(batch, -1, heads_q, q.shape[-1]).transpose(1, 2)
+    logs = add_centre(log_phi(by_row, maps), by_row, state.centre).transpose(1, 2).reshape(count, heads_q, width)
+    shift = finite(state.m).repeat_interleave(count // batch, dim=0).repeat_interleave(heads_q // heads_kv, dim=1)
+    logs = logs + offset[..., None] + shift
+    log_scale = logs.amax(-1)
+    features = torch.exp(logs - finite(log_scale)[..., None]).to(q.dtype)
+    # rounded before it is used, so that the whole and the parts taken out of it agree
+    exact = features.to(state.z.dtype).reshape(batch, count // batch, heads_kv, -1, width)
+    mass = torch.einsum("bthgr,bhr->bthg", exact, state.z).reshape(count, heads_q)
+    numerator = torch.einsum("bthgr,bhrd->bthgd", exact, state.s).reshape(count, heads_q, -1)
+    cap = None if state.moments is None else moments_cap(q, state.moments, offset)
+    return CompletionQuery(features, log_scale, mass, numerator, cap, state.features)
+
+
+def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
     """`phi_query` through Triton."""
     from sparsekv.kernels.completion_triton import query_kernel
 
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    batch, heads_q, dim = q.shape
-    width, features = weights.w_out.shape[-2:]
-    offset = offset.contiguous()
-    a = torch.empty(batch, heads_q, features, dtype=q.dtype, device=q.device)
-    c, whole = (torch.empty(batch, heads_q, dtype=torch.float32, device=q.device) for _ in range(2))
-    base = torch.empty(batch, heads_q, dim, dtype=torch.float32, device=q.device)
-    moments: tuple[Tensor, ...] = (whole,) * 5
-    cap = whole
-    rank = 1
-    if store.moments is not None:
-        rank = store.moments.factors.shape[2]
-        moments = tuple(x.contiguous() for x in store.moments)
-        cap = torch.empty(batch, heads_q, dtype=torch.float32, device=q.device)
-    query_kernel[(batch * heads_q,)](
-        q, *(w.contiguous() for w in weights), offset, *(x.contiguous() for x in store[:3]),
-        store.m if store.centre is None else store.centre.contiguous(), *moments, a, c, whole, base, cap,
-        heads_q, store.m.shape[1], q.stride(0), q.stride(1), heads_q if offset.dim() == 2 else 0, dim, width, features,
-        rank, CENTRED=store.centre is not None, CAPPED=store.moments is not None, RANK=_power_of_two(rank), ROWS=16,
-        DIM=max(16, _power_of_two(dim)), WIDTH=max(16, _power_of_two(width)), FEATURES=max(16, _power_of_two(features)),
-        num_warps=QUERY_WARPS)
-    rest = PhiRest(a, c, whole, base, *store[3:6])
-    return rest if store.moments is None else rest._replace(cap=cap)
+    q, offset = dense_last(q), offset.contiguous()
+    count, heads_q, dim = q.shape
+    width, features = maps.w_out.shape[-2:]
+
+    def fresh(*shape: int) -> Tensor:
+        return torch.empty(count, heads_q, *shape, dtype=torch.float32, device=q.device)
+
+    found = torch.empty(count, heads_q, features, dtype=q.dtype, device=q.device)
+    log_scale, mass, numerator = fresh(), fresh(), fresh(dim)
+    cap = None if state.moments is None else fresh()
+    moments = (mass,) * 5 if state.moments is None else tuple(x.contiguous() for x in state.moments)
+    rank = 1 if state.moments is None else state.moments.factors.shape[2]
+    query_kernel[(count * heads_q,)](
+        q, *(w.contiguous() for w in maps), offset, *(x.contiguous() for x in state[:3]),
+        state.m if state.centre is None else state.centre.contiguous(), *moments, found, log_scale, mass, numerator,
+        mass if cap is None else cap, heads_q, state.m.shape[1], count // state.m.shape[0], *q.stride()[:2],
+        heads_q if offset.dim() == 2 else 0, dim, width, features, rank, CENTRED=state.centre is not None,
+        CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=16, DIM=padded(dim), WIDTH=padded(width),
+        FEATURES=padded(features), num_warps=QUERY_WARPS)
+    return CompletionQuery(found, log_scale, mass, numerator, cap, state.features)
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """The estimate of the mid region less that of the tokens read, as one more partial attention: key_features
+    `[Q, H, K, r]` and values `[Q, H, K, d]` of those tokens, used `[Q, H, K]` false = padding, `H` dividing `Hq`.
+
+    Returns `(out [Q, Hq, d], lse [Q, Hq])`, at most `query.cap`; nothing where what is left is rounding error.
+    """
+    count, heads, _, width = key_features.shape
+    acc = acc_dtype(query.features)
+    features = query.features.to(acc).reshape(count, heads, -1, width)
+    taken = (features @ key_features.to(acc).mT) * used[:, :, None]
+    mass = query.mass.to(acc)
+    left = mass - taken.sum(-1).flatten(1)
+    out = query.numerator.to(acc) - (taken @ values.to(acc)).flatten(1, 2)
+    live = left > REST_EPS * mass
+    safe = torch.where(live, left, 1.0)
+    lse = torch.where(live, safe.log() + query.log_scale.to(acc), NEG_INF)
+    if query.cap is not None:
+        lse = torch.minimum(lse, query.cap.to(acc))
+    return torch.where(live[..., None], out / safe[..., None], 0.0), lse
+
+
+def read_bound(share: Tensor) -> Tensor:
+    """Where the best `share` of a standard normal distribution begins; infinite for none."""
+    return torch.special.ndtri(1 - share.clamp(0.0, 0.999))
+
+
+def mass_cap(mean: Tensor, variance: Tensor, size: Tensor, bound: Tensor) -> Tensor:
+    """What `log Σ exp(s)` over `size` keys less the best ones is at most taken for: what it were, had the scores the
+    normal distribution of their mean and variance (the mass of a log-normal one below its `bound`, which is in standard
+    deviations from the mean). No limit where nothing is read: a few best keys, which are no normal tail, then hold most
+    of the mass. Any shapes that broadcast. Ours, not the papers': on texts unlike the training text a map may
+    overestimate all keys of a query manyfold."""
+    expected = size.log() + mean + variance / 2 + torch.special.log_ndtr(bound - variance.clamp(min=0).sqrt())
+    return torch.where(torch.isinf(bound), torch.inf, expected)
+
+
+def moments_cap(q: Tensor, moments: ScoreMoments, offset: Tensor) -> Tensor:
+    """`mass_cap` of the mid region for queries `[Q, Hq, d]`, offset `[Hq]` or `[Q, Hq]` added: `[Q, Hq]`."""
+    acc = acc_dtype(q)
+    batch, heads = moments.key.shape[:2]
+    query = q.to(acc).reshape(batch, q.shape[0] // batch, heads, -1, q.shape[-1])
+    mean = torch.einsum("bthgd,bhd->bthg", query, moments.key.to(acc))
+    along = torch.einsum("bthgd,bhpd->bthgp", query, moments.factors.to(acc))
+    variance = along.square().sum(-1) + torch.einsum("bthgd,bhd->bthg", query.square(), moments.rest.to(acc))
+    size, bound = (x.to(acc).reshape(batch, 1, 1, 1) for x in (moments.size, moments.bound))
+    moved = offset.expand(q.shape[:2]).reshape(mean.shape)
+    return mass_cap(mean + moved, variance, size, bound).reshape(q.shape[:2])
+
+
+def factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
+    """A covariance `[..., d, d]` as `rank` rows `[..., ρ, d]`, by Cholesky steps on the largest variance that is left,
+    and the variances after them, `[..., d]`: `rowsᵀ rows + diag(left)`, its diagonal exact."""
+    left = covariance.diagonal(dim1=-2, dim2=-1).clone()
+    least = 1e-6 * left.amax(-1, keepdim=True)
+    rows = covariance.new_zeros(*left.shape[:-1], min(rank, left.shape[-1]), left.shape[-1])
+    for step in range(rows.shape[-2]):
+        pivot = left.argmax(-1, keepdim=True)
+        where = pivot[..., None]
+        row = covariance.gather(-2, where.expand(*pivot.shape, left.shape[-1]))[..., 0, :]
+        row = row - (rows.gather(-1, where.expand(*rows.shape[:-1], 1)) * rows).sum(-2)
+        size = left.gather(-1, pivot)
+        row = torch.where(size > least, row / size.clamp(min=1e-30).sqrt(), 0.0)
+        rows[..., step, :] = row
+        left = (left - row.square()).clamp(min=0)
+    return rows, left

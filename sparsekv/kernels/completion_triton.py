@@ -39,20 +39,22 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 @triton.jit
 def query_kernel(
     q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, factors, rest, size, bound,
-    a, c, whole, base, cap, heads_q, heads_kv, q_row, q_head, o_row, dim, width, features, rank,
+    found, log_scale, all_mass, numerator, cap, heads_q, heads_kv, per_row, q_row, q_head, o_row, dim, width, features,
+    rank,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
-    """`log φ_q + offset + m` of one query head, as largest value and linear rest, and what it makes of the cache. The
-    query is the first of ROWS rows: products want so many."""
+    """`log φ_q + offset + m` of one query head, as largest value and features relative to it, and what it makes of the
+    cache. The query is the first of ROWS rows: products want so many."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
     head = (tl.program_id(0) % heads_q).to(tl.int64)
+    cache_row = row // per_row
     first = tl.arange(0, ROWS)[:, None] == 0
     place, feature = tl.arange(0, DIM), tl.arange(0, FEATURES)
     kept, inside = feature < features, place < dim
     x = tl.load(q + row * q_row + head * q_head + place[None, :] + tl.zeros([ROWS, 1], tl.int32),
                 mask=first & inside[None, :], other=0.0)
-    kv = row * heads_kv + head // (heads_q // heads_kv)
+    kv = cache_row * heads_kv + head // (heads_q // heads_kv)
     shift = tl.load(m + kv * features + feature, mask=kept, other=0.0)
     mass = tl.load(z + kv * features + feature, mask=kept, other=0.0)
     sums = tl.load(s + (kv * features + feature)[:, None] * dim + place[None, :], mask=kept[:, None] & inside[None, :],
@@ -68,17 +70,17 @@ def query_kernel(
     log = tl.sum(tl.where(first, logs, 0.0), 0) + moved
     log += tl.where(shift == float("-inf"), 0.0, shift)
     if CENTRED:
-        shared = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
-        log += tl.where(feature >= features // 2, tl.sum(tl.sum(x.to(tl.float32), 0) * shared, 0), 0.0)
+        mean = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
+        log += tl.where(feature >= features // 2, tl.sum(tl.sum(x.to(tl.float32), 0) * mean, 0), 0.0)
     log = tl.where(kept, log, float("-inf"))
     top = tl.max(log, 0)
-    rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(a.dtype.element_ty)
+    rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(found.dtype.element_ty)
     exact = rounded.to(tl.float32)
     at = row * heads_q + head
-    tl.store(a + at * features + feature, rounded, mask=kept)
-    tl.store(c + at, top)
-    tl.store(whole + at, tl.sum(exact * mass, 0))
-    tl.store(base + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
+    tl.store(found + at * features + feature, rounded, mask=kept)
+    tl.store(log_scale + at, top)
+    tl.store(all_mass + at, tl.sum(exact * mass, 0))
+    tl.store(numerator + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
     if CAPPED:
         query = tl.sum(x.to(tl.float32), 0)
         score = tl.sum(query * tl.load(mean_key + kv * dim + place, mask=inside, other=0.0), 0)
@@ -87,8 +89,8 @@ def query_kernel(
                                mask=(part < rank)[:, None] & inside[None, :], other=0.0) * query[None, :], 1)
         across = tl.load(rest + kv * dim + place, mask=inside, other=0.0) * query * query
         variance = tl.sum(along * along, 0) + tl.sum(across, 0)
-        limit = tl.load(bound + row)
-        expected = tl.log(tl.load(size + row)) + score + variance / 2 + log_normal_cdf(limit - tl.sqrt(variance))
+        limit = tl.load(bound + cache_row)
+        expected = tl.log(tl.load(size + cache_row)) + score + variance / 2 + log_normal_cdf(limit - tl.sqrt(variance))
         tl.store(cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
 
 

@@ -1,7 +1,8 @@
-"""Full causal attention through torch's own kernels: the path of every prefill and of every layer that stays dense."""
+"""Dense causal attention through torch's own kernels: the path of every prefill and of every layer that stays dense."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -9,40 +10,93 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SLIDING_BLOCK = 1024
+from sparsekv.kernels.launch import NEG_INF
+
+QUERY_BLOCK = 1024
 MERGE_BLOCK = 4096
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, window: int | None = None, starts: Tensor | None = None,
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_mask: Tensor | None = None,
+    starts: Tensor | None = None, window: int | None = None, softcap: float | None = None,
 ) -> Tensor:
-    """Exact attention of the last q of k positions: query `[B, Hq, q, d]`, key and value `[B, Hkv, k, d]` -> as query.
+    """The model's own causal attention: query `[B, Hq, T, d]` are the last T of the keys `[B, Hkv, N, d]` -> as query.
 
-    window: keys further back than this are not seen (sliding-window layers). starts `[B]`: first real token of a
-    left-padded row. Memory grows with `q·k` only where rows are padded.
+    key_mask `[B, N]`: nonzero = a real token; or starts `[B]`: the first real token of a left-padded row. window: a
+    query sees that many keys, itself included. softcap: scores are squeezed by `softcap · tanh(s / softcap)` (Gemma 2).
+    A query that sees nothing gives zero. Masks are made for a block of queries at a time.
     """
-    q_len, k_len = query.shape[2], key.shape[2]
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    count, length = query.shape[2], key.shape[2]
     if starts is not None:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=_mask(q_len, k_len, window, starts), **options)
-    if window is not None and window < k_len:
-        return _sliding(query, key, value, window, options)
-    if q_len == 1 or q_len == k_len:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=q_len > 1, **options)
-    if query.is_cuda:
-        if not query.requires_grad and splits(
-            query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device,
-        ):
-            return split_attention(query, key, value, scale)
-        from torch.nn.attention.bias import causal_lower_right
+        key_mask = torch.arange(length, device=query.device) >= starts[:, None]
+    if key_mask is None and softcap is None and (window is None or window >= length):
+        if count == 1:
+            return _one_query(query, key, value, scale, None)
+        if count == length:
+            return _sdpa(query, key, value, scale, is_causal=True)
+        if query.is_cuda:
+            return _after_cache(query, key, value, scale)
+    columns = torch.arange(length, device=query.device)
+    parts = []
+    for first in range(length - count, length, QUERY_BLOCK):
+        high = min(first + QUERY_BLOCK, length)
+        low = 0 if window is None else max(0, first - window + 1)
+        rows = columns[first:high, None]
+        mask = columns[low:high] <= rows
+        if window is not None:
+            mask &= columns[low:high] > rows - window
+        mask = mask[None, None]
+        if key_mask is not None:
+            mask = mask & key_mask[:, None, None, low:high].bool()
+        q = query[:, :, first - (length - count):high - (length - count)]
+        attend = functools.partial(_capped, softcap=softcap) if softcap is not None else _masked
+        parts.append(attend(q, key[:, :, low:high], value[:, :, low:high], scale, mask))
+    return torch.cat(parts, dim=2)
 
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=causal_lower_right(q_len, k_len), **options)
-    return _sliding(query, key, value, k_len, options)
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **how: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **how)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    if q.shape[2] == 1:
+        return _one_query(q, k, v, scale, mask)
+    return _sdpa(q, k, v, scale, attn_mask=mask).nan_to_num(0.0)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """A decode step. torch would read (CPU) or copy (with a mask) the cache once a query head: a group's heads are made
+    queries of one head. Any of torch's kernels but cuDNN's: that one, torch's choice on Hopper, plans anew for every
+    length of the cache, some 30 milliseconds a token."""
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    backends: Any = contextlib.nullcontext()
+    if q.is_cuda:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backends = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    with backends:
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    return out if mask is None else out.nan_to_num(0.0)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    scores = (q.float() @ k.float().repeat_interleave(group, 1).mT) * scale
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~mask, NEG_INF)
+    return (scores.softmax(-1).nan_to_num(0.0) @ v.float().repeat_interleave(group, 1)).to(q.dtype)
+
+
+def _after_cache(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """A chunk after a cache on CUDA."""
+    if not query.requires_grad and splits(query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device):
+        return split_attention(query, key, value, scale)
+    from torch.nn.attention.bias import causal_lower_right
+
+    return _sdpa(query, key, value, scale, attn_mask=causal_lower_right(query.shape[2], key.shape[2]))
 
 
 def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """`causal_attention` of a chunk after a cache as two cuDNN calls, all of the past and the chunk itself, merged by
+    """`dense_attention` of a chunk after a cache as two cuDNN calls, all of the past and the chunk itself, merged by
     their log-sum-exps: torch's other kernels know the lower right corner, cuDNN's is faster and does not. CUDA only."""
     past = key.shape[2] - query.shape[2]
     far, far_lse = _cudnn(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
@@ -50,11 +104,11 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     return lerp_rows(near, far, torch.sigmoid(far_lse - near_lse))
 
 
-def lerp_rows(near: Tensor, far: Tensor, share: Tensor) -> Tensor:
-    """`near + share · (far − near)` into `near [B, H, q, d]`, share `[B, H, q]` float32; in blocks, to stay small."""
+def lerp_rows(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
+    """`near + weight · (far − near)` into `near [B, H, q, d]`, weight `[B, H, q]` float32; in blocks, to stay small."""
     for a in range(0, near.shape[2], MERGE_BLOCK):
         rows = slice(a, a + MERGE_BLOCK)
-        near[:, :, rows] = torch.lerp(near[:, :, rows].float(), far[:, :, rows].float(), share[:, :, rows, None])
+        near[:, :, rows] = torch.lerp(near[:, :, rows].float(), far[:, :, rows].float(), weight[:, :, rows, None])
     return near
 
 
@@ -80,28 +134,3 @@ def splits(dtype: torch.dtype, heads_q: int, heads_kv: int, dim: int, device: to
     except RuntimeError:
         return False
     return bool((found - truth).norm() < 0.02 * truth.norm())
-
-
-def _mask(q_len: int, k_len: int, window: int | None, starts: Tensor) -> Tensor:
-    """`[B, 1, q, k]`; a padding query sees itself, so that no row is empty."""
-    rows = torch.arange(k_len - q_len, k_len, device=starts.device)[:, None]
-    columns = torch.arange(k_len, device=starts.device)
-    mask = columns <= rows
-    if window is not None:
-        mask = mask & (columns > rows - window)
-    return ((mask & (columns >= starts[:, None, None])) | (columns == rows))[:, None]
-
-
-def _sliding(query: Tensor, key: Tensor, value: Tensor, window: int, options: dict[str, Any]) -> Tensor:
-    q_len, k_len = query.shape[2], key.shape[2]
-    offset = k_len - q_len
-    parts = []
-    for a in range(0, q_len, SLIDING_BLOCK):
-        b = min(a + SLIDING_BLOCK, q_len)
-        first, last = max(0, offset + a - window + 1), offset + b
-        rows = torch.arange(offset + a, offset + b, device=query.device)[:, None]
-        columns = torch.arange(first, last, device=query.device)
-        mask = (columns <= rows) & (columns > rows - window)
-        parts.append(F.scaled_dot_product_attention(
-            query[:, :, a:b], key[:, :, first:last], value[:, :, first:last], attn_mask=mask, **options))
-    return torch.cat(parts, dim=2)

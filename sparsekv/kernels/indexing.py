@@ -1,46 +1,69 @@
-"""Index of a request: buckets of keys and their CSR, at prefill speed, and keys that join later."""
+"""The index of a request: the bucket of every key, at prefill speed, the buckets' tokens side by side, and tokens that
+join later. Buckets, tokens and offsets are int32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import reference
+from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
 
 BLOCK, BUCKETS, WARPS, STAGES = 128, 64, 4, 3
 KEYS_AT_ONCE = 8192
 
 
 def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
-    """See `reference.assign_buckets`, some keys at a time; on CUDA products and maximum are one kernel, in the keys'
-    precision, and the scores `[N, C]` are never written. Returns int32 there."""
-    if not keys.is_cuda or keys.dtype == torch.float64:
-        parts = keys.split(KEYS_AT_ONCE, dim=2)
-        return torch.cat([reference.assign_buckets(part, centroids) for part in parts], dim=2)
-    return launch_assign(keys, centroids)
+    """The bucket of every key, by the largest inner product: keys `[B, H, N, d]`, centroids `[H, C, d]` or
+    `[B, H, C, d]` -> `[B, H, N]`. On CUDA products and maximum are one kernel, in the keys' precision, and the scores
+    `[N, C]` are never written."""
+    return launch_assign(keys, centroids) if on_device(keys) else assign_buckets_reference(keys, centroids)
+
+
+def assign_buckets_reference(keys: Tensor, centroids: Tensor) -> Tensor:
+    """`assign_buckets` in plain torch, some keys at a time."""
+    acc = acc_dtype(keys)
+    parts = [(part.to(acc) @ centroids.to(acc).mT).argmax(-1) for part in keys.split(KEYS_AT_ONCE, dim=2)]
+    return torch.cat(parts, dim=2).to(torch.int32)
 
 
 def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
     """`assign_buckets` through Triton."""
     from sparsekv.kernels.indexing_triton import assign_kernel
 
-    keys = keys if keys.stride(-1) == 1 else keys.contiguous()
+    keys, centroids = dense_last(keys), centroids.to(keys.dtype).contiguous()
     batch, heads, length, dim = keys.shape
+    buckets = centroids.shape[-2]
     assigned = torch.empty(batch, heads, length, dtype=torch.int32, device=keys.device)
     assign_kernel[(batch * heads, -(-length // BLOCK))](
-        keys, centroids.to(keys.dtype).contiguous(), assigned, heads, length, centroids.shape[1], dim,
-        *keys.stride()[:3], BLOCK=BLOCK, BUCKETS=BUCKETS, DIM=max(16, 1 << (dim - 1).bit_length()), num_warps=WARPS,
-        num_stages=STAGES)
+        keys, centroids, assigned, heads, length, buckets, dim, *keys.stride()[:3],
+        centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=BLOCK, BUCKETS=BUCKETS,
+        DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
     return assigned
 
 
-def extend_index(
-    order: Tensor, offsets: Tensor, joined: Tensor, positions: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Tokens join the index without its being sorted again: as `reference.build_index` over old and new tokens.
+def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of the tokens `first[b] <= i < last[b]`: assignment `[B, H, N]` -> order `[B, H, N]`, offsets
+    `[B, H, C + 1]`.
+
+    Tokens keep their order inside a bucket. Entries of `order` past `offsets[..., C]` are -1.
+    """
+    batch, heads, length = assignment.shape
+    positions = torch.arange(length, device=assignment.device)
+    inside = (positions >= first[:, None]) & (positions < last[:, None])
+    keyed = torch.where(inside[:, None], assignment.long(), num_buckets)
+    order = torch.argsort(keyed, dim=-1, stable=True)
+    counts = torch.zeros(batch, heads, num_buckets + 1, dtype=torch.int64, device=assignment.device)
+    counts.scatter_add_(-1, keyed, torch.ones_like(keyed))
+    offsets = torch.nn.functional.pad(counts[..., :num_buckets].cumsum(-1), (1, 0))
+    order = torch.where(positions < offsets[..., -1:], order, -1)
+    return order.to(torch.int32), offsets.to(torch.int32)
+
+
+def extend_index(order: Tensor, offsets: Tensor, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens join the index without its being sorted again: as `build_index` over old and new tokens.
 
     order `[B, H, M]`, offsets `[B, H, C + 1]`; joined `[B, H, n]`: the buckets of the tokens positions `[B, n]`, all
-    later than those there, -1 = not yet. Returns order `[B, H, M + n]` and offsets, both int32.
+    later than those there, -1 = not yet. Returns order `[B, H, M + n]` and offsets.
     """
     batch, heads, width = order.shape
     buckets, count = offsets.shape[-1] - 1, joined.shape[-1]
@@ -50,8 +73,8 @@ def extend_index(
     before = torch.nn.functional.pad(sizes[..., :buckets].cumsum(-1), (1, 0))
     result = torch.full((batch, heads, width + count + 1), -1, dtype=torch.int32, device=order.device)
     slots = torch.arange(width, device=order.device).expand(batch, heads, width).contiguous()
-    held = torch.searchsorted(offsets[..., 1:].contiguous(), slots.to(torch.int32), right=True)
-    place = torch.where(slots < offsets[..., -1:], slots + before.gather(-1, held.clamp(max=buckets)), width + count)
+    bucket = torch.searchsorted(offsets[..., 1:].contiguous(), slots.to(torch.int32), right=True)
+    place = torch.where(slots < offsets[..., -1:], slots + before.gather(-1, bucket.clamp(max=buckets)), width + count)
     result.scatter_(-1, place, order)
     by_bucket = keyed.argsort(dim=-1, stable=True)
     bucket = keyed.gather(-1, by_bucket)
@@ -61,3 +84,49 @@ def extend_index(
     place = torch.where(bucket < buckets, start + rank, width + count)
     result.scatter_(-1, place, positions[:, None].expand(-1, heads, -1).gather(-1, by_bucket).to(torch.int32))
     return result[..., :-1], (offsets + before).to(torch.int32)
+
+
+def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
+    """The tokens of the chosen buckets, `[Q, Hkv, K]` padded with -1 to the longest list.
+
+    order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`, buckets `[Q, Hkv, L]` (-1 = none, no bucket twice).
+    """
+    first, sizes = _stretches(offsets, buckets)
+    total = sizes.sum(-1)
+    return tokens_at(order, first, sizes, int(total.max()) if total.numel() else 0)
+
+
+def bucket_counts(offsets: Tensor, buckets: Tensor) -> Tensor:
+    """Tokens in the chosen buckets, `[Q, Hkv]` int64: offsets and buckets as for `bucket_tokens`."""
+    return _stretches(offsets, buckets)[1].sum(-1)
+
+
+def tokens_at(order: Tensor, first: Tensor, sizes: Tensor, width: int) -> Tensor:
+    """`sizes [Q, H, L]` tokens of order `[B, Hkv, M]` from `first` on for every entry, side by side: `[Q, H, width]`
+    padded with -1. `H` is a multiple of `Hkv`."""
+    table = per_query(order, *sizes.shape[:2])
+    if width == 0 or sizes.shape[-1] == 0 or order.shape[-1] == 0:
+        return torch.full((*sizes.shape[:2], width), -1, dtype=order.dtype, device=order.device)
+    ends = sizes.cumsum(-1)
+    slots = torch.arange(width, device=order.device).expand(*ends.shape[:-1], width)
+    which = torch.searchsorted(ends, slots.contiguous(), right=True).clamp(max=sizes.shape[-1] - 1)
+    position = first.gather(-1, which) + slots - (ends - sizes).gather(-1, which)
+    tokens = table.gather(-1, position.clamp(0, order.shape[-1] - 1))
+    return torch.where(slots < ends[..., -1:], tokens, -1)
+
+
+def per_query(table: Tensor, queries: int, heads: int) -> Tensor:
+    """`[B, Hkv, n] -> [Q, H, n]`: every row once a query, every head once a list; a view where it can be."""
+    batch, heads_kv, _ = table.shape
+    if heads != heads_kv:
+        table = table.repeat_interleave(heads // heads_kv, dim=1)
+    if batch == queries:
+        return table
+    return table.expand(queries, -1, -1) if batch == 1 else table.repeat_interleave(queries // batch, dim=0)
+
+
+def _stretches(offsets: Tensor, buckets: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the chosen buckets begin in the order, and their sizes, `[Q, Hkv, L]` int64 each."""
+    table, chosen = per_query(offsets, *buckets.shape[:2]), buckets.clamp(min=0).long()
+    first = table.gather(-1, chosen).long()
+    return first, torch.where(buckets >= 0, table.gather(-1, chosen + 1).long() - first, 0)

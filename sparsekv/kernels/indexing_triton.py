@@ -1,4 +1,4 @@
-"""The Triton kernels of `indexing.py` and `paged.py`; importing this module imports Triton."""
+"""The Triton kernel of `indexing.py`; importing this module imports Triton."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def assign_kernel(
-    keys, centroids, assigned, heads, length, num_buckets, dim, k_row, k_head, k_token,
+    keys, centroids, assigned, heads, length, num_buckets, dim, k_row, k_head, k_token, c_row, c_head,
     BLOCK: tl.constexpr, BUCKETS: tl.constexpr, DIM: tl.constexpr,
 ):
     """The centroid with the largest inner product, for BLOCK keys; the first of equals."""
@@ -21,7 +21,7 @@ def assign_kernel(
     which = tl.zeros([BLOCK], tl.int32)
     for at in range(0, num_buckets, BUCKETS):
         bucket = at + tl.arange(0, BUCKETS)
-        center = tl.load(centroids + (head * num_buckets + bucket)[None, :] * dim + width[:, None],
+        center = tl.load(centroids + row * c_row + head * c_head + bucket[None, :] * dim + width[:, None],
                          mask=(bucket < num_buckets)[None, :] & inside[:, None], other=0.0)
         score = tl.dot(key, center.to(key.dtype), input_precision="ieee")
         score = tl.where((bucket < num_buckets)[None, :], score, float("-inf"))
@@ -29,49 +29,3 @@ def assign_kernel(
         which = tl.where(top > best, at + place, which)
         best = tl.maximum(top, best)
     tl.store(assigned + (row * heads + head) * length + token, which, mask=token < length)
-
-
-@triton.jit
-def page_kernel(
-    q, k, table, first, last, scores, tops, masses, scale, heads_kv, length, dim, q_row, q_head, k_row, k_head, k_token,
-    PAGED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
-):
-    """Scores of a group's heads against BLOCK keys, with the block's largest score and its mass for every head."""
-    row = (tl.program_id(0) // heads_kv).to(tl.int64)
-    head = (tl.program_id(0) % heads_kv).to(tl.int64)
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    valid = (slot >= tl.load(first + row)) & (slot < tl.load(last + row))
-    token = slot
-    if PAGED:
-        token = tl.load(table + row * length + slot, mask=valid, other=0).to(tl.int32)
-    group, width = tl.arange(0, ROWS), tl.arange(0, DIM)
-    inside = (width < dim)[None, :]
-    query = tl.load(q + row * q_row + (head * GROUP + group)[:, None] * q_head + width[None, :],
-                    mask=(group < GROUP)[:, None] & inside, other=0.0)
-    key = tl.load(k + row * k_row + head * k_head + token[:, None].to(tl.int64) * k_token + width[None, :],
-                  mask=valid[:, None] & inside, other=0.0)
-    score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
-    score = tl.where(valid[None, :], score, float("-inf"))
-    top = tl.max(score, 1)
-    mass = tl.sum(tl.exp(score - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
-    at = (row * heads_kv + head) * GROUP + group
-    tl.store(scores + at[:, None] * length + slot[None, :], score,
-             mask=(group < GROUP)[:, None] & (slot < length)[None, :])
-    tl.store(tops + at * tl.num_programs(1) + tl.program_id(1), top, mask=group < GROUP)
-    tl.store(masses + at * tl.num_programs(1) + tl.program_id(1), mass, mask=group < GROUP)
-
-
-@triton.jit
-def vote_kernel(
-    scores, lse, votes, heads_q, length,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """`Σ_heads exp(score − lse)` for BLOCK tokens of one group of heads."""
-    at = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, ROWS)
-    used = tl.arange(0, ROWS) < GROUP
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    whole = tl.load(lse + at, mask=used, other=0.0)
-    value = tl.load(scores + at[:, None] * length + slot[None, :], mask=used[:, None] & (slot < length)[None, :],
-                    other=float("-inf"))
-    vote = tl.sum(tl.exp(value - tl.where(whole == float("-inf"), 0.0, whole)[:, None]), 0)
-    tl.store(votes + tl.program_id(0).to(tl.int64) * length + slot, vote, mask=slot < length)

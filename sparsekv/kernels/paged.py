@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import reference
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, padded, power_of_two
 
 BLOCK, WARPS = 128, 4
 VOTE_BLOCK = 256
@@ -15,43 +15,56 @@ def paged_scores(
     q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
     per_group: bool = False,
 ) -> Tensor:
-    """Soft vote of the heads on every token: `Σ_h softmax(q_h·k·scale)` over tokens `first[b] <= n < last[b]`.
+    """Soft vote of the heads on every token: `Σ_h softmax(q_h·k·scale)` over tokens `first[q] <= n < last[q]`.
 
-    q `[B, Hq, d]`; k `[B, Hkv, P, d]` with any strides (a pool shared by the batch: expanded); table `[B, N]`: where in
-    k token n lies (pages of one token), None: at n. Returns `[B, 1, N]`, or `[B, Hkv, N]` with `per_group`: each group
-    votes alone. Zero outside. On CUDA the scores are written once and read once.
+    q `[Q, Hq, d]`; first, last `[Q]`; k `[B, Hkv, P, d]` with any strides (a pool shared by the batch: expanded);
+    table `[B, N]`: where in k token n lies (pages of one token), None: at n. Returns `[Q, 1, N]`, or `[Q, Hkv, N]` with
+    `per_group`: each group votes alone. Zero outside. On CUDA the scores are written once and read once.
     """
-    if not q.is_cuda:
-        return reference.paged_scores(q, k, first, last, scale=scale, table=table, per_group=per_group)
-    return launch(q, k, first, last, scale=scale, table=table, per_group=per_group)
+    vote = launch_paged if on_device(q) else paged_scores_reference
+    return vote(q, k, first, last, scale=scale, table=table, per_group=per_group)
 
 
-def launch(
+def paged_scores_reference(
+    q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
+    per_group: bool = False,
+) -> Tensor:
+    """`paged_scores` in plain torch."""
+    count, _, dim = q.shape
+    batch, heads_kv = k.shape[:2]
+    if table is not None:
+        k = k.gather(2, table.long()[:, None, :, None].expand(-1, heads_kv, -1, dim))
+    acc = acc_dtype(q)
+    query = q.to(acc).reshape(batch, count // batch, heads_kv, -1, dim).transpose(1, 2)
+    scores = (query.reshape(batch, heads_kv, -1, dim) @ k.to(acc).mT) * scale
+    scores = scores.reshape(batch, heads_kv, count // batch, -1, k.shape[2]).transpose(1, 2).flatten(0, 1)
+    place = torch.arange(k.shape[2], device=q.device)
+    inside = (place >= first[:, None]) & (place < last[:, None])
+    p = scores.masked_fill(~inside[:, None, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum(2)
+    return p if per_group else p.sum(1, keepdim=True)
+
+
+def launch_paged(
     q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
     per_group: bool = False,
 ) -> Tensor:
     """`paged_scores` through Triton."""
-    from sparsekv.kernels.indexing_triton import page_kernel, vote_kernel
+    from sparsekv.kernels.paged_triton import page_kernel, vote_kernel
 
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
-    batch, heads_q, dim = q.shape
+    q, k = dense_last(q), dense_last(k)
+    count, heads_q, dim = q.shape
     heads_kv = k.shape[1]
     length = k.shape[2] if table is None else table.shape[1]
     group, blocks = heads_q // heads_kv, -(-length // BLOCK)
-    scores = torch.empty(batch, heads_q, length, dtype=torch.float32, device=q.device)
-    tops, masses = (torch.empty(batch, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))
-    page_kernel[(batch * heads_kv, blocks)](
-        q, k, first if table is None else table.contiguous(), first, last, scores, tops, masses, scale, heads_kv,
-        length, dim, q.stride(0), q.stride(1), *k.stride()[:3], PAGED=table is not None, GROUP=group,
-        ROWS=max(16, _power_of_two(group)), BLOCK=BLOCK, DIM=max(16, _power_of_two(dim)), num_warps=WARPS)
+    scores = torch.empty(count, heads_q, length, dtype=torch.float32, device=q.device)
+    tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))
+    page_kernel[(count * heads_kv, blocks)](
+        q, k, first if table is None else table.contiguous(), first.contiguous(), last.contiguous(), scores, tops,
+        masses, scale, heads_kv, count // k.shape[0], length, dim, *q.stride()[:2], *k.stride()[:3],
+        PAGED=table is not None, GROUP=group, ROWS=padded(group), BLOCK=BLOCK, DIM=padded(dim), num_warps=WARPS)
     lse = torch.logsumexp(tops + masses.clamp(min=1e-30).log(), -1)
     voters = group if per_group else heads_q
-    votes = torch.empty(batch, heads_q // voters, length, dtype=torch.float32, device=q.device)
+    votes = torch.empty(count, heads_q // voters, length, dtype=torch.float32, device=q.device)
     vote_kernel[(votes.shape[0] * votes.shape[1], -(-length // VOTE_BLOCK))](
-        scores, lse, votes, heads_q, length, GROUP=voters, ROWS=_power_of_two(voters), BLOCK=VOTE_BLOCK,
-        num_warps=WARPS)
+        scores, lse, votes, heads_q, length, GROUP=voters, ROWS=power_of_two(voters), BLOCK=VOTE_BLOCK, num_warps=WARPS)
     return votes
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

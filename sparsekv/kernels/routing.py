@@ -1,9 +1,10 @@
-"""Routing of one decode step: scores of the buckets for every query head, softmax, sum over the group, best buckets.
+"""Routing of one decode step: scores of the buckets for every query head, softmax, sum over the group, and what is
+read: the best buckets (Saap §4.2), or tokens by the budget rule.
 
-The scores are the query model's (`mlp`, Saap §4.2), the bucket means' (`mean_key`) or their sum (`hybrid`). Three
-launches (two for `mean_key`) and no host synchronisation: the hidden layer cut over its units, the scores cut over the
-buckets, one program a KV head that ranks by a partial sort. From sm_90 on each launch is prepared while the one before
-it ends.
+The scores are the query model's (`QueryModel`) or the bucket means' (`BucketMeans`). Four launches at most and no host
+synchronisation: the hidden layer cut over its units, the scores cut over the buckets, one program a query and KV head
+that ranks, and for tokens one more that writes them. From sm_90 on each launch is prepared while the one before it
+ends.
 """
 
 from __future__ import annotations
@@ -13,87 +14,214 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.kernels import reference
-from sparsekv.kernels.reference import BucketMeans, RouterWeights
+from sparsekv.kernels.indexing import per_query, tokens_at
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.types import BucketMeans, QueryModel, RouterScores
 
 HIDDEN_BLOCK, HIDDEN_WARPS = 32, 4
 BUCKET_PROGRAMS, SCORE_WARPS = 128, 4
 DEPTH_BLOCK, STAGES = 128, 5
 RANK_WARPS = 8
+FILL_BLOCK, FILL_WARPS = 256, 4
 MAX_ROWS = 64
+MAX_BUCKETS = 4096
+BY_SORT = False
+"""How the budget rule finds the density at which the budget is spent: by sorting, else by bisection. The result is the
+same."""
 
 
-def route(
-    q: Tensor, weights: RouterWeights | None, heads_kv: int, probes: int, counts: Tensor | None = None, *,
-    means: BucketMeans | None = None, q_means: Tensor | None = None, density: bool = False,
+def bucket_logits(q: Tensor, scores: RouterScores, counts: Tensor) -> Tensor:
+    """Scores of every bucket before the softmax, `[Q, Hq, C]`: q `[Q, Hq, d]` in the space of the scores, counts
+    `[B, Hkv, C]`. Empty buckets get -inf."""
+    if _fits(q, scores):
+        return launch_logits(q, scores, counts, offsets=False)
+    return bucket_logits_reference(q, scores, counts)
+
+
+def bucket_logits_reference(q: Tensor, scores: RouterScores, counts: Tensor) -> Tensor:
+    """`bucket_logits` in plain torch."""
+    if isinstance(scores, BucketMeans):
+        return mean_key_logits(q, scores, counts)
+    empty = per_query(counts == 0, *q.shape[:2])
+    return router_logits(q, scores).masked_fill(empty, NEG_INF)
+
+
+def router_logits(q: Tensor, model: QueryModel) -> Tensor:
+    """`W2 relu(W1 q + b1) + b2` (Saap §4.2): q `[Q, Hq, d]` in the model's space -> `[Q, Hq, C]`."""
+    count, heads_q, dim = q.shape
+    acc = acc_dtype(q)
+    query = q.to(acc).reshape(count, model.w1.shape[0], -1, dim)
+    hidden = torch.einsum("bhgd,hdn->bhgn", query, model.w1.to(acc)) + model.b1.to(acc)[:, None]
+    logits = torch.einsum("bhgn,hnc->bhgc", hidden.relu(), model.w2.to(acc)) + model.b2.to(acc)[:, None]
+    return logits.reshape(count, heads_q, -1)
+
+
+def mean_key_logits(q: Tensor, means: BucketMeans, counts: Tensor) -> Tensor:
+    """`log n_c + q·mean_c·scale`, the log-mass of a bucket under a bound by Jensen: q `[Q, Hq, d]` with RoPE, counts
+    `[B, Hkv, C]` -> `[Q, Hq, C]`. Empty buckets get -inf."""
+    count, heads_q, dim = q.shape
+    acc = acc_dtype(q)
+    batch, heads_kv, buckets, _ = means.means.shape
+    query = q.to(acc).reshape(batch, count // batch, heads_kv, -1, dim)
+    logits = torch.einsum("bthgd,bhcd->bthgc", query, means.means.to(acc)) * means.scale
+    return (logits + counts.to(acc).log()[:, None, :, None]).reshape(count, heads_q, buckets)
+
+
+def group_probability(logits: Tensor, heads_kv: int) -> Tensor:
+    """`p_c = Σ_{g in group} softmax_c(logits_g)`: logits `[Q, Hq, C]` -> `[Q, Hkv, C]`; zero where all are -inf."""
+    return logits.softmax(-1).nan_to_num(0.0).unflatten(1, (heads_kv, -1)).sum(2)
+
+
+def route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tensor:
+    """The `probes` buckets of the largest probability summed over the group, `[Q, Hkv, probes]` int32, padded with -1
+    where fewer are non-empty (Saap §4.2). Arguments as for `bucket_logits`."""
+    if _fits(q, scores):
+        return launch_route(q, scores, counts, probes)
+    return top_buckets(group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1]), counts, probes)
+
+
+def top_buckets(probability: Tensor, counts: Tensor, probes: int) -> Tensor:
+    """`route` from probabilities `[Q, Hkv, C]`, in plain torch."""
+    empty = per_query(counts <= 0, *probability.shape[:2])
+    values, chosen = probability.masked_fill(empty, NEG_INF).topk(min(probes, counts.shape[-1]), dim=-1)
+    return torch.where(torch.isinf(values), -1, chosen).to(torch.int32)
+
+
+def route_tokens(
+    q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
 ) -> Tensor:
-    """The `probes` best buckets of every KV head, `[B, Hkv, probes]` int32, padded with -1 where fewer are non-empty.
+    """The budget rule: buckets by descending density, probability summed over the group over tokens (ties: the lower
+    number), whole until `budget [Q]` tokens are reached, the last one in part, its first tokens.
 
-    q `[B, Hq, d]` in the router's space; `weights` scores by the query model, `means` by `log n + q·mean·scale`, both
-    by the sum; q_means: the query for the means, where its space differs from the router's. counts `[B, Hkv, C]`:
-    empty buckets are never chosen (needed with `means`). density: rank by probability per key of the bucket.
-    `reference.route` in three launches on CUDA.
+    q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
+    budget. Returns `[Q, Hkv, widest]` int32 in any order, padded with -1.
     """
-    if q.is_cuda and _fits(q, weights, counts):
-        return launch(q, weights, heads_kv, probes, counts, means, q_means, density)
-    return reference.route(q, weights, heads_kv, probes, counts, means=means, q_means=q_means, density=density)
+    if _fits(q, scores):
+        logits = launch_logits(q, scores, offsets, offsets=True)
+        return launch_choose(logits, order, offsets, budget, widest, logits=True)
+    return route_tokens_reference(q, scores, order, offsets, budget, widest)
 
 
-def _fits(q: Tensor, weights: RouterWeights | None, counts: Tensor | None) -> bool:
-    dense = weights is None or (weights.w1.dtype == q.dtype and all(w.is_contiguous() for w in weights))
-    return dense and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-
-
-def overlaps(device: torch.device) -> bool:
-    """Whether kernels can start before the one ahead of them ends (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def launch(
-    q: Tensor, weights: RouterWeights | None, heads_kv: int, probes: int, counts: Tensor | None,
-    means: BucketMeans | None = None, q_means: Tensor | None = None, density: bool = False,
+def route_tokens_reference(
+    q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
 ) -> Tensor:
-    """`route` through Triton. The first launch waits for everything before it, the others only for their inputs."""
-    from sparsekv.kernels.routing_triton import hidden_kernel, rank_kernel, score_kernel
+    """`route_tokens` in plain torch."""
+    counts = offsets.diff(dim=-1)
+    probability = group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1])
+    density = probability / per_query(counts, *probability.shape[:2]).clamp(min=1)
+    return choose_tokens_reference(density, order, offsets, budget, widest)
 
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    q_means = q if q_means is None else q_means
-    batch, heads_q, dim = q.shape
+
+def choose_tokens(density: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int) -> Tensor:
+    """The budget rule from densities `[Q, H, C]` ≥ 0, `H` a multiple of `Hkv`: `[Q, H, widest]`; the rest as for
+    `route_tokens`. Densities of empty buckets do not matter."""
+    if on_device(density) and density.shape[-1] <= MAX_BUCKETS:
+        return launch_choose(density.float(), order, offsets, budget, widest, logits=False)
+    return choose_tokens_reference(density, order, offsets, budget, widest)
+
+
+def choose_tokens_reference(density: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int) -> Tensor:
+    """`choose_tokens` in plain torch."""
+    table = per_query(offsets, *density.shape[:2]).long()
+    counts = table.diff(dim=-1)
+    ranked = density.masked_fill(counts == 0, NEG_INF).argsort(dim=-1, descending=True, stable=True)
+    sizes = counts.gather(-1, ranked)
+    sizes = torch.minimum(sizes, (budget.clamp(max=widest)[:, None, None] - sizes.cumsum(-1) + sizes).clamp(min=0))
+    return tokens_at(order, table.gather(-1, ranked), sizes, widest)
+
+
+def _fits(q: Tensor, scores: RouterScores) -> bool:
+    """Whether the kernels take it: a CUDA device, half precision or float32, a model in the dtype of q."""
+    if not on_device(q):
+        return False
+    if isinstance(scores, BucketMeans):
+        return scores.means.shape[2] <= MAX_BUCKETS
+    return scores.w1.dtype == q.dtype and scores.w2.shape[2] <= MAX_BUCKETS
+
+
+def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool) -> Tensor:
+    """`bucket_logits` through Triton. table: counts, or with `offsets` the offsets of the index. The first launch
+    waits for everything before it, a second only for its inputs."""
+    from sparsekv.kernels.routing_triton import hidden_kernel, mean_kernel, score_kernel
+
+    q, table = dense_last(q), table.contiguous()
+    count, heads_q, dim = q.shape
+    batch, heads_kv = table.shape[:2]
+    buckets, group = table.shape[2] - offsets, heads_q // heads_kv
+    by_model = isinstance(scores, QueryModel)
+    # a product takes the queries of one row where the scores are the row's own, else any
+    per_row = count if by_model else count // batch
+    fold = max(1, min(per_row, MAX_ROWS // group))
+    programs = heads_kv * (count // per_row) * -(-per_row // fold)
+    block = max(16, min(64, power_of_two(buckets * programs // BUCKET_PROGRAMS)))
     overlap = overlaps(q.device)
-    pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    buckets = weights.w2.shape[2] if weights is not None else means.means.shape[2]  # type: ignore[union-attr]
-    models = weights.w1.shape[0] if weights is not None else heads_kv
-    group = heads_q // models
-    fold = 1 if means is not None else max(1, min(batch, MAX_ROWS // group))
-    rows = max(16, _power_of_two(fold * group))
-    programs = models * -(-batch // fold)
-    logits = torch.empty(batch, heads_q, buckets, dtype=torch.float32, device=q.device)
-    probes = min(probes, buckets)
-    chosen = torch.empty(batch, heads_kv, probes, dtype=torch.int32, device=q.device)
-    shape: dict[str, Any] = {"FOLD": fold, "GROUP": group, "ROWS": rows, "OVERLAP": overlap}
-    block = max(16, min(64, _power_of_two(buckets * programs // BUCKET_PROGRAMS)))
-    middle, hidden = logits, 16
-    if weights is not None:
-        hidden = weights.w1.shape[2]
-        middle = torch.empty(batch, heads_q, hidden, dtype=weights.w2.dtype, device=q.device)
-        hidden_kernel[(programs, -(-hidden // HIDDEN_BLOCK))](
-            q, weights.w1, weights.b1, middle, models, batch, q.stride(0), q.stride(1), dim, hidden,
-            **shape, BLOCK=HIDDEN_BLOCK, DEPTH=max(16, _power_of_two(dim)), num_warps=HIDDEN_WARPS)
-    w2, b2 = (weights.w2, weights.b2) if weights is not None else (q, q)
-    mean, scale = (means.means, means.scale) if means is not None else (q[:, :, None], 1.0)
-    score_kernel[(programs, -(-buckets // block))](
-        middle, w2, b2, q_means, mean, logits if counts is None else counts, logits, scale, models, heads_kv, batch,
-        q_means.stride(0), q_means.stride(1), mean.stride(0), mean.stride(1), mean.stride(2), dim, hidden, buckets,
-        MLP=weights is not None, MEANS=means is not None, **shape, BLOCK=block,
-        DEPTH=DEPTH_BLOCK, WIDTH=max(16, _power_of_two(dim)), WAITS=overlap and weights is not None,
-        num_warps=SCORE_WARPS, num_stages=STAGES, **(pdl if weights is not None else {}))
-    padded = _power_of_two(buckets)
-    rank_kernel[(batch * heads_kv,)](
-        logits, logits if counts is None else counts, chosen, buckets, probes, GROUP=heads_q // heads_kv,
-        ROWS=_power_of_two(heads_q // heads_kv), PADDED=padded, KEPT=min(padded, _power_of_two(probes)),
-        COUNTED=counts is not None, DENSITY=density, OVERLAP=overlap, num_warps=RANK_WARPS, **pdl)
+    shape: dict[str, Any] = {"FOLD": fold, "GROUP": group, "ROWS": padded(fold * group), "OVERLAP": overlap}
+    logits = torch.empty(count, heads_q, buckets, dtype=torch.float32, device=q.device)
+    grid = (programs, -(-buckets // block))
+    if isinstance(scores, BucketMeans):
+        means = dense_last(scores.means)
+        mean_kernel[grid](
+            q, means, table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2], *means.stride()[:3], dim,
+            buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets, num_warps=SCORE_WARPS)
+        return logits
+    w1, b1, w2, b2 = (w.contiguous() for w in scores)
+    hidden = w1.shape[2]
+    middle = torch.empty(count, heads_q, hidden, dtype=w2.dtype, device=q.device)
+    hidden_kernel[(programs, -(-hidden // HIDDEN_BLOCK))](
+        q, w1, b1, middle, heads_kv, count, *q.stride()[:2], dim, hidden, **shape, BLOCK=HIDDEN_BLOCK,
+        DEPTH=padded(dim), num_warps=HIDDEN_WARPS)
+    score_kernel[grid](
+        middle, w2, b2, table, logits, heads_kv, count, count // batch, hidden, buckets, **shape, BLOCK=block,
+        DEPTH=DEPTH_BLOCK, OFFSETS=offsets, num_warps=SCORE_WARPS, num_stages=STAGES,
+        **({"launch_pdl": True} if overlap else {}))
+    return logits
+
+
+def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tensor:
+    """`route` through Triton."""
+    from sparsekv.kernels.routing_triton import rank_kernel
+
+    counts = counts.contiguous()
+    logits = launch_logits(q, scores, counts, offsets=False)
+    count, heads_q, buckets = logits.shape
+    heads_kv, probes = counts.shape[1], min(probes, buckets)
+    chosen = torch.empty(count, heads_kv, probes, dtype=torch.int32, device=q.device)
+    wide, rows, overlap = power_of_two(buckets), power_of_two(heads_q // heads_kv), overlaps(q.device)
+    rank_kernel[(count * heads_kv,)](
+        logits, counts, chosen, heads_kv, count // counts.shape[0], buckets, probes, GROUP=heads_q // heads_kv,
+        ROWS=rows, PADDED=wide, KEPT=min(wide, power_of_two(probes)), OVERLAP=overlap,
+        num_warps=rank_warps(rows * wide), **({"launch_pdl": True} if overlap else {}))
     return chosen
 
 
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+def launch_choose(
+    scores: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool,
+) -> Tensor:
+    """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`: scores `[Q, H, C]` are densities, or
+    logits of the query heads. How many tokens every bucket gives, then the tokens themselves."""
+    from sparsekv.kernels.routing_triton import fill_kernel, give_kernel
+
+    scores, order, offsets = scores.contiguous(), dense_last(order), offsets.contiguous()
+    count, heads, buckets = scores.shape
+    batch, heads_kv = offsets.shape[:2]
+    group = heads // heads_kv if logits else 1
+    heads //= group
+    rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
+    ends = torch.empty(count, heads, buckets, dtype=torch.int32, device=scores.device)
+    tokens = torch.empty(count, heads, widest, dtype=torch.int32, device=scores.device)
+    pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    lists: dict[str, Any] = {"LISTS": heads // heads_kv, "OVERLAP": overlap}
+    give_kernel[(count * heads,)](
+        scores, offsets, budget.contiguous(), ends, heads, count // batch, buckets, widest, **lists, GROUP=group,
+        ROWS=rows, PADDED=wide, LOGITS=logits, BY_SORT=BY_SORT, num_warps=rank_warps(rows * wide),
+        **(pdl if logits else {}))
+    if tokens.numel():
+        fill_kernel[(count * heads, -(-widest // FILL_BLOCK))](
+            order, offsets, ends, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,
+            STEPS=buckets.bit_length(), BLOCK=FILL_BLOCK, num_warps=FILL_WARPS, **pdl)
+    return tokens
+
+
+def rank_warps(scores: int) -> int:
+    """Warps of a program that holds so many scores in registers."""
+    return max(RANK_WARPS, min(32, scores // 2048))

@@ -6,17 +6,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def sizes_of(table, at, bucket, num_buckets, mask, OFFSETS: tl.constexpr):
+    """Sizes of buckets of row and head `at`, zero outside the mask: of counts, or of an index's offsets."""
+    if OFFSETS:
+        place = table + at * (num_buckets + 1) + bucket
+        return tl.load(place + 1, mask=mask, other=0) - tl.load(place, mask=mask, other=0)
+    else:
+        return tl.load(table + at * num_buckets + bucket, mask=mask, other=0)
+
+
+@triton.jit
 def hidden_kernel(
-    x, w, b, y, models, batch, x_row, x_head, num_in, num_out,
+    x, w, b, y, heads, count, x_row, x_head, num_in, num_out,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`relu(x W1 + b1)`; the rows of a product are FOLD rows of the batch times the group."""
-    model = (tl.program_id(0) % models).to(tl.int64)
+    """`relu(x W1 + b1)`; the rows of a product are FOLD queries times the group."""
+    model = (tl.program_id(0) % heads).to(tl.int64)
     r = tl.arange(0, ROWS)
-    row = ((tl.program_id(0) // models) * FOLD + r // GROUP).to(tl.int64)
+    row = ((tl.program_id(0) // heads) * FOLD + r // GROUP).to(tl.int64)
     head = model * GROUP + r % GROUP
-    used = (r < FOLD * GROUP) & (row < batch)
+    used = (r < FOLD * GROUP) & (row < count)
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     depth = tl.arange(0, DEPTH)
     right = tl.load(w + (model * num_in + depth[:, None]) * num_out + unit[None, :],
@@ -27,84 +37,103 @@ def hidden_kernel(
     total = tl.dot(left.to(right.dtype), right, input_precision="ieee") + bias.to(tl.float32)[None, :]
     if OVERLAP:
         gdc_launch_dependents()
-    place = (row * models * GROUP + head)[:, None] * num_out + unit[None, :]
+    place = (row * heads * GROUP + head)[:, None] * num_out + unit[None, :]
     tl.store(y + place, tl.maximum(total, 0.0).to(y.dtype.element_ty),
              mask=used[:, None] & (unit < num_out)[None, :])
 
 
 @triton.jit
 def score_kernel(
-    y, w, b, q, means, counts, logits, scale, models, heads_kv, batch, q_row, q_head, m_row, m_head, m_bucket,
-    dim, num_in, num_out,
-    MLP: tl.constexpr, MEANS: tl.constexpr, FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr, OVERLAP: tl.constexpr, WAITS: tl.constexpr,
+    y, w, b, table, logits, heads, count, per_row, num_in, num_out,
+    FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """`y W2 + b2` and `q·mean·scale + log n`."""
-    model = (tl.program_id(0) % models).to(tl.int64)
+    """`y W2 + b2`, -inf for empty buckets."""
+    model = (tl.program_id(0) % heads).to(tl.int64)
     r = tl.arange(0, ROWS)
-    row = ((tl.program_id(0) // models) * FOLD + r // GROUP).to(tl.int64)
+    row = ((tl.program_id(0) // heads) * FOLD + r // GROUP).to(tl.int64)
     head = model * GROUP + r % GROUP
-    used = (r < FOLD * GROUP) & (row < batch)
+    used = (r < FOLD * GROUP) & (row < count)
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = unit < num_out
     depth = tl.arange(0, DEPTH)
-    from_y = y + (row * models * GROUP + head)[:, None] * num_in + depth[None, :]
-    if MLP:
-        weights = w + model * num_in * num_out + unit[None, :]
-        bias = tl.load(b + model * num_out + unit, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    if MEANS:
-        first = ((tl.program_id(0) // models) * FOLD).to(tl.int64)
-        kv = model // (models // heads_kv)
-        width = tl.arange(0, WIDTH)
-        mean = tl.load(means + first * m_row + kv * m_head + unit[None, :].to(tl.int64) * m_bucket + width[:, None],
-                       mask=inside[None, :] & (width < dim)[:, None], other=0.0)
-        query = tl.load(q + row[:, None] * q_row + head[:, None] * q_head + width[None, :],
-                        mask=used[:, None] & (width < dim)[None, :], other=0.0)
-        size = tl.load(counts + (first * heads_kv + kv) * num_out + unit, mask=inside, other=0)
-        base = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
-        total += tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
-    if WAITS:
+    from_y = y + (row * heads * GROUP + head)[:, None] * num_in + depth[None, :]
+    weights = w + model * num_in * num_out + unit[None, :]
+    bias = tl.load(b + model * num_out + unit, mask=inside, other=0.0).to(tl.float32)
+    there = used[:, None] & inside[None, :]
+    size = sizes_of(table, ((row // per_row) * heads + model)[:, None], unit[None, :], num_out, there, OFFSETS=OFFSETS)
+    total = tl.zeros([ROWS, BLOCK], tl.float32) + bias[None, :]
+    if OVERLAP:
         gdc_wait()
-    if MLP:
-        total += bias[None, :]
-        for at in range(0, num_in, DEPTH):
-            left = tl.load(from_y + at, mask=used[:, None] & (at + depth < num_in)[None, :], other=0.0)
-            part = tl.load(weights + (at + depth)[:, None] * num_out,
-                           mask=(at + depth < num_in)[:, None] & inside[None, :], other=0.0)
-            total += tl.dot(left, part, input_precision="ieee")
+    for at in range(0, num_in, DEPTH):
+        left = tl.load(from_y + at, mask=used[:, None] & (at + depth < num_in)[None, :], other=0.0)
+        part = tl.load(weights + (at + depth)[:, None] * num_out,
+                       mask=(at + depth < num_in)[:, None] & inside[None, :], other=0.0)
+        total += tl.dot(left, part, input_precision="ieee")
     if OVERLAP:
         gdc_launch_dependents()
-    tl.store(logits + (row * models * GROUP + head)[:, None] * num_out + unit[None, :], total,
+    tl.store(logits + (row * heads * GROUP + head)[:, None] * num_out + unit[None, :],
+             tl.where(size > 0, total, float("-inf")), mask=there)
+
+
+@triton.jit
+def mean_kernel(
+    q, means, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
+    FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """`q·mean·scale + log n` for FOLD queries of one row of the cache."""
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    blocks = tl.cdiv(per_row, FOLD)
+    cache_row = (tl.program_id(0) // heads // blocks).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    query_of_row = (tl.program_id(0) // heads % blocks) * FOLD + r // GROUP
+    used = (r < FOLD * GROUP) & (query_of_row < per_row)
+    row = cache_row * per_row + query_of_row
+    head_q = head * GROUP + r % GROUP
+    bucket = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = bucket < num_buckets
+    width = tl.arange(0, WIDTH)
+    mean = tl.load(means + cache_row * m_row + head * m_head + bucket[None, :].to(tl.int64) * m_bucket + width[:, None],
+                   mask=inside[None, :] & (width < dim)[:, None], other=0.0)
+    query = tl.load(q + row[:, None] * q_row + head_q[:, None] * q_head + width[None, :],
+                    mask=used[:, None] & (width < dim)[None, :], other=0.0)
+    size = sizes_of(table, cache_row * heads + head, bucket, num_buckets, inside, OFFSETS=OFFSETS)
+    base = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+    total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
+    if OVERLAP:
+        gdc_launch_dependents()
+    tl.store(logits + (row * heads * GROUP + head_q)[:, None] * num_buckets + bucket[None, :], total,
              mask=used[:, None] & inside[None, :])
 
 
 @triton.jit
-def rank_kernel(
-    logits, counts, chosen, num_buckets, probes,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, KEPT: tl.constexpr, COUNTED: tl.constexpr,
-    DENSITY: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    """Softmax over the buckets, sum over the group, the best: one program a KV head."""
-    at = tl.program_id(0).to(tl.int64)
-    group, bucket = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    inside = (group < GROUP)[:, None] & (bucket < num_buckets)[None, :]
-    usable = bucket < num_buckets
-    if COUNTED:
-        size = tl.load(counts + at * num_buckets + bucket, mask=usable, other=0)
-        usable = usable & (size > 0)
-        inside = inside & usable[None, :]
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+def probability(logits, at, bucket, usable, num_buckets, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Softmax over the usable buckets, summed over the group of query and KV head `at`."""
+    group = tl.arange(0, ROWS)
+    inside = (group < GROUP)[:, None] & usable[None, :]
     value = tl.load(logits + (at * GROUP + group)[:, None] * num_buckets + bucket[None, :], mask=inside,
                     other=float("-inf"))
     top = tl.max(value, 1)
     weight = tl.where(inside, tl.exp(value - tl.where(top == float("-inf"), 0.0, top)[:, None]), 0.0)
     mass = tl.sum(weight, 1)
-    score = tl.sum(weight / tl.where(mass > 0, mass, 1.0)[:, None], 0)
-    if DENSITY:
-        score = score / tl.maximum(size, 1).to(tl.float32)
+    return tl.sum(weight / tl.where(mass > 0, mass, 1.0)[:, None], 0)
+
+
+@triton.jit
+def rank_kernel(
+    logits, counts, chosen, heads, per_row, num_buckets, probes,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, KEPT: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """The most probable buckets: one program a query and KV head."""
+    at = tl.program_id(0).to(tl.int64)
+    bucket = tl.arange(0, PADDED)
+    held = at // heads // per_row * heads + at % heads
+    usable = sizes_of(counts, held, bucket, num_buckets, bucket < num_buckets, OFFSETS=False) > 0
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    score = probability(logits, at, bucket, usable, num_buckets, GROUP=GROUP, ROWS=ROWS)
     # a positive float orders as its bits do: the last bits of the score give way to the bucket's number, so that one
     # 32-bit key carries both (scores closer than 2^-13 of each other may swap at C = 1024)
     bits = (score + 1e-30).to(tl.int32, bitcast=True)
@@ -116,3 +145,76 @@ def rank_kernel(
     place = tl.arange(0, KEPT)
     best = tl.where(key >= PADDED, PADDED - 1 - (key & (PADDED - 1)), -1)
     tl.store(chosen + at * probes + place, best, mask=place < probes)
+
+
+@triton.jit
+def give_kernel(
+    scores, offsets, budget, ends, heads, per_row, num_buckets, width,
+    LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
+    BY_SORT: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """How many tokens every bucket gives to the budget, summed up in the buckets' order: one program a query and list.
+    Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
+    at = tl.program_id(0).to(tl.int64)
+    row = at // heads
+    held = row // per_row * (heads // LISTS) + at % heads // LISTS
+    bucket = tl.arange(0, PADDED)
+    size = sizes_of(offsets, held, bucket, num_buckets, bucket < num_buckets, OFFSETS=True)
+    wanted = tl.minimum(tl.minimum(tl.load(budget + row), width), tl.sum(size, 0)).to(tl.int32)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    if LOGITS:
+        score = probability(scores, at, bucket, size > 0, num_buckets, GROUP=GROUP, ROWS=ROWS)
+        density = score / tl.maximum(size, 1).to(tl.float32)
+    else:
+        density = tl.load(scores + at * num_buckets + bucket, mask=size > 0, other=0.0)
+    bits = tl.where(size > 0, tl.maximum(density.to(tl.int32, bitcast=True), 0) + 1, 0)
+    # the largest density down to which there are as many tokens as wanted
+    if BY_SORT:
+        key = tl.sort((bits.to(tl.int64) << 32) | bucket, descending=True)
+        sorted_bucket = (key & 0xFFFFFFFF).to(tl.int32)
+        sorted_size = sizes_of(offsets, held, sorted_bucket, num_buckets, sorted_bucket < num_buckets, OFFSETS=True)
+        before = tl.cumsum(sorted_size, 0) - sorted_size
+        least = tl.min(tl.where(before < wanted, (key >> 32).to(tl.int32), 2147483647), 0)
+    else:
+        least = wanted * 0
+        for step in range(31):
+            higher = least | (1 << (30 - step))
+            reached = tl.sum(tl.where(bits >= higher, size, 0), 0)
+            least = tl.where(reached >= wanted, higher, least)
+    above = tl.where(bits > least, size, 0)
+    equal = tl.where(bits == least, size, 0)
+    missing = wanted - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
+    given = above + tl.minimum(tl.maximum(missing, 0), equal)
+    tl.store(ends + at * num_buckets + bucket, tl.cumsum(given, 0), mask=bucket < num_buckets)
+
+
+@triton.jit
+def fill_kernel(
+    order, offsets, ends, tokens, heads, per_row, num_buckets, width, o_row, o_head,
+    LISTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """BLOCK slots of one list: the bucket of each by a binary search in what the buckets give."""
+    at = tl.program_id(0).to(tl.int64)
+    cache_row, head = at // heads // per_row, at % heads // LISTS
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ends += at * num_buckets
+    offsets += (cache_row * (heads // LISTS) + head) * (num_buckets + 1)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = slot < tl.minimum(tl.load(ends + num_buckets - 1), width)
+    low = slot * 0
+    high = low + num_buckets
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        end = tl.load(ends + tl.minimum(middle, num_buckets - 1))
+        later = (low < high) & (end <= slot)
+        low = tl.where(later, middle + 1, low)
+        high = tl.where(later, high, middle)
+    bucket = tl.minimum(low, num_buckets - 1)
+    before = tl.load(ends + bucket - 1, mask=bucket > 0, other=0)
+    place = tl.load(offsets + bucket) + slot - before
+    token = tl.load(order + cache_row * o_row + head * o_head + place, mask=inside, other=-1)
+    tl.store(tokens + at * width + slot, token.to(tl.int32), mask=slot < width)

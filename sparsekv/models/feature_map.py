@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels.reference import FeatureMapWeights, add_centre, log_phi
+from sparsekv.kernels import FeatureMapWeights, add_centre, log_phi
 
 __all__ = ["FeatureMap", "FeatureMapWeights", "Maps", "log_kernel", "log_phi"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels.reference import RouterWeights
+from sparsekv.kernels import QueryModel
 
 
 class BucketRouter(nn.Module):
@@ -48,8 +48,8 @@ class BucketRouter(nn.Module):
         return hidden @ self.w2 + self.b2[:, None]
 
     @torch.no_grad()
-    def fold(self) -> RouterWeights:
+    def fold(self) -> QueryModel:
         """The same function without batch norm, for inference."""
         scale = self.gain * torch.rsqrt(self.running_var + self.eps)
         w2 = self.w2.clone() if self.w_inner is None else self.w_inner @ self.w2
-        return RouterWeights(self.w1 * scale[:, None], self.bias - self.running_mean * scale, w2, self.b2.clone())
+        return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, w2, self.b2.clone())

@@ -17,49 +17,48 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
 from sparsekv.core.rope import LayerRope, find_layout
-from sparsekv.core.selectors.base import LayerView, Queries, Selector
+from sparsekv.core.selectors import Selector
+from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.attention import QUERY_BLOCK, dense_attention, sparse_attention
-from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+from sparsekv.kernels import dense_attention
+from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.offload import HostLayer, Resident
-from sparsekv.runtime.plan import make_plan
+from sparsekv.runtime.decoding import Decoding, make_decoding
+from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import load_settings
-from sparsekv.runtime.state import LayerState
 from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
+QUERY_BLOCK = 64
 _BOUND: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 
 
 def attach(
     model: Any, *, router: Any = None, phi: Any = None, selector: str | Selector | None = None,
-    probes: int | None = None, token_budget: int | float | None = None, completion: str | None = None,
+    token_budget: int | float | None = None, completion: str | Estimator | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
-    dense_layers: Sequence[int] | None = None, sparse_chunks: bool = False, diagnostics: bool = False,
-    placement: str = "gpu", dense_below: int | None = None, settings: Any = None,
-    completion_tokens: float | None = None, fit_request: bool = True, **options: Any,
+    dense_layers: Sequence[int] | None = None, dense_below: int | None = None, placement: str = "gpu",
+    settings: Any = None, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
     router, phi: artifacts or their folders. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
     without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
-    float = fraction of the context, per query and KV head. completion: phi, centroid, moments, sampling or none;
-    without it phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window:
-    generated tokens stay exact until there are more than this, then the older half moves into the index. dense_layers
-    decode with full attention, layer 0 unless told otherwise. sparse_chunks: chunks of several tokens after the prefill
-    are decoded sparsely too, each query on its own. diagnostics: also compute full attention and report the relative
-    error. placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window
-    on the device, what is read is copied over) or cpu (CPU memory, and the sparse layers' attention is computed there).
-    dense_below: caches shorter than this are decoded with full attention [tokens]; without it, with placement gpu,
-    where full attention was measured to be the faster one (`plan.DENSE_BYTES`); 0 always decodes sparsely. settings: a
-    file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer and gate of every
-    head, and the artifacts' folders unless router and phi are given. completion_tokens: size of an untrained completion
-    (centroid, moments, sampling) by what it costs to fetch; without it 256 buckets or samples [tokens].
-    fit_request: the shift of φ's mass is fitted to the request, head by head, by the last queries of its
-    prefill, for the first 256 tokens generated.
+    float = share of the context, per query and KV head. completion: phi, centroid or none, or an Estimator; without it
+    phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated
+    tokens stay exact until there are more than this, then the older half joins the mid region. dense_layers decode with
+    full attention, layer 0 unless told otherwise. dense_below: caches shorter than this are decoded with full attention
+    [tokens]; without it, with placement gpu, where full attention was measured to be the faster one
+    (`decoding.DENSE_BYTES`); 0 always decodes sparsely. placement of keys and values: gpu (the model's device), offload
+    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and the
+    sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
+    selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
+    are given.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
@@ -67,28 +66,30 @@ def attach(
     check_model(model)
     layers = None
     if settings is not None:
-        given = {"selector": selector, "probes": probes, "token_budget": token_budget, "completion": completion,
-                 "sink_size": sink_size, "window_size": window_size, "dense_layers": dense_layers}
+        given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,
+                 "window_size": window_size, "dense_layers": dense_layers, **options}
         settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
         router, phi = router or settings.router, phi or settings.phi
         selector, completion, layers = settings.selector, settings.completion, settings.layers
         sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
-    plan, dense = make_plan(
+    decoding = make_decoding(
         model, modules, router=load_artifact(router, "router"), phi=load_artifact(phi, "phi"), selector=selector,
-        probes=probes, token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
+        token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
         decode_window=decode_window, dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
-        dense_below=dense_below, options=options, layers=layers, completion_tokens=completion_tokens,
-        fit_request=fit_request)
-    return Attachment(model, modules, plan, dense, sparse_chunks=sparse_chunks, diagnostics=diagnostics)
+        dense_below=dense_below, options=options, layers=layers)
+    return Attachment(model, modules, decoding)
 
 
 class Attachment:
     """A model that decodes sparsely inside the `with` block and is exactly as before after it."""
 
-    def __init__(self, model: Any, modules: dict[int, Any], plan: Any, dense: set[int], *, sparse_chunks: bool,
-                 diagnostics: bool):
-        self.model, self.modules, self.plan, self.dense_layers = model, modules, plan, dense
-        self.sparse_chunks, self.diagnostics = sparse_chunks, diagnostics
+    sparse_chunks = False
+    """Chunks of several tokens after the prefill are decoded sparsely too, each query on its own (evaluation)."""
+    compares = False
+    """Full attention is computed beside every sparse step, and `report` has the relative error (evaluation)."""
+
+    def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding):
+        self.model, self.modules, self.decoding = model, modules, decoding
         self.counters = Counters()
         self._undo: list[Any] = []
         self._seen: dict[nn.Module, tuple[Any, Any]] = {}
@@ -126,12 +127,12 @@ class Attachment:
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
         steps, dense layers included; selectivity_sparse without them), rel_err (mean relative L2 error of the sparse
-        layers' attention output; None without diagnostics), the same per layer, and the selectors' own numbers."""
+        layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers."""
         return self.counters.report()
 
     def cache(self) -> SparseCache:
         """An empty cache for this model."""
-        host = set() if self.plan.placement == "gpu" else set(self.modules) - self.dense_layers
+        host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
         return SparseCache(self.model.config, host_layers=host)
 
     @torch.no_grad()
@@ -154,8 +155,7 @@ class Attachment:
         return cache
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
-        """Write a prefilled cache, and the index and φ cache built over it if it was decoded with, to one safetensors
-        file. Raises SparseKVError for a model with sliding-window layers."""
+        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window layers."""
         save_prefix(cache, path, model_fingerprint(self.model))
 
     def load_prefix(self, path: str | Path) -> SparseCache:
@@ -175,7 +175,7 @@ class Attachment:
                     self._ropes[key] = find_layout(module, tables[0][0], tables[1][0], module.head_dim)
                 rope = self._ropes[key]
                 if rope is not None:
-                    table = cache.rope.setdefault(key, RopeTable(rope.layout))
+                    table = cache.rope.setdefault(key, GrowingRope(rope.layout))
                     table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
 
     def _give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,71 +239,58 @@ class Attachment:
         if not decoding:
             layer.remember_queries(query, key.shape[2])
             return dense()
-        if index in self.dense_layers or softcap is not None or self.plan.is_short(key):
+        if index in self.decoding.dense_layers or softcap is not None or self.decoding.is_short(key):
             self.counters.dense(index, count)
             return dense()
-        out = self._decode(module, layer, cache, query, mask, scale, past)
-        if self.diagnostics:
+        if layer.state is None or layer.state.owner is not self.decoding:
+            layer.state = self._begin(module, layer, cache, query, mask, scale, past)
+        out = self._decode(layer, query, past)
+        if self.compares:
             self.counters.compare(index, out, dense())
         return out
 
-    def _decode(self, module: Any, layer: SparseLayer, cache: Any, query: Tensor, mask: Tensor | None,
-                scale: float, past: int) -> Tensor:
-        index, device = module.layer_idx, query.device
-        offloaded = isinstance(layer, HostLayer) and self.plan.placement != "cpu"
-        if not offloaded:
-            query = query.to(layer.keys.device)
-        view = self._view(module, layer, cache, scale, query.shape[1], query.device)
-        if layer.state is None or layer.state.plan is not self.plan:
-            starts = self._starts(mask, query.shape[0], query.device)
-            view.regions = self.plan.regions(starts, past)
-            keys, values = (x.to(query.device) for x in (layer.keys, layer.values))
-            view.keys, view.values = keys[:, :, :past], values[:, :, :past]
-            layer.state = LayerState(self.plan, view)
-            if offloaded:
-                layer.state.resident = Resident(view, keys, values)
-            del keys, values
-        state, parts = layer.state, []
-        view.resident = state.resident
-        for first in range(0, query.shape[2], QUERY_BLOCK):
-            q = query[:, :, first:first + QUERY_BLOCK]
-            end = past + first + q.shape[2]
-            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
-            view.regions = state.regions.grown(end)
-            if offloaded and state.outgrown(past + first):
-                view.keys, view.values = view.keys.to(device), view.values.to(device)
-            state.advance(view, past + first)
-            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
-
-            def make_pre(q: Tensor = q, first: int = end - q.shape[2], last: int = end) -> Tensor:
-                return view.unrotate(q, first, last)
-
-            done = sparse_attention(view, Queries(q, make_pre), state.selector, state.completion)
-            self.counters.sparse(index, done.loaded, done.context)
-            parts.append(done.out.to(device))
-        self.counters.statistics[index] = state.selector.statistics()
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-    def _view(
-        self, module: Any, layer: SparseLayer, cache: Any, scale: float, heads: int, device: Any,
-    ) -> LayerView:
-        table = cache.rope.get(getattr(module, "layer_type", None))
-
-        def need() -> RopeTable:
-            if table is None:
-                raise SparseKVError(f"{type(module).__name__} rotates in a way sparsekv cannot undo; use a selector "
-                                    "that reads rotated keys only: topk, or a router trained with key_space rot")
-            return table
-
+    def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
+               scale: float, past: int) -> LayerState:
+        """Selector and estimator of a layer over what was prefilled, `past` tokens: decoding begins."""
+        index, keys, values = module.layer_idx, layer.keys, layer.values
+        on_host = isinstance(layer, HostLayer) and self.decoding.placement == "offload"
+        device = query.device if on_host else keys.device
+        keys, values = keys.to(device), values.to(device)
         recent = layer.recent
         if recent is None:
-            recent = torch.zeros(layer.keys.shape[0], heads, 0, layer.keys.shape[3], dtype=layer.keys.dtype)
-        return LayerView(
-            keys=layer.keys, values=layer.values, regions=None, scale=scale,  # type: ignore[arg-type]
-            num_query_heads=heads, layer_idx=module.layer_idx, num_layers=len(cache.layers),
-            unrotate=lambda x, a, b: need().unrotate(x, a, b), turn=lambda x, old, new: need().turn(x, old, new),
-            recent_queries=recent.to(device),
-            recent_end=layer.recent_end, saved=layer.saved)
+            recent = query[:, :, :0]
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), past, self.decoding.sink_size,
+                                         self.decoding.window_size)
+        kind = HostView if on_host else LayerView
+        view = kind(keys[:, :, :past], values[:, :, :past], regions, scale, query.shape[1], index, len(cache.layers),
+                    cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end)
+        state = LayerState(
+            view, self.decoding.selector_of(index, device), self.decoding.estimator_of(index, device),
+            window_size=self.decoding.window_size, decode_window=self.decoding.decode_window, owner=self.decoding)
+        if isinstance(view, HostView):
+            view.keep_anchors(keys, values)
+        return state
+
+    def _decode(self, layer: SparseLayer, query: Tensor, past: int) -> Tensor:
+        """Steps of the last tokens of a cache, `[B, Hq, T, d]`, some queries at a time."""
+        state, parts = layer.state, []
+        assert state is not None
+        view = state.view
+        q = query.to(view.device)
+        for first in range(0, q.shape[2], QUERY_BLOCK):
+            block = q[:, :, first:first + QUERY_BLOCK]
+            end = past + first + block.shape[2]
+            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
+            if not view.keys_on_device and state.outgrown(past + first):
+                view.keys, view.values = view.keys.to(view.device), view.values.to(view.device)
+            state.advance(past + first, end)
+            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
+            queries = Queries.last(block, end, view.rope)
+            step = state.step(queries)
+            self.counters.sparse(view.layer_idx, step.read(view, queries))
+            parts.append(step.out.to(query.device))
+        self.counters.statistics[view.layer_idx] = state.selector.statistics()
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _attention(

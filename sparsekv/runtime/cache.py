@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparsekv.core.rope import Layout, rotate, unrotate
+from sparsekv.core.rope import Layout, RopeTable
+from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.state import LayerState
+from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.storage import Growing, repeated, take_rows
 
 OBSERVED = 64
 
 
-class RopeTable:
-    """`cos, sin [B or 1, N, width]` float32, full width in `layout`, of every position in the cache, one for all layers
-    that rotate alike: what the model itself used when the token was computed."""
+class GrowingRope(RopeTable):
+    """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
 
     def __init__(self, layout: Layout):
         self.layout: Layout = layout
         self.cos, self.sin = Growing(), Growing()
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.cos.view, self.sin.view
 
     def append(self, cos: Tensor, sin: Tensor, length: int) -> None:
         """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them."""
@@ -38,21 +41,8 @@ class RopeTable:
                 store.shared = True
             store.append(new.expand(max(held, batch), -1, -1).float())
 
-    def unrotate(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Remove RoPE at positions `first..last`: x `[B, H, last − first, d]`."""
-        cos, sin = (t.view[:, None, first:last].to(x.device) for t in (self.cos, self.sin))
-        return unrotate(x, cos, sin, self.layout)
-
-    def turn(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Move rotated vectors to other positions: x `[..., n, d]`, old and new int64 `[..., n]`, broadcastable."""
-        if self.cos.view.shape[0] > 1:
-            raise SparseKVError("contiguous positions work on one sequence at a time, found a batch with padding")
-        for positions, function in ((old, unrotate), (new, rotate)):
-            x = function(x, self.cos.view[0][positions], self.sin.view[0][positions], self.layout)
-        return x
-
-    def fork(self) -> RopeTable:
-        other = RopeTable(self.layout)
+    def fork(self) -> GrowingRope:
+        other = GrowingRope(self.layout)
         other.cos, other.sin = self.cos.fork(), self.sin.fork()
         return other
 
@@ -75,7 +65,6 @@ class SparseLayer(DynamicLayer):
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
         self.recent_end = 0
-        self.saved: dict[str, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -121,7 +110,7 @@ class SparseLayer(DynamicLayer):
         self._keys.clear()
         self._values.clear()
         self.keys = self.values = None
-        self.state = self.recent = self.saved = None
+        self.state = self.recent = None
         self.recent_end = 0
         self.is_initialized = False
 
@@ -135,7 +124,7 @@ class SparseLayer(DynamicLayer):
         if self.recent is not None:
             self.recent = take_rows(self.recent, index)
         if self.state is not None:
-            self.state.take_rows(index.to(self._keys.view.device))
+            self.state.take_rows(index)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.take_rows(beam_idx)
@@ -158,6 +147,25 @@ class SparseLayer(DynamicLayer):
         self.keys, self.values = self._keys.view, self._values.view
 
 
+class HostLayer(SparseLayer):
+    """A layer whose keys and values lie in CPU memory, page-locked where there is a GPU.
+
+    The first chunk of a prefill is returned as it came, on the device; afterwards `update` returns the host tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        pinned = torch.cuda.is_available()
+        self._keys, self._values = Growing(pinned), Growing(pinned)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        first = self.get_seq_length() == 0
+        host = super().update(key_states.cpu(), value_states.cpu())
+        if self.state is not None and isinstance(self.state.view, HostView):
+            self.state.view.append(key_states, value_states)
+        return (key_states, value_states) if first else host
+
+
 class SparseCache(Cache):
     """A cache for `model.generate` or `model(...)` under `sparsekv.attach`; the attachment makes it by itself.
 
@@ -166,13 +174,11 @@ class SparseCache(Cache):
 
     def __init__(self, config: Any, host_layers: Collection[int] = ()):
         """`host_layers` keep their keys and values in CPU memory."""
-        from sparsekv.runtime.offload import HostLayer
-
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(layers=[
             layer if type(layer) is not DynamicLayer else HostLayer() if i in host_layers else SparseLayer()
             for i, layer in enumerate(layers)])
-        self.rope: dict[Any, RopeTable] = {}
+        self.rope: dict[Any, GrowingRope] = {}
 
     def fork(self) -> SparseCache:
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""

@@ -44,9 +44,8 @@ class Counters:
         self.dense_calls[layer] += tokens
         self.loaded[layer].add(torch.ones(tokens))
 
-    def sparse(self, layer: int, loaded: Tensor, context: Tensor) -> None:
-        """`loaded, context [B, T]`: tokens read (mean over heads) and tokens there were."""
-        share = loaded / context
+    def sparse(self, layer: int, share: Tensor) -> None:
+        """`[B, T]`: share of the tokens in sight that were read, mean over heads."""
         self.sparse_calls[layer] += share.shape[1]
         total = share.detach().sum(dtype=torch.float64)
         for means in (self.loaded, self.sparse_loaded):

@@ -1,4 +1,4 @@
-"""A prefilled prompt on disk: keys, values, rotary tables and what was built over them, paid for once."""
+"""A prefilled prompt on disk: keys, values and rotary tables, paid for once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsekv.core.estimators.phi import PhiCompletion
-from sparsekv.core.selectors.router import Router
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
 FORMAT_VERSION = 1
 
 
 def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any]) -> None:
-    """Write a cache of full-attention layers to one safetensors file: KV, recent queries, rotary tables, and the bucket
-    index and φ cache of every layer that has them. Raises SparseKVError for sliding-window layers or an empty cache."""
+    """Write a cache of full-attention layers to one safetensors file: keys and values, recent queries, rotary tables.
+    Raises SparseKVError for sliding-window layers or an empty cache."""
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION, "model": fingerprint, "length": cache.get_seq_length(),
                             "rope": {}, "recent_end": {}}
@@ -34,7 +32,6 @@ def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
         if layer.recent is not None:
             tensors[f"{i}.recent"] = layer.recent
             meta["recent_end"][str(i)] = layer.recent_end
-        tensors |= _built(layer, i)
     for n, (key, table) in enumerate(cache.rope.items()):
         meta["rope"][str(n)] = [key, table.layout]
         tensors |= {f"rope.{n}.cos": table.cos.view, f"rope.{n}.sin": table.sin.view}
@@ -42,25 +39,8 @@ def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
               metadata={"sparsekv": json.dumps(meta)})
 
 
-def _built(layer: SparseLayer, i: int) -> dict[str, Tensor]:
-    """The bucket index and the φ cache, where decoding has built them. Buckets that restart on the request are found
-    anew over all of it, so that an index of the prefix serves nothing."""
-    found: dict[str, Tensor] = {}
-    if layer.state is None:
-        return found
-    selector, completion = layer.state.selector, layer.state.completion
-    if isinstance(selector, Router) and not selector.adapted:
-        found |= {f"{i}.index.centroids": selector.centroids, f"{i}.index.assignment": selector.assignment}
-    if isinstance(completion, PhiCompletion) and completion.cache is not None:
-        regions = layer.state.regions
-        found |= {f"{i}.phi.{k}": v for k, v in completion.saved(
-            regions, layer.keys[:, :, :1].to(regions.starts.device)).items()}
-    return found
-
-
 def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any], device: Any) -> SparseCache:
-    """Fill an empty cache from a file. What was built over the prefix is taken over by an attachment that would build
-    the same (same centroids, same feature maps, same regions); another builds its own.
+    """Fill an empty cache from a file; index and estimates are built when decoding begins.
 
     Raises SparseKVError for a missing, damaged or foreign file.
     """
@@ -86,11 +66,8 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
         if f"{i}.recent" in tensors:
             layer.recent = tensors[f"{i}.recent"].to(device)  # type: ignore[union-attr]
             layer.recent_end = meta["recent_end"][str(i)]  # type: ignore[union-attr]
-        own = (f"{i}.index.", f"{i}.phi.")
-        saved = {k.removeprefix(f"{i}."): v.to(device) for k, v in tensors.items() if k.startswith(own)}
-        layer.saved = saved or None  # type: ignore[union-attr]
     for n, (key, layout) in meta["rope"].items():
-        table = cache.rope[key] = RopeTable(layout)
+        table = cache.rope[key] = GrowingRope(layout)
         table.append(tensors[f"rope.{n}.cos"].to(device), tensors[f"rope.{n}.sin"].to(device), 0)
     return cache
 

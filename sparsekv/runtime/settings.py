@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
+from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
@@ -45,14 +47,13 @@ class Settings:
     def selectivity(self, context_length: int, generated: int = 0) -> dict[int, float]:
         """Share of the context that a query of every sparse layer reads exactly, by layer: `⌈ρN⌉` retrieved tokens,
         sink and tail; `generated` tokens were decoded since the prefill of `context_length` and stay exact."""
-        return {layer: self._read(s.budget, context_length, generated) / (context_length + generated)
-                for layer, s in self.layers.items()}
-
-    def _read(self, budget: float, length: int, generated: int) -> int:
-        mid = max(0, length - self.sink_size - self.window_size)
         # the budget is of the cache that the first sparse step sees, its own token included
-        wanted = math.ceil(budget * (length + min(generated, 1)) - 1e-9)
-        return min(wanted, mid) + (length - mid) + generated
+        regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), context_length, self.sink_size,
+                                         self.window_size).grown(context_length + min(generated, 1))
+        length = context_length + generated
+        anchors = length - int(regions.mid_sizes)
+        return {layer: (int(tokens_of_budget(s.budget, regions)) + anchors) / length
+                for layer, s in self.layers.items()}
 
     def save(self, path: str | Path) -> Path:
         path = Path(path)

@@ -13,7 +13,7 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.config import option
 from sparsekv.core.offline import mass_errors
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels.reference import add_centre
+from sparsekv.kernels import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.store.store import CaptureStore

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.artifacts.router import WEIGHT_DTYPES, RouterArtifact, RouterArtifactConfig
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels.reference import RouterWeights, router_logits
+from sparsekv.kernels import QueryModel, router_logits
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.progress import progress
@@ -95,7 +95,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
         card = {k.removeprefix("quality."): v for k, v in tensors.items() if k.startswith("quality.")}
         weights = None
         if config.scores != "mean_key":
-            weights = RouterWeights(*(tensors[f"query_model.{k}"] for k in RouterWeights._fields))
+            weights = QueryModel(*(tensors[f"query_model.{k}"] for k in QueryModel._fields))
         made.append(RouterArtifact(
             RouterArtifactConfig(
                 model=store.model, layers=store.layers, num_buckets=config.num_buckets, key_space=space,
@@ -150,7 +150,7 @@ def cluster(config: RouterConfig, pool: Pool, space: str, name: str = "") -> Ten
 def train_query_model(
     config: RouterConfig, pool: Pool, held: Pool, centroids: Tensor, space: str, parts: list[Part], output: Path,
     device: str, *, label: str = "", quiet: bool = False, max_seconds: float | None = None,
-) -> tuple[RouterWeights, dict[str, list[float]]]:
+) -> tuple[QueryModel, dict[str, list[float]]]:
     """Targets, then training: the query models `[Lk or Lq, ...]`, batch norm folded in, and the metrics. `held` is the
     pool of the validation windows."""
     hybrid = config.scores == "hybrid"
@@ -164,7 +164,7 @@ def train_query_model(
     task = RouterTask(config, pool, targets, space, parts, watched, held)
     history = fit(task, config, output=output, description=f"train router{label}", device=device,
                   name=f"router-{parts[0].name}", max_seconds=max_seconds, quiet=quiet)
-    return RouterWeights(*(w.detach() for w in task.router.fold())), history
+    return QueryModel(*(w.detach() for w in task.router.fold())), history
 
 
 class RouterTask(Task):
@@ -221,7 +221,7 @@ class RouterTask(Task):
         return 1 - torch.stack(found).mean(0).reshape(self.pool.heads_kv, -1).mean(1)
 
 
-def probability(pool: Pool, held: HeldOut, space: str, weights: RouterWeights | None) -> Tensor:
+def probability(pool: Pool, held: HeldOut, space: str, weights: QueryModel | None) -> Tensor:
     """What a router expects, `[Lq, T, C]`: the mean-key logits, the query model's, or their sum, after softmax."""
     logits = held.base
     if weights is not None:
@@ -232,7 +232,7 @@ def probability(pool: Pool, held: HeldOut, space: str, weights: RouterWeights | 
     return logits.softmax(-1)
 
 
-def quality(config: RouterConfig, pool: Pool, centroids: Tensor, space: str, weights: RouterWeights | None,
+def quality(config: RouterConfig, pool: Pool, centroids: Tensor, space: str, weights: QueryModel | None,
             ) -> dict[str, Tensor]:
     """The card, from held-out windows: per query head the share of the mid mass reached at every budget and an oracle's
     on the same buckets; per KV head the imbalance `C · Σ share²` and the largest bucket's share of the keys."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_families import captured, tiny
 
-from sparsekv.capture.statistics import query_statistics
+from sparsekv.kernels import query_statistics
 from sparsekv.kernels.dense import split_attention, splits
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
 from sparsekv.inspection import InspectConfig, inspect_path
-from sparsekv.kernels.reference import router_logits
+from sparsekv.kernels import router_logits
 from sparsekv.models.feature_map import FeatureMap, log_kernel
 from sparsekv.models.router import BucketRouter
 from sparsekv.trainers.fit import read_metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekv.core.selectors.base import Selection, Selector
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.dense import Dense
 from sparsekv.core.selectors.faiss import FaissTopK
 from sparsekv.core.selectors.lfps import LFPS
@@ -19,4 +19,4 @@ from sparsekv.core.selectors.topk import TopK
 SELECTORS: dict[str, type[Selector]] = {cls.name: cls for cls in (
     Dense, Streaming, Random, TopK, FaissTopK, Router, TokenSelect, LFPS, Quest, MagicPIG, SnapKV, PyramidKV)}
 
-__all__ = ["SELECTORS", "Selection", "Selector"]
+__all__ = ["SELECTORS", "Selector"]

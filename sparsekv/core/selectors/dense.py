@@ -7,18 +7,23 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
 
 
 @dataclass(eq=False)
 class Dense(Selector):
-    """Reads everything. `attach` recognises it and uses the dense path; `select` is there for completeness."""
+    """Reads everything: no layer decodes sparsely; `select` is what that means as a selection."""
 
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "baseline: full attention"
+    spends_budget: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = False
+
+    def serves(self, layer_idx: int) -> bool:
+        return False
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         positions = torch.arange(view.length, device=view.device)
         tokens = torch.where(view.regions.mid_mask(), positions, -1)[:, None].expand(-1, view.num_kv_heads, -1)
-        return Selection(tokens=fold(tokens, queries.count))
+        return Selection(tokens=queries.per_query(tokens))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
-from sparsekv.core.selectors.topk import group_scores
+from sparsekv.core.selectors.base import Selector
 from sparsekv.errors import SparseKVError
 
 SHORT = {"flat": "Flat", "ivf": "IVF{lists},Flat", "hnsw": "HNSW{links}"}
@@ -35,10 +35,7 @@ class FaissTopK(Selector):
     links: int = option(32, help="Links of a node of hnsw [links].", min=2)
     ef_search: int = option(64, help="Breadth of the search; HNSW only [nodes].", min=1)
     per_query_head: bool = option(False, help="Every query head reads its own list.")
-    measure_recall: bool = option(False, help="Also search exactly and report the recall (slow).")
-
     def build(self, view: LayerView) -> None:
-        self.found, self.wanted = 0, 0
         regions = view.regions
         self.first = [int(x) for x in regions.mid_first]
         self.indexes = [[self._index(view.keys[b, h, self.first[b]:int(regions.mid_last[b])])
@@ -79,18 +76,19 @@ class FaissTopK(Selector):
         self.indexes = grown
 
     def take_rows(self, index: Tensor) -> None:
+        super().take_rows(index)
         rows = [int(i) for i in index]
         self.indexes, self.first = [self.indexes[i] for i in rows], [self.first[i] for i in rows]
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, heads_q, count, dim = queries.rot.shape
-        k = self.budget_tokens(view)
-        width, group = int(k.max()), view.group
+        k = self.budget.tolist()
+        width, group = self.widest, view.group
         tokens = np.full((batch, count, heads_q, width), -1, dtype=np.int64)
         scores = np.full(tokens.shape, -np.inf, dtype=np.float32)
         q = _numpy(queries.rot.transpose(1, 2).reshape(-1, dim)).reshape(batch, count, heads_q, dim)
         for b, row in enumerate(self.indexes):
-            own = min(int(k[b]), row[0].ntotal)
+            own = min(k[b], row[0].ntotal)
             if own == 0:
                 continue
             for h, index in enumerate(row):
@@ -99,23 +97,9 @@ class FaissTopK(Selector):
                 tokens[b, :, heads, :own] = np.where(ids < 0, -1, ids + self.first[b]).reshape(count, group, own)
                 scores[b, :, heads, :own] = found.reshape(count, group, own)
         listed = torch.from_numpy(tokens).flatten(0, 1)
-        if self.measure_recall:
-            self._count_recall(view, queries, listed, k)
         if not self.per_query_head and group > 1:
             listed = join_lists(listed, torch.from_numpy(scores).flatten(0, 1), view.num_kv_heads, width)
         return Selection(tokens=listed.to(view.device))
-
-    def _count_recall(self, view: LayerView, queries: Queries, listed: Tensor, k: Tensor) -> None:
-        exact = group_scores(view, queries.rot).transpose(2, 3).flatten(1, 2).transpose(1, 2).flatten(0, 1).cpu()
-        for row, tokens in enumerate(listed):
-            own = int(k[row // queries.count])
-            best = exact[row].topk(own, dim=-1).indices
-            self.found += int((best[:, :, None] == tokens[:, None, :own]).any(-1).sum())
-            self.wanted += best.numel()
-
-    def statistics(self) -> dict[str, float]:
-        """Share of the exact top-k that the index found, with measure_recall."""
-        return {"recall": self.found / self.wanted} if self.wanted else {}
 
 
 def join_lists(tokens: Tensor, scores: Tensor, heads_kv: int, width: int) -> Tensor:

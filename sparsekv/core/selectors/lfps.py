@@ -10,21 +10,27 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.rows import gather_rows
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.lfps_table import ScoreTable
-from sparsekv.errors import SparseKVError
+from sparsekv.kernels import gather_rows
 
 NEG_INF = float("-inf")
 RECENT = 5
+GAMMA = 0.95
+"""Decay of the score tables per step (the paper's)."""
+ETA = 0.85
+"""Share of attention on the sink from which a head is not searched (the paper's)."""
+OBSERVED = 64
+"""Last prompt tokens that fill the tables."""
 
 
 @dataclass(eq=False)
 class LFPS(Selector):
     """Per query head a vertical table `V[i]` over positions and a slash table `S[t − i]` over distances (LFPS §4.2).
 
-    A step: (1) heads whose sink takes more than `eta` of the attention are not searched, the mean key and value stand
+    A step: (1) heads whose sink takes more than `ETA` of the attention are not searched, the mean key and value stand
     for the rest; (2) candidates `V[i] > thr_V or S[t − i] > thr_S`; (3) their neighbours at −1, 0, 1, 2 whose scores
     are above a table's mean; (4) exact scores of the candidates, the best `token_budget` are read, and both tables
     learn: `V ← γV + (1 − γ)·a/2`.
@@ -38,17 +44,8 @@ class LFPS(Selector):
     scores_keys: ClassVar[bool] = True
 
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)
-    gamma: float = option(0.95, help="Decay of the score tables per step.")
-    eta: float = option(0.85, help="Share of attention on the sink from which a head is not searched; 1 never.")
     per_query_head: bool = option(False, help="Every query head has its own candidates and list, as in the paper; "
                                               "otherwise the heads of a group share one and token_budget counts it.")
-    prefill_rows: int = option(64, help="Last prompt tokens that fill the tables [tokens, at most 64].", min=1, max=64)
-
-    def validate(self) -> None:
-        super().validate()
-        if not 0 < self.gamma < 1:
-            raise SparseKVError(f"gamma must lie between 0 and 1, found {self.gamma}")
-
     def build(self, view: LayerView) -> None:
         batch, length = view.keys.shape[0], view.length
         rows = batch * view.num_query_heads
@@ -70,6 +67,7 @@ class LFPS(Selector):
         return other
 
     def take_rows(self, index: Tensor) -> None:
+        super().take_rows(index)
         heads = self.variance_ratio.shape[1]
         rows = (index[:, None] * heads + torch.arange(heads, device=index.device)).flatten()
         for table in (self.vertical, self.slash):
@@ -78,21 +76,24 @@ class LFPS(Selector):
         self.variance_ratio = self.variance_ratio[index]
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        parts = [self._step(view, queries.rot[:, :, t], view.length - queries.count + t) for t in range(queries.count)]
-        if len(parts) == 1:
-            return parts[0]
-        batch = view.keys.shape[0]
-        lists = [p.as_tokens() for p in parts]
-        widest = max(x.shape[-1] for x in lists)
-        tokens = [torch.nn.functional.pad(x, (0, widest - x.shape[-1]), value=-1) for x in lists]
-        joined = Selection(tokens=torch.stack(tokens, 1).flatten(0, 1))
-        extras = [p.extra for p in parts if p.extra is not None]
-        joined.extra = (torch.stack([e[0] for e in extras], 1).reshape(batch * len(parts), view.num_query_heads, -1),
-                        torch.stack([e[1] for e in extras], 1).reshape(batch * len(parts), -1))
-        return joined
+        columns = (queries.lengths[:queries.count] - 1).tolist()
+        parts = [self._step(view, queries.rot[:, :, t], column) for t, column in enumerate(columns)]
+        widest = max(tokens.shape[-1] for tokens, _, _ in parts)
+        padded = [(torch.nn.functional.pad(tokens, (0, widest - tokens.shape[-1]), value=-1), *bypass)
+                  for tokens, *bypass in parts]
+        # all queries of a row one after another
+        listed, *self.bypassed = (torch.stack(x, 1).flatten(0, 1) for x in zip(*padded, strict=True))
+        return Selection(tokens=listed)
 
-    def _step(self, view: LayerView, q: Tensor, t: int) -> Selection:
-        """One token at position `t`: q `[B, Hq, d]`."""
+    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor] | None:
+        """The mean value with the estimated mass of all but the anchors, for the heads of `select`'s queries that were
+        not searched."""
+        out, lse = self.bypassed
+        return out, lse
+
+    def _step(self, view: LayerView, q: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One token at position `t`: q `[B, Hq, d]` -> the list `[B, lists, K]`, and for every query head the mean
+        value and the log mass of what a bypass stands for, -inf where it was searched."""
         batch, lists = q.shape[0], view.num_query_heads if self.per_query_head else view.num_kv_heads
         q = q.float()
         bypass, value, rest = self._sink(view, q, t)
@@ -103,7 +104,7 @@ class LFPS(Selector):
         self._learn(tokens, scores, t, ~bypass.flatten())
         self.steps += 1
         skipped = bypass.view(batch, lists, -1).all(-1, keepdim=True).expand(-1, -1, q.shape[1] // lists)
-        return Selection(tokens=tokens, extra=(value, rest.masked_fill(~skipped.reshape(rest.shape), NEG_INF)))
+        return tokens, value, rest.masked_fill(~skipped.reshape(rest.shape), NEG_INF)
 
     def _candidates(self, view: LayerView, lists: int, t: int, bypass: Tensor) -> tuple[Tensor, Tensor]:
         """Steps 2 and 3: list and position of every candidate, lists in order, positions ascending, `[n]` each. A list
@@ -121,7 +122,7 @@ class LFPS(Selector):
         near[:, 1:] |= found[:, :-1]
         near[:, 2:] |= found[:, :-2]
         if view.keys.shape[0] > 1:
-            near &= view.regions.mid_mask()[:, low:high].repeat_interleave(lists, dim=0)
+            near &= view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
         row, column = near.nonzero(as_tuple=True)
         place = (row * group)[:, None] + torch.arange(group, device=row.device)
         above = (v[place, column[:, None]] > self.vertical.mean[place, 0]) | (
@@ -145,8 +146,7 @@ class LFPS(Selector):
         keys = gather_rows(view.keys, index).float().view(batch * lists, width, dim)
         scores = torch.bmm(q.reshape(batch * lists, heads // lists, dim), keys.mT).mul_(view.scale)
         scores.masked_fill_((tokens < 0)[:, None], NEG_INF)
-        k, most = self.budget_tokens(view), self.widest_budget(view)
-        widest = min(most, width)
+        k, widest = self.budget, min(self.widest, width)
         total = scores[:, 0] if heads == lists else scores.softmax(-1).nan_to_num_(0.0).sum(1)
         total = total.masked_fill(tokens < 0, NEG_INF)
         place = total.topk(widest, dim=-1, sorted=batch > 1).indices
@@ -160,10 +160,10 @@ class LFPS(Selector):
 
     def _learn(self, tokens: Tensor, scores: Tensor, t: int, learning: Tensor) -> None:
         """`table ← γ·table + (1 − γ)·a/2` with `a` a head's softmax over what was read; bypassed heads do not learn."""
-        weights = scores.softmax(-1).nan_to_num(0.0).flatten(0, 2) * ((1 - self.gamma) / 2) * learning[:, None]
+        weights = scores.softmax(-1).nan_to_num(0.0).flatten(0, 2) * ((1 - GAMMA) / 2) * learning[:, None]
         positions = tokens[:, :, None].expand(scores.shape).reshape(weights.shape)
         for table in (self.vertical, self.slash):
-            table.decay(self.gamma, learning)
+            table.decay(GAMMA, learning)
             table.add(positions, weights, t)
 
     def _sink(self, view: LayerView, q: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -180,19 +180,20 @@ class LFPS(Selector):
         spread = self.variance_ratio * q.square().sum(-1)
         rest = mean + spread / 2 + regions.mid_sizes.clamp(min=1).log()[:, None]
         share = torch.softmax(torch.stack([sink, rest, recent]), dim=0)[0]
-        return share > self.eta, self.mean_value.repeat_interleave(group, dim=1), rest
+        return share > ETA, self.mean_value.repeat_interleave(group, dim=1), rest
 
     def _fill(self, view: LayerView) -> Tensor:
         """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}`, `S[t_u − i]` likewise.
         Returns the variance of the last row's scores over its squared norm, `[B, Hq]`."""
-        recent = view.recent_queries[:, :, -self.prefill_rows:].float()
+        assert view.recent_queries is not None
+        recent = view.recent_queries[:, :, -OBSERVED:].float()
         batch, heads, width, _ = recent.shape
         end = min(view.recent_end, view.length)
         low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
         last = torch.arange(end - width, end, device=recent.device)
         seen = torch.arange(low, high, device=recent.device) <= last[:, None]
-        seen = seen & view.regions.mid_mask()[:, None, low:high]  # [B, w, M]
-        decay = (1 - self.gamma) * self.gamma ** (end - 1 - last)
+        seen = seen & view.regions.mid_mask(low, high)[:, None]  # [B, w, M]
+        decay = (1 - GAMMA) * GAMMA ** (end - 1 - last)
         ratio = torch.zeros(batch, heads, device=recent.device)
         for head in range(heads):
             keys = view.keys[:, head // view.group, low:high].float()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.selectors.base import Selector
 from sparsekv.kernels.collisions import collisions
 
 
@@ -66,7 +67,7 @@ class MagicPIG(Selector):
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         sampled = collisions(self.codes, self._hash(queries.rot.float()))
-        sampled &= view.regions.mid_mask()[:, None, None, :self.codes.shape[2]]
+        sampled &= view.regions.mid_mask(0, self.codes.shape[2])[:, None, None]
         tokens, share = self._list(view, sampled)
         log_weights = self._log_weights(view, queries, tokens) - share.log()[:, :, None]
         return Selection(tokens=tokens, log_weights=log_weights)
@@ -76,8 +77,7 @@ class MagicPIG(Selector):
         sampled = sampled.transpose(1, 2).flatten(0, 1)
         found = limit = sampled.sum(-1)
         if self.token_budget is not None:
-            budget = self.budget_tokens(view)
-            limit = torch.minimum(found, budget.repeat_interleave(found.shape[0] // budget.shape[0])[:, None])
+            limit = torch.minimum(found, self.budget.repeat_interleave(len(found) // len(self.budget))[:, None])
         width = int(limit.max())
         order = torch.rand(sampled.shape, device=sampled.device).masked_fill(~sampled, -1.0)
         values, tokens = order.topk(width, dim=-1)
@@ -86,7 +86,7 @@ class MagicPIG(Selector):
 
     def _log_weights(self, view: LayerView, queries: Queries, tokens: Tensor) -> Tensor:
         """`−log u_i` of every listed token: `[B·T, Hq, K]`."""
-        q = queries.folded(queries.rot).float()
+        q = queries.folded.float()
         per_row = q.shape[0] // view.keys.shape[0]
         row = torch.arange(q.shape[0], device=q.device)[:, None, None] // per_row
         head = torch.arange(q.shape[1], device=q.device)[:, None] // view.group

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.core.selectors.base import LayerView
+from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors.snapkv import SnapKV
 
 
@@ -23,9 +22,9 @@ class PyramidKV(SnapKV):
 
     beta: float = option(20.0, help="Steepness of the pyramid: the last layer keeps the budget divided by this.", min=1)
 
-    def layer_budget(self, view: LayerView) -> Tensor:
-        k = self.budget_tokens(view).double()
+    def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
+        k = tokens.double()
         low = k / self.beta
         high = 2 * k - low
         step = (high - low) / max(view.num_layers - 1, 1)
-        return torch.minimum((high - view.layer_idx * step).round().long(), view.regions.mid_sizes)
+        return (high - view.layer_idx * step).round().long()

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.topk import top_tokens
 
 INF = float("inf")
 
@@ -27,6 +29,10 @@ class Quest(Selector):
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)
 
+    def prepare(self, view: LayerView) -> None:
+        super().prepare(view)
+        self.reads_all = bool((self.budget >= view.regions.mid_sizes).any())
+
     def build(self, view: LayerView) -> None:
         self.low, self.high, self.used = self._bounds(view, 0)
 
@@ -41,8 +47,8 @@ class Quest(Selector):
         """Minimum and maximum of the mid keys of every page from `page` on, `[B, Hkv, P, d]`, 0 for empty pages; which
         pages are not empty `[B, Hkv, P]`."""
         size, first, last = self.page_size, page * self.page_size, int(view.regions.mid_last.max())
-        keys = view.keys[:, :, first:last].float()
-        outside = ~view.regions.mid_mask()[:, None, first:last, None]
+        keys = view.keys[:, :, first:last].to(torch.promote_types(view.keys.dtype, torch.float32))
+        outside = ~view.regions.mid_mask(first, last)[:, None, :, None]
         bounds = []
         for sign in (1.0, -1.0):
             part = torch.nn.functional.pad((keys * sign).masked_fill(outside, INF), (0, 0, 0, -keys.shape[2] % size),
@@ -54,15 +60,12 @@ class Quest(Selector):
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, heads_kv, pages, dim = self.low.shape
         count, group, size = queries.count, view.group, self.page_size
-        q = queries.rot.float().reshape(batch, heads_kv, group * count, dim)
+        q = queries.rot.to(self.low.dtype).reshape(batch, heads_kv, group * count, dim)
         bound = q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT
         bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~self.used[:, :, None], -INF)
-        budget = self.budget_tokens(view)
-        wanted = torch.where(budget >= view.regions.mid_sizes, pages, (budget // size).clamp(min=1))
-        widest = min(int(wanted.max()), pages)
-        values, chosen = bound.topk(widest, dim=-1)
-        keep = (torch.arange(widest, device=q.device) < wanted[:, None])[:, None, None] & ~torch.isneginf(values)
+        wanted = torch.where(self.budget >= view.regions.mid_sizes, pages, (self.budget // size).clamp(min=1))
+        chosen = top_tokens(bound, wanted, pages if self.reads_all else max(1, self.widest // size))
         tokens = chosen[..., None] * size + torch.arange(size, device=q.device)
-        tokens = torch.where(keep[..., None], tokens, -1).flatten(-2).transpose(1, 2).flatten(0, 1)
-        first, last = (fold(x, count)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_last))
+        tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(-2)
+        first, last = (queries.per_query(x)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_last))
         return Selection(tokens=torch.where((tokens >= first) & (tokens < last), tokens, -1))

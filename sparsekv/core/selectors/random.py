@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 
 from sparsekv.config import option
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import top_tokens
 
 
@@ -32,4 +33,4 @@ class Random(Selector):
         shape = (view.keys.shape[0], view.num_kv_heads, queries.count, view.length)
         scores = torch.rand(shape, generator=generator).to(view.device)
         scores = scores.masked_fill(~view.regions.mid_mask()[:, None, None], float("-inf"))
-        return Selection(tokens=top_tokens(scores, self.budget_tokens(view)))
+        return Selection(tokens=top_tokens(scores, self.budget, self.widest))

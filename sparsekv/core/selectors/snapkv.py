@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector, fold
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import top_tokens
 
 
 def observed_attention(view: LayerView, count: int) -> Tensor:
     """Attention of the last `count` prefill queries, softmax over every key they see, kept on the mid region:
     `[B, Hkv, G, w, N]` float32. Computed one KV head at a time."""
+    assert view.recent_queries is not None
     recent = view.recent_queries[:, :, -count:]
     batch, _, width, dim = recent.shape
     heads_kv, length = view.num_kv_heads, view.length
@@ -26,8 +28,9 @@ def observed_attention(view: LayerView, count: int) -> Tensor:
     seen = (columns <= rows[:, None]) & (columns >= view.regions.starts[:, None, None])
     parts = []
     for head in range(heads_kv):
-        q = recent.reshape(batch, heads_kv, view.group, width, dim)[:, head].float()
-        scores = (q @ view.keys[:, head, None].float().mT) * view.scale
+        keys = view.keys[:, head, None].to(torch.promote_types(view.keys.dtype, torch.float32))
+        q = recent.reshape(batch, heads_kv, view.group, width, dim)[:, head].to(keys.dtype)
+        scores = (q @ keys.mT) * view.scale
         weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
         parts.append(weights * view.regions.mid_mask()[:, None, None])
     return torch.stack(parts, dim=1)
@@ -51,14 +54,10 @@ class SnapKV(Selector):
         pool = torch.nn.functional.max_pool1d if self.pooling == "max" else torch.nn.functional.avg_pool1d
         votes = pool(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         votes = votes.masked_fill(~view.regions.mid_mask()[:, None], float("-inf"))
-        self.kept = top_tokens(votes[:, :, None], self.layer_budget(view))
-
-    def layer_budget(self, view: LayerView) -> Tensor:
-        """Tokens kept in this layer, per row."""
-        return self.budget_tokens(view)
+        self.kept = top_tokens(votes[:, :, None], self.budget, self.widest)
 
     def extend(self, view: LayerView, old: Regions) -> None:
         """Nothing joins: this is eviction."""
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        return Selection(tokens=fold(self.kept, queries.count))
+        return Selection(tokens=queries.per_query(self.kept))

@@ -1,4 +1,4 @@
-"""Sink and tail only."""
+"""Sink and local window only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
 
 
 @dataclass(eq=False)
@@ -16,8 +17,9 @@ class Streaming(Selector):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM (Xiao et al. 2023)"
+    spends_budget: ClassVar[bool] = False
     needs_budget: ClassVar[bool] = False
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        rows = view.keys.shape[0] * queries.count
+        rows = queries.lengths.shape[0]
         return Selection(tokens=torch.empty(rows, view.num_kv_heads, 0, dtype=torch.long, device=view.device))

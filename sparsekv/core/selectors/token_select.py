@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.core.selectors.base import LayerView, Queries, Selection, Selector
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import group_scores, mask_mid, top_tokens
 from sparsekv.errors import SparseKVError
+from sparsekv.kernels import paged_scores
 
 VOTES = ("soft", "hard", "topk")
 
 
-def vote(scores: Tensor, k: Tensor, how: str) -> Tensor:
+def vote(scores: Tensor, k: Tensor, widest: int, how: str) -> Tensor:
     """One score a token from all heads (TokenSelect §4.1): `[B, H, T, N] -> [B, 1, T, N]`, -inf where not allowed.
 
     `soft` sums the heads' softmax, `hard` counts the heads that have the token in their own top-k, `topk` sums raw
@@ -29,7 +31,7 @@ def vote(scores: Tensor, k: Tensor, how: str) -> Tensor:
         total = scores.masked_fill(torch.isneginf(scores), 0.0).sum(1, keepdim=True)
     else:
         heads = scores.shape[1]
-        own = top_tokens(scores, k).reshape(scores.shape[0], scores.shape[2], heads, -1).transpose(1, 2)
+        own = top_tokens(scores, k, widest).reshape(scores.shape[0], scores.shape[2], heads, -1).transpose(1, 2)
         ballots = torch.zeros(*scores.shape[:3], scores.shape[3] + 1, device=scores.device)
         ballots.scatter_(-1, torch.where(own < 0, scores.shape[3], own), 1.0)
         total = ballots[..., :-1].sum(1, keepdim=True)
@@ -39,8 +41,8 @@ def vote(scores: Tensor, k: Tensor, how: str) -> Tensor:
 @dataclass(eq=False)
 class TokenSelect(Selector):
     """Head soft vote over per-token scores, with a selection cache (TokenSelect §4.1, algorithm 1). In a chunk of
-    several tokens the mean query of the chunk selects for all of them (§4.2). With `contiguous` the keys that are read
-    get contiguous positions, so that no distance exceeds what was read (§4.3, length extrapolation)."""
+    several tokens the mean query of the chunk selects for all of them (§4.2). With `extrapolate` the keys that are read
+    get contiguous positions, so that no distance exceeds what was read (length extrapolation)."""
 
     name: ClassVar[str] = "token_select"
     source: ClassVar[str] = "TokenSelect §4"
@@ -51,14 +53,16 @@ class TokenSelect(Selector):
                                     "of raw scores).")
     theta: float = option(0.9, help="Cosine similarity with the cached query from which its selection is reused; above "
                                     "1 never [cosine].")
-    chunk_mean: bool = option(True, help="In a chunk of several tokens the mean query selects for all; otherwise every "
-                                         "token selects for itself.")
-    contiguous: bool = option(False, help="Give the keys that are read contiguous positions (length extrapolation).")
+    extrapolate: bool = option(False, help="Give the keys that are read contiguous positions (length extrapolation).")
 
     def validate(self) -> None:
         super().validate()
         if self.vote not in VOTES:
             raise SparseKVError(f"unknown vote {self.vote!r}: expected one of {', '.join(VOTES)}")
+
+    @property
+    def contiguous(self) -> bool:
+        return self.extrapolate
 
     def build(self, view: LayerView) -> None:
         self.cached_query: Tensor | None = None
@@ -69,10 +73,7 @@ class TokenSelect(Selector):
         self.cached_query = self.cached_tokens = None
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        if queries.count > 1 and not self.chunk_mean:
-            return self._selection(self._choose(view, queries.pre if self.contiguous else queries.rot))
-        q = queries.pre if self.contiguous else queries.rot
-        q = q.mean(2, keepdim=True)
+        q = (queries.pre if self.extrapolate else queries.rot).mean(2, keepdim=True)
         flat = q.flatten(1)
         self.steps += 1
         tokens, reuse = None, None
@@ -87,22 +88,22 @@ class TokenSelect(Selector):
                 tokens = torch.where(reuse[:, None, None], self.cached_tokens, tokens)
                 flat = torch.where(reuse[:, None], self.cached_query, flat)  # type: ignore[arg-type]
             self.cached_query, self.cached_tokens = flat, tokens
-        return self._selection(tokens.repeat_interleave(queries.count, dim=0))
+        return Selection(tokens=queries.per_query(tokens))
 
     def _choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """Shared list `[B·T, 1, K]`."""
-        if self.contiguous:
+        """List shared by all heads, `[B, 1, K]`: q `[B, Hq, 1, d]`."""
+        if self.vote == "soft" and not self.extrapolate:
+            first, last = view.regions.mid_first, view.regions.mid_last
+            votes = mask_mid(view, paged_scores(q[:, :, 0], view.keys, first, last, scale=view.scale)[:, :, None])
+        elif self.extrapolate:
             keys = view.keys_pre(0, view.length)
             grouped = q.reshape(q.shape[0], view.num_kv_heads, -1, q.shape[-1])
             scores = mask_mid(view, (grouped.float() @ keys.float().mT) * view.scale)
-            scores = scores.reshape(q.shape[0], q.shape[1], q.shape[2], -1)
+            votes = vote(scores.reshape(q.shape[0], q.shape[1], q.shape[2], -1), self.budget, self.widest, self.vote)
         else:
             scores = group_scores(view, q).transpose(2, 3).flatten(1, 2)
-        k = self.budget_tokens(view)
-        return top_tokens(vote(scores, k, self.vote), k)
-
-    def _selection(self, tokens: Tensor) -> Selection:
-        return Selection(tokens=tokens, contiguous=self.contiguous)
+            votes = vote(scores, self.budget, self.widest, self.vote)
+        return top_tokens(votes, self.budget, self.widest)
 
     def statistics(self) -> dict[str, float]:
         """Share of steps that reused the cached selection."""

@@ -1,0 +1,82 @@
+"""What an estimator is: a stand-in for the mid tokens that a step does not read, as one more partial attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.regions import Regions
+from sparsekv.kernels import CompletionQuery
+
+BLOCK = 4096
+
+
+class Estimator:
+    """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it.
+
+    State is replaced and never changed in place, so that `fork` is a shallow copy; `row_state` names the tensors (or
+    tuples of tensors) whose first dimension is the batch.
+    """
+
+    row_state: ClassVar[tuple[str, ...]] = ()
+
+    def build(self, view: LayerView) -> None:
+        """Summarise the mid region."""
+        raise NotImplementedError
+
+    def extend(self, view: LayerView, old: Regions) -> None:
+        """The mid region grew from `old` to `view.regions`; the default builds again."""
+        self.build(view)
+
+    def reads(self, view: LayerView, share: float) -> None:
+        """The steps that follow read this share of the context beside the anchors."""
+
+    def query(self, view: LayerView, queries: Queries) -> CompletionQuery | None:
+        """What the attention kernel needs to take the selection out of the estimate and to add what is left; None for
+        an estimator that it does not know: `partial` is called after it."""
+        return None
+
+    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+        """`(out [Q, Hq, d], lse [Q, Hq])` over what was not selected, lse its log mass; -inf where it estimates
+        nothing."""
+        raise NotImplementedError
+
+    def cost_tokens(self, view: LayerView) -> float:
+        """What a step fetches of the summary, per KV head, in tokens of `2d` elements (completion paper, appendix
+        D)."""
+        raise NotImplementedError
+
+    def cost_bytes(self, view: LayerView) -> float:
+        """The same in bytes."""
+        return self.cost_tokens(view) * view.token_bytes
+
+    def fork(self) -> Self:
+        return copy.copy(self)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        for name in self.row_state:
+            setattr(self, name, take_rows(getattr(self, name), index))
+
+
+def take_rows(value: Any, index: Tensor) -> Any:
+    """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
+    if isinstance(value, tuple):
+        return type(value)(*(take_rows(x, index) for x in value))
+    return None if value is None else value[index.to(value.device)]
+
+
+def blocks(first: Tensor, last: Tensor, low: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
+    where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`."""
+    low, high = int(first.min()) if low is None else low, int(last.max())
+    for a in range(low, high, BLOCK) or [low]:
+        b = max(a, min(a + BLOCK, high))
+        places = torch.arange(a, b, device=first.device)
+        inside = (places >= first[:, None]) & (places < last[:, None])
+        yield slice(a, b), inside[:, None, :, None]

@@ -1,0 +1,222 @@
+"""What a step sees of one layer: its keys, values and regions, the queries, and what was selected for them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.errors import SparseKVError
+from sparsekv.kernels import (
+    CompletionQuery,
+    attend_buckets,
+    attend_gathered,
+    attend_tokens,
+    bucket_counts,
+    bucket_tokens,
+    gather_rows,
+)
+
+
+@dataclass
+class Queries:
+    """T queries of every row. `rot [B, Hq, T, d]` with RoPE; `lengths [B·T]`: tokens each of them sees, itself
+    included, all queries of row 0 first and the same columns of the cache in every row. `Q = B·T` below."""
+
+    rot: Tensor
+    lengths: Tensor
+    rope: RopeTable | None = None
+
+    @classmethod
+    def last(cls, rot: Tensor, length: int, rope: RopeTable | None = None) -> Queries:
+        """The queries of the last T tokens of a cache of `length`."""
+        batch, _, count, _ = rot.shape
+        ends = torch.arange(length - count + 1, length + 1, device=rot.device)
+        return cls(rot, ends.repeat(batch), rope)
+
+    @property
+    def count(self) -> int:
+        """T."""
+        return self.rot.shape[2]
+
+    @cached_property
+    def pre(self) -> Tensor:
+        """The same with RoPE removed, `[B, Hq, T, d]`. Raises SparseKVError where the model's rotation is unknown."""
+        return needed(self.rope).unrotate(self.rot, self.lengths[:self.count] - 1)
+
+    @property
+    def folded(self) -> Tensor:
+        """`[Q, Hq, d]`."""
+        return fold_heads(self.rot)
+
+    @property
+    def folded_pre(self) -> Tensor:
+        """`[Q, Hq, d]`, RoPE removed."""
+        return fold_heads(self.pre)
+
+    def per_query(self, x: Tensor) -> Tensor:
+        """`[B, …] -> [Q, …]`: every row once a query; a view where B = 1 or T = 1."""
+        if self.count == 1:
+            return x
+        if x.shape[0] == 1:
+            return x.expand(self.count, *x.shape[1:])
+        return x.repeat_interleave(self.count, dim=0)
+
+
+def fold_heads(x: Tensor) -> Tensor:
+    """`[B, H, T, d] -> [B·T, H, d]`."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass
+class Selection:
+    """The mid tokens to read exactly for each query: a list of tokens, or buckets of an index.
+
+    tokens `[Q, H, K]`, `H` = Hkv (shared by the group) or Hq; -1 = none, no token twice, all in the mid region.
+    buckets `[Q, Hkv, L]` with `order [B, Hkv, M]`, `offsets [B, Hkv, C + 1]`, the CSR of the index.
+    log_weights `[Q, H, K]`: added to the scores of `tokens` (sampling estimators).
+    """
+
+    tokens: Tensor | None = None
+    buckets: Tensor | None = None
+    order: Tensor | None = None
+    offsets: Tensor | None = None
+    log_weights: Tensor | None = None
+
+    def as_tokens(self) -> Tensor:
+        """The tokens read, `[Q, H, K]`."""
+        if self.tokens is None:
+            assert self.order is not None and self.offsets is not None and self.buckets is not None
+            self.tokens = bucket_tokens(self.order, self.offsets, self.buckets)
+        return self.tokens
+
+    def counts(self) -> Tensor:
+        """Tokens read per query and head, `[Q, H]` int64."""
+        if self.tokens is None and self.buckets is not None and self.offsets is not None:
+            return bucket_counts(self.offsets, self.buckets)
+        return (self.as_tokens() >= 0).sum(-1)
+
+
+@dataclass
+class LayerView:
+    """One layer of one cache, made once and grown with it. `keys, values [B, Hkv, N, d]`, keys with RoPE.
+
+    recent_queries `[B, Hq, w, d]`: the last queries of the prefill, w up to 64; recent_end: the position after them.
+    completion_tokens: what the estimator's cache costs, in tokens.
+    """
+
+    keys: Tensor
+    values: Tensor
+    regions: Regions
+    scale: float
+    num_query_heads: int
+    layer_idx: int = 0
+    num_layers: int = 1
+    rope: RopeTable | None = None
+    recent_queries: Tensor | None = None
+    recent_end: int = 0
+    completion_tokens: float = 0.0
+
+    keys_on_device = True
+    """Whether keys lie where decoding happens: a kernel may read any of them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where decoding happens."""
+        return self.regions.starts.device
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.num_query_heads // self.keys.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.regions.length
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the key and the value of one token and KV head."""
+        return 2 * self.keys.shape[-1] * self.keys.element_size()
+
+    def keys_pre(self, first: int, last: int) -> Tensor:
+        """Keys `first..last` with RoPE removed, `[B, Hkv, last − first, d]`."""
+        columns = torch.arange(first, last, device=self.keys.device)
+        return needed(self.rope).unrotate(self.keys[:, :, first:last], columns)
+
+    def bounds(self, queries: Queries) -> dict[str, Any]:
+        """Scale and anchors of every query, as the kernels take them."""
+        return {"scale": self.scale, "sink_size": self.regions.sink_size, "lengths": queries.lengths,
+                "starts": queries.per_query(self.regions.starts),
+                "tail_starts": queries.per_query(self.regions.tail_starts)}
+
+    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of token 0 where the list has -1."""
+        per_head = tokens.clamp(min=0).reshape(tokens.shape[0], self.num_kv_heads, -1)
+        return tuple(gather_rows(x, per_head).reshape(*tokens.shape, -1)  # type: ignore[return-value]
+                     for x in (self.keys, self.values))
+
+    def attend(
+        self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Exact attention over anchors and selection, completed if asked for: `(out [Q, Hq, d], lse [Q, Hq])`."""
+        bounds = self.bounds(queries)
+        if selection.tokens is None and selection.buckets is not None:
+            assert selection.order is not None and selection.offsets is not None
+            return attend_buckets(queries.folded, self.keys, self.values, selection.order, selection.offsets,
+                                  selection.buckets, completion=completion, **bounds)
+        return attend_tokens(queries.folded, self.keys, self.values, selection.as_tokens(), completion=completion,
+                             log_weights=selection.log_weights, **bounds)
+
+    def moved(self) -> None:
+        """The mid region has grown: let go of what was kept of the tokens that joined it."""
+
+    def crop(self, length: int) -> None:
+        """The cache was cut to `length` tokens, none of them in the mid region."""
+        self.regions = self.regions.grown(length)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order; keys and values follow at the next step."""
+        self.regions = self.regions.take_rows(index)
+        if self.recent_queries is not None:
+            self.recent_queries = self.recent_queries[index]
+
+    def fork(self) -> Self:
+        """An independent copy that shares tensors."""
+        return copy.copy(self)
+
+    def attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+        """As `attend`, with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
+        (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
+        from sparsekv.kernels import anchor_indices
+
+        q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
+        anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
+        tokens = selection.as_tokens()
+        tokens = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1)], dim=-1)
+        tokens = torch.where(tokens < 0, self.length, tokens).sort(dim=-1).values
+        used = tokens < self.length
+        tokens = tokens.clamp(max=self.length - 1)
+        keys, values = self.gather(tokens)
+        new = torch.arange(tokens.shape[-1], device=q.device).expand_as(tokens)
+        heads_q = q.shape[1]
+        here, there = queries.lengths[:, None] - 1, used[:, 0].sum(-1, keepdim=True) - 1
+        q = rope.turn(q, here.expand(-1, heads_q), there.expand(-1, heads_q))
+        return attend_gathered(q, rope.turn(keys, tokens, new), values, used, self.scale)
+
+
+def needed(rope: RopeTable | None) -> RopeTable:
+    """The rotary tables. Raises SparseKVError where the model rotates in a way that could not be found out."""
+    if rope is None:
+        raise SparseKVError("this model rotates in a way sparsekv cannot undo; use a selector that reads rotated keys "
+                            "only: topk, or a router trained with --key-space rot")
+    return rope

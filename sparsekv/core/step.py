@@ -1,0 +1,162 @@
+"""One decode step of one layer: exact attention over what is selected, an estimate of the rest, one normalisation; and
+what a layer of a cache keeps between steps."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
+from sparsekv.core.streams import beside
+from sparsekv.kernels import merge
+
+
+class Step(NamedTuple):
+    """out `[B, Hq, T, d]`, lse `[Q, Hq]`, and what was read."""
+
+    out: Tensor
+    lse: Tensor
+    selection: Selection
+
+    def read(self, view: LayerView, queries: Queries) -> Tensor:
+        """Share of the tokens in sight that were read, mean over heads, `[B, T]`."""
+        context = queries.lengths - queries.per_query(view.regions.starts)
+        anchors = context - queries.per_query(view.regions.mid_sizes)
+        read = self.selection.counts().to(torch.float32).mean(-1) + anchors
+        return (read / context).view(self.out.shape[0], -1)
+
+
+class Parts(NamedTuple):
+    """A step before its two parts are merged: `[Q, Hq, d]` and `[Q, Hq]` each; rest_lse is -inf without an estimate."""
+
+    exact_out: Tensor
+    exact_lse: Tensor
+    rest_out: Tensor
+    rest_lse: Tensor
+    selection: Selection
+
+
+def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
+    """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
+    (completion paper §4.4). Waits for no device unless the selector does."""
+    query, rest = None, None
+    with beside(view.device) as join:  # the estimate's query side beside the selection
+        if estimator is not None and not selector.contiguous:
+            query = estimator.query(view, queries)
+    selection = selector.select(view, queries)
+    join()
+    if query is not None:
+        out, lse = view.attend(queries, selection, query)
+    else:
+        out, lse, rest = _apart(view, queries, selection, selector, estimator)
+    if rest is not None:
+        out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
+    batch, heads, count, dim = queries.rot.shape
+    return Step(out.reshape(batch, count, heads, dim).transpose(1, 2), lse, selection)
+
+
+def two_parts(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
+    """The same step, exact part and estimate apart: what calibration shifts against each other."""
+    selection = selector.select(view, queries)
+    out, lse, rest = _apart(view, queries, selection, selector, estimator)
+    return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)
+
+
+def _apart(
+    view: LayerView, queries: Queries, selection: Selection, selector: Selector, estimator: Estimator | None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Exact part, its log mass, and the estimate of the rest if there is one."""
+    attend = view.attend_contiguous if selector.contiguous else view.attend
+    out, lse = attend(queries, selection)
+    if estimator is not None:
+        return out, lse, estimator.partial(view, queries, selection)
+    return out, lse, selector.partial(view, queries, selection)
+
+
+class LayerState:
+    """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator; built when decoding
+    starts, grown with the cache, forked and reordered with it.
+
+    `decode_window`: generated tokens stay exact until there are more than this; then all but half of them, and the
+    local window of `window_size`, join the mid region.
+    """
+
+    def __init__(
+        self, view: LayerView, selector: Selector, estimator: Estimator | None, *, window_size: int,
+        decode_window: int, owner: object = None,
+    ):
+        self.owner = owner
+        """Who made it: another attachment makes its own."""
+        self.view, self.selector, self.estimator = view, selector, estimator
+        self.window_size, self.decode_window = window_size, decode_window
+        build(view, selector, estimator)
+        self._read_borders()
+
+    def outgrown(self, past: int) -> bool:
+        """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
+        return past - self.window_size - self.decode_window > self._earliest
+
+    def advance(self, past: int, length: int) -> None:
+        """The cache has grown to `length` tokens, of which the first `past` may join the mid region: the oldest of the
+        tail do, when it outgrows its room. `view.keys` and `view.values` are those of `length` tokens already."""
+        view = self.view
+        old = view.regions.grown(past)
+        view.regions = view.regions.grown(length)
+        if not self.outgrown(past):
+            return
+        view.regions = view.regions.moved(past - self.window_size - self.decode_window // 2)
+        self.selector.prepare(view)
+        self.selector.extend(view, old)
+        if self.estimator is not None:
+            self.estimator.extend(view, old)
+            self.estimator.reads(view, self.selector.read_share(view))
+        view.moved()
+        self._read_borders()
+
+    def step(self, queries: Queries) -> Step:
+        return sparse_step(self.view, queries, self.selector, self.estimator)
+
+    def cropped(self, length: int) -> LayerState | None:
+        """The state of a cache cut to `length` tokens; None where the cut reaches the mid region, which is built
+        anew."""
+        if length < self._latest:
+            return None
+        self.view.crop(length)
+        return self
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        index = index.to(self.view.device)
+        self.view.take_rows(index)
+        self.selector.take_rows(index)
+        if self.estimator is not None:
+            self.estimator.take_rows(index)
+        self._read_borders()
+
+    def fork(self) -> Self:
+        other = copy.copy(self)
+        other.view = self.view.fork()
+        other.selector = self.selector.fork()
+        other.estimator = None if self.estimator is None else self.estimator.fork()
+        return other
+
+    def _read_borders(self) -> None:
+        """Where the tail begins, read once a mid region: a step must not wait for the device."""
+        tails = self.view.regions.tail_starts
+        self._earliest, self._latest = (int(tails.min()), int(tails.max())) if tails.numel() else (0, 0)
+
+
+def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> None:
+    """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
+    if estimator is not None:
+        estimator.build(view)
+        view.completion_tokens = estimator.cost_tokens(view)
+    selector.prepare(view)
+    selector.build(view)
+    if estimator is not None:
+        estimator.reads(view, selector.read_share(view))

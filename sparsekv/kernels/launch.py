@@ -1,0 +1,46 @@
+"""What every launch needs: sizes padded for Triton, the dtype of the arithmetic, whether kernels may overlap."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+def acc_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the arithmetic: float64 for float64, else float32."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def finite(x: Tensor) -> Tensor:
+    """x with zero for what is infinite: a shift that may be of an empty set."""
+    return torch.where(torch.isinf(x), torch.zeros_like(x), x)
+
+
+def on_device(x: Tensor) -> bool:
+    """Whether the Triton kernels take it: on a CUDA device and not float64."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def power_of_two(n: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def padded(n: int) -> int:
+    """The next power of two that a matrix product takes, at least 16."""
+    return max(16, power_of_two(n))
+
+
+def dense_last(x: Tensor) -> Tensor:
+    """x with a last dimension of stride one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel can be prepared while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,169 @@
+"""From the arguments of `attach` to how a model decodes: which selector and estimator every layer gets, checked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.runtime.settings import LayerSetting
+
+PLACEMENTS = ("gpu", "offload", "cpu")
+COMPLETIONS = (*ESTIMATORS, "none")
+SINK_SIZE, WINDOW_SIZE = 4, 16
+# Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
+# where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
+DENSE_BYTES = {"cpu": 32_000_000, "cuda": 90_000_000}
+
+
+@dataclass(eq=False)
+class Decoding:
+    """How an attachment decodes: a selector and an estimator to copy for every layer, and what they share. Two are the
+    same only if they are one object."""
+
+    selector: Selector
+    estimator: Estimator | None
+    phi: Any
+    sink_size: int
+    window_size: int
+    decode_window: int
+    placement: str
+    dense_below: int | None
+    dense_layers: frozenset[int]
+    layers: Mapping[int, LayerSetting] | None
+    """Budget and gates by layer, from a settings file."""
+    placed: dict[Any, Any] = field(default_factory=dict)
+    """Copies of what was trained, by device."""
+
+    def is_short(self, key: Tensor) -> bool:
+        """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
+        if self.dense_below is not None:
+            return key.shape[2] < self.dense_below
+        return self.placement == "gpu" and 2 * key.nbytes < DENSE_BYTES.get(key.device.type, 0)
+
+    def selector_of(self, layer_idx: int, device: Any) -> Selector:
+        """A fresh selector for a layer, what it was trained with on the device."""
+        made = copy.copy(self._on("selector", self.selector, device))
+        if self.layers is not None:
+            made.token_budget = self.layers[layer_idx].budget
+        return made
+
+    def estimator_of(self, layer_idx: int, device: Any) -> Estimator | None:
+        """A fresh estimator for a layer; None where there is none."""
+        if self.phi is None:
+            return None if self.estimator is None else self.estimator.fork()
+        maps = self._on("phi", self.phi, device).layer(layer_idx)
+        gate = None if self.layers is None else self.layers[layer_idx].gate
+        if maps is None or (self.layers is not None and gate is None):
+            return None
+        if gate is not None:
+            maps = maps._replace(offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
+        return PhiEstimator(maps)
+
+    def _on(self, name: str, trained: Any, device: Any) -> Any:
+        if (name, device) not in self.placed:
+            self.placed[name, device] = trained.to(device)
+        return self.placed[name, device]
+
+
+def make_decoding(
+    model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
+    token_budget: int | float | None, completion: str | Estimator | None, sink_size: int | None,
+    window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
+    options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
+) -> Decoding:
+    """How to decode. Raises SparseKVError for what cannot work."""
+    eligible = _eligible(model, modules)
+    if layers is not None:
+        token_budget = max((s.budget for s in layers.values()), default=0.0)
+    chosen = _selector(selector, router, token_budget, options)
+    for artifact in (router, phi):
+        if artifact is not None and hasattr(artifact, "check"):
+            artifact.check(model)
+    estimator, phi = _estimator(completion, phi)
+    sizes = [_size(name, given, (router, phi), default) for name, given, default in (
+        ("sink_size", sink_size, SINK_SIZE), ("window_size", window_size, WINDOW_SIZE))]
+    if decode_window < 1:
+        raise SparseKVError(f"decode_window must be at least 1 token, found {decode_window}")
+    if dense_below is not None and dense_below < 0:
+        raise SparseKVError(f"dense_below must not be negative, found {dense_below}")
+    count = max(modules) + 1
+    dense = set(range(len(modules))) - eligible
+    for layer in dense_layers:
+        if not -count <= layer < count:
+            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {count - 1}")
+        dense.add(layer % count)
+    dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)}
+    if placement not in PLACEMENTS:
+        raise SparseKVError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
+    if placement == "offload" and chosen.scores_keys:
+        raise SparseKVError(f"selector {chosen.name} scores keys at every step, which lie in CPU memory under "
+                            "placement offload; use placement='cpu', or a selector with an index such as router")
+    return Decoding(chosen, estimator, phi, *sizes, decode_window, placement, dense_below, frozenset(dense), layers)
+
+
+def _selector(
+    selector: str | Selector | None, router: Any, token_budget: int | float | None, options: dict[str, Any],
+) -> Selector:
+    if isinstance(selector, Selector):
+        made = copy.copy(selector)
+    else:
+        name = selector or ("dense" if router is None else "router")
+        if name not in SELECTORS:
+            raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
+        made = SELECTORS[name]()
+    names = made.option_names()
+    for key, value in {**options, "token_budget": token_budget}.items():
+        if value is None:
+            continue
+        if key not in names:
+            raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
+        setattr(made, key, value)
+    if made.artifact_kind == "router" and router is not None:
+        made.artifact = router  # type: ignore[attr-defined]
+    made.validate()
+    return made
+
+
+def _estimator(completion: str | Estimator | None, phi: Any) -> tuple[Estimator | None, Any]:
+    """The estimator to copy, or the feature maps to make one of for every layer."""
+    if isinstance(completion, Estimator):
+        return completion, None
+    completion = completion or ("none" if phi is None else "phi")
+    if completion not in COMPLETIONS:
+        raise SparseKVError(f"unknown completion {completion!r}: expected one of {', '.join(COMPLETIONS)}")
+    if completion == "phi" and phi is None:
+        raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
+    return (CentroidEstimator() if completion == "centroid" else None), (phi if completion == "phi" else None)
+
+
+def _size(name: str, given: int | None, artifacts: tuple[Any, ...], default: int) -> int:
+    """The option if given, else the artifacts' own (they must agree), else the default."""
+    if given is not None:
+        if given < 0:
+            raise SparseKVError(f"{name} must not be negative, found {given}")
+        return given
+    found = {getattr(a.config, name) for a in artifacts if hasattr(getattr(a, "config", None), name)}
+    if len(found) > 1:
+        raise SparseKVError(f"the router and the feature maps were trained with different {name} "
+                            f"({' and '.join(map(str, sorted(found)))} tokens); say which with {name}=...")
+    return found.pop() if found else default
+
+
+def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:
+    """Layers with full softmax attention over the whole cache. Raises SparseKVError if there is none."""
+    layers = SparseCache(model.config).layers
+    good = {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
+            and getattr(m, "attn_logit_softcapping", None) is None}
+    if not good:
+        raise SparseKVError(f"{type(model).__name__} has no layer with full softmax attention; sparsekv supports "
+                            "decoders such as Llama, Qwen, Mistral, Phi-3, Gemma 3 and GLM-4")
+    return good
