@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attach import Attachment
-from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
 CHECK_EVERY = 8
 
@@ -106,7 +106,7 @@ def _allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room
                                               old.recent.shape[3])
             new.recent_end = width
     for key, table in like.rope.items():
-        made = batch.rope[key] = RopeTable(table.layout)
+        made = batch.rope[key] = GrowingRope(table.layout)
         for store, part in ((made.cos, table.cos.view), (made.sin, table.sin.view)):
             store.replace(part.new_zeros(rows, width + room, part.shape[-1]))
             store.crop(width)

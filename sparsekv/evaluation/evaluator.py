@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.core.estimators import CentroidEstimator
+from sparsekv.core.estimators.centroid import equal_buckets
 from sparsekv.core.regions import AMORTISE_OVER
 from sparsekv.evaluation.batch import Batch, all_sparse, answer_batch, continue_text, prefill_batch
 from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
@@ -19,7 +21,7 @@ from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Request, score
 from sparsekv.evaluation.rows import origin
 from sparsekv.runtime.attach import Attachment, attach
-from sparsekv.runtime.plan import SINK_SIZE, WINDOW_SIZE
+from sparsekv.runtime.decoding import SINK_SIZE, WINDOW_SIZE
 
 TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
                  "ruler_fwe": 40}
@@ -50,11 +52,12 @@ class Evaluator:
         configs = [a.config for a in self.artifacts.values()]
         self.sink_size = configs[0].sink_size if configs else SINK_SIZE
         self.window_size = configs[0].window_size if configs else WINDOW_SIZE
+        self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
             "requests": _digest(self.requests), "accounting": accounting, "max_new_tokens": max_new_tokens,
-            "weights": model_fingerprint(model)["weights"], "dtype": str(model.dtype).removeprefix("torch."),
+            "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
             **(said or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
@@ -97,13 +100,11 @@ class Evaluator:
             yield batch
 
     def _fitting_tokens(self) -> int:
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         room = CPU_BYTES
         if self.model.device.type == "cuda":
             room = torch.cuda.mem_get_info(self.model.device)[0] // 2
-        return int(room // (2 * config.num_hidden_layers * heads * dim * self.model.dtype.itemsize))
+        size = self.shape["num_layers"] * self.shape["num_kv_heads"] * self.shape["head_dim"]
+        return int(room // (2 * size * self.model.dtype.itemsize))
 
     def _prompt(self, request: Request) -> list[int]:
         tokens = request.tokens(self.tokenizer)
@@ -132,16 +133,17 @@ class Evaluator:
             return 0.0
         return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
 
-    def _attached(self, method: Method, *, continuation: bool = False) -> Attachment:
+    def _attached(self, method: Method) -> Attachment:
         # short contexts are measured sparsely too
         options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
                                    **dict(method.options), **{k: self.artifacts.get(k) for k in method.artifacts}}
         if method.budget is not None:
             options |= {"token_budget": float(method.budget), "accounting": self.accounting}
-        if continuation:
-            options |= {"sparse_chunks": True, "diagnostics": method.selector != "full"}
+        completion: Any = method.completion
+        if completion == "centroid":
+            completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
         return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
-                      completion=method.completion, **options)
+                      completion=completion, **options)
 
     def _measure(self, batch: Batch, requests: list[Request], method: Method) -> None:
         """Measure a batch and write one line a task; infeasible tasks are written as such."""
@@ -178,7 +180,8 @@ class Evaluator:
     def _continue(self, batch: Batch, request: Request, method: Method) -> dict[str, Any]:
         """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
         following = request.tokens(self.tokenizer)[-request.max_new_tokens:]
-        with self._attached(method, continuation=True) as attachment:
+        with self._attached(method) as attachment:
+            attachment.sparse_chunks, attachment.compares = True, method.selector != "full"
             loss = continue_text(attachment, batch, following)
         report = attachment.report()
         share = report["selectivity_sparse"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from sparsekv.errors import SparseKVError
@@ -33,15 +33,15 @@ class Method:
     @property
     def artifacts(self) -> list[str]:
         """Which trained artifacts it needs: `router`, `phi`."""
-        trained = any(f.name == "artifact" for f in fields(_selector(self.selector)))
-        return ["router"] * trained + ["phi"] * (self.completion == "phi")
+        kinds = (_selector(self.selector).artifact_kind, "phi" if self.completion == "phi" else None)
+        return [kind for kind in kinds if kind is not None]
 
 
 def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method]:
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
     budget (`full`, `streaming`) once. Raises SparseKVError."""
     from sparsekv.core.selectors import Selector
-    from sparsekv.runtime.plan import COMPLETIONS
+    from sparsekv.runtime.decoding import COMPLETIONS
 
     shared = Selector.option_names()  # the evaluation's own: budget and accounting
     methods: list[Method] = []

@@ -114,9 +114,9 @@ def test_texts_are_continued_and_needles_found_as_without_an_evaluator(tmp_path,
     found = {(c["case"], c["method"], i): c for c in collect(tmp_path) for i in c["indices"]}
     for r in asked:
         ids = torch.tensor(r.prompt)[None]
-        options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sparse_chunks": True,
-                   "diagnostics": True, "sink_size": made.sink_size, "window_size": made.window_size}
+        options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sink_size": made.sink_size, "window_size": made.window_size}
         with attach(model, **options) as attachment, torch.inference_mode():
+            attachment.sparse_chunks = attachment.compares = True
             full, sparse = (found[r.case, m, r.index] for m in ("full", "topk+phi"))
             at = sparse["indices"].index(r.index)
             if r.task == "needle":
