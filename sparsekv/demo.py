@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from sparsekv.store.store import CaptureStore
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
-TABLE = (("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01),
+CURVE_REQUESTS = 4
+TABLE: tuple[tuple[str, float | None], ...] = (("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01),
          ("router", 0.05), ("router+phi", 0.05))
 """The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
 
@@ -133,7 +134,7 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     windows = [heldout.tokens(i).tolist() for i in range(heldout.num_documents)]
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
-    table = [m for name, budget in TABLE for m in parse_methods([name], [budget])]
+    table = [m for name, budget in TABLE for m in parse_methods([name], [budget or 0.0])]
     curves = [m for m in parse_methods(["topk", "topk+phi", "router", "router+phi"], BUDGETS) if m not in table]
     texts = continuations(windows)
     router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
@@ -164,7 +165,7 @@ def _write_report(
     curves = {"phi training": (metrics["step"], metrics["loss"])}
     fractions, quartiles = _mass_curves(heldout)
     found = {(r["method"], r["budget"]): r["value"] for r in rows if r["metric"] == "rel_err"}
-    errors = {m: [found.get((m, b), found.get((m, None))) for b in BUDGETS]
+    errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
               for m in dict.fromkeys(m for m, _ in found if m != "full")}
     intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
              f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took "
@@ -185,19 +186,21 @@ def _write_report(
 def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
     import torch
 
-    from sparsekv.core.offline import make_scene, mass_curve
+    from sparsekv.core.offline import mass_curve, mid_share, requests
+    from sparsekv.evaluation.diagnostic_figures import QUARTILES
+    from sparsekv.evaluation.measure import captured_window
 
     shares, entropies = [], []
     fractions: list[float] = []
     for layer in heldout.layers[1::3] or heldout.layers:
-        item = heldout.read(layer, 0)
-        scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions,
-                           scale=item.scale, sink_size=heldout.config["sink_size"],
-                           window_size=heldout.config["window_size"])
-        fractions, share = mass_curve(scene)
-        shares.append(share)
-        entropies.append(item.statistics["entropy_mid"].float().mean(-1))
+        window = captured_window(heldout, layer, 0, heldout.config["sink_size"], heldout.config["window_size"])
+        curves = []
+        for request in requests(window, CURVE_REQUESTS):
+            fractions, curve = mass_curve(mid_share(request), int(request.view.regions.mid_sizes))
+            curves.append(curve)
+        shares.append(torch.stack(curves).mean(0))
+        entropies.append(heldout.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
     every, entropy = torch.cat(shares), torch.cat(entropies)
     order = entropy.argsort().tensor_split(4)
-    names = ("most peaked quarter", "second", "third", "most diffuse quarter")
-    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(names, order, strict=True) if len(part)}
+    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(QUARTILES, order, strict=True)
+                       if len(part)}

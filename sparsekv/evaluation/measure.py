@@ -75,7 +75,7 @@ def measure(
         placed = None if router is None or router.layer(layer) is None else router.to(device)
         maps = None if phi is None else phi.layer(layer)
         for document in range(documents):
-            for request in requests(_window(store, layer, document, made, device), count):
+            for request in requests(captured_window(store, layer, document, sink, window, device), count):
                 _examine(total, request, made, placed, None if maps is None else maps.to(device), rivals)
             advance()
         sums.append(total)
@@ -112,10 +112,13 @@ class Sums:
         self.counts[key] = self.counts.get(key, 0) + count
 
 
-def _window(store: CaptureStore, layer: int, document: int, made: Diagnostics, device: str) -> Window:
+def captured_window(
+    store: CaptureStore, layer: int, document: int, sink_size: int, window_size: int, device: str = "cpu",
+) -> Window:
+    """What a layer did on a document, for `core.offline`."""
     item: LayerCapture = store.read(layer, document).to(device)
-    return Window(item.keys_rot(), item.values.float(), item.queries_rot(), item.query_positions, item.scale,
-                  made.sink_size, made.window_size, RopeTable(item.layout, item.cos[None], item.sin[None]), layer,
+    return Window(item.keys_rot(), item.values.float(), item.queries_rot(), item.query_positions, item.scale, sink_size,
+                  window_size, RopeTable(item.layout, item.cos[None], item.sin[None]), layer,
                   int(store.model["num_layers"]))
 
 
@@ -136,9 +139,9 @@ def _examine(
     if router is not None:
         chooser = Router(token_budget=0.0, artifact=router)
         read = _steps(total, request, made, chooser, {k: e for k, e in estimators.items() if k == "phi"})
-        oracle = [mass_read(share, best_buckets(request, chooser, share, b)).mean(0) for b in made.budgets]
-        total.add("recall", "oracle", [mass_read(share, r).mean(0) / o.clamp(min=1e-9)
-                                       for r, o in zip(read, oracle, strict=True)], count)
+        total.add("recall", "reached", [mass_read(share, r).mean(0) for r in read], count)
+        total.add("recall", "best", [mass_read(share, best_buckets(request, chooser, share, b)).mean(0)
+                                     for b in made.budgets], count)
         total.add("recall", "topk", [_overlap(r, b, share) for r, b in zip(read, best, strict=True)], count)
         total.add("heads", "imbalance", imbalance(chooser.counts[0]).repeat_interleave(view.group), count)
     if phi is not None:
@@ -244,6 +247,9 @@ def _assemble(made: Diagnostics, sums: list[Sums]) -> None:
         rows = [s.tables[group, name] / s.counts[group, name] if (group, name) in s.tables
                 else torch.full_like(like, math.nan) for s in sums]
         getattr(made, group)[name] = torch.stack(rows).float()
+    if made.recall:
+        reached, best = made.recall.pop("reached"), made.recall.pop("best")
+        made.recall["oracle"] = reached / best.clamp(min=1e-9)
     made.gaps = torch.stack([s.gaps for s in sums]).sum(0).tolist()
     pairs = [p for s in sums for p in s.pairs]
     if pairs:

@@ -162,7 +162,8 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
     if any(e["infeasible"] or not (e["scores"] or e["losses"]) for e in entries):
         infeasible = any(e["infeasible"] for e in entries)
         return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)
-    value, interval = None, {}
+    value: float | None = None
+    interval: dict[str, Any] = {}
     if all(e["scores"] for e in entries):
         value, interval = _points([[100 * s for s in e["scores"].values()] for e in entries], seed)
     read, worst, tokens = map(_mean, zip(*(part for e in entries for part in e["parts"].values()), strict=True))
