@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
 CURVE_REQUESTS = 4
-TABLE: tuple[tuple[str, float | None], ...] = (("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01),
-         ("router", 0.05), ("router+phi", 0.05))
+TABLE: tuple[tuple[str, float | None], ...] = (
+    ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
+    ("router+phi", 0.05))
 """The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
 
 

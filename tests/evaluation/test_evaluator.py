@@ -114,7 +114,8 @@ def test_texts_are_continued_and_needles_found_as_without_an_evaluator(tmp_path,
     found = {(c["case"], c["method"], i): c for c in collect(tmp_path) for i in c["indices"]}
     for r in asked:
         ids = torch.tensor(r.prompt)[None]
-        options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sink_size": made.sink_size, "window_size": made.window_size}
+        options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sink_size": made.sink_size,
+                   "window_size": made.window_size}
         with attach(model, **options) as attachment, torch.inference_mode():
             attachment.sparse_chunks = attachment.compares = True
             full, sparse = (found[r.case, m, r.index] for m in ("full", "topk+phi"))
@@ -364,7 +365,8 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, saved_model) 
     again = run_eval(EvalConfig(**options, resume=True))
     assert [r["value"] for r in again.rows] == [r["value"] for r in result.rows]
     for wrong, message in (({"methods": "topk+magic"}, "unknown completion"), ({"methods": "topk+phi"}, "add --phi"),
-                           ({"methods": "router"}, "needs a router artifact"), ({"methods": "best"}, "unknown selector"),
+                           ({"methods": "router"}, "needs a router artifact"),
+                           ({"methods": "best"}, "unknown selector"),
                            ({"accounting": "free"}, "unknown accounting"), ({"lengths": "4k"}, "lengths '4k'"),
                            ({"output": tmp_path / "o", "tasks": "other"}, "no requests of other"),
                            ({}, "--resume")):
