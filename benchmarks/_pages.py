@@ -8,8 +8,6 @@ from typing import Any
 
 from _rows import RESULTS, write_rows
 
-FIRST, LAST = "<!-- tables -->", "<!-- end of tables -->"
-
 
 def take_over(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`docs/results/<name>.json` with these rows in place of those of the same cases and methods; returns all."""
@@ -20,8 +18,9 @@ def take_over(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return json.loads(path.read_text())
 
 
-def fill(page: Path, lines: list[str]) -> None:
-    """Replace what stands between the markers of a page."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(FIRST)
-    _, _, after = rest.partition(LAST)
-    page.write_text("\n".join([f"{before}{FIRST}", *lines, f"{LAST}{after}"]), encoding="utf-8")
+def fill(page: Path, lines: list[str], name: str = "tables") -> None:
+    """Replace what stands between the two markers of that name in a page."""
+    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(first)
+    _, _, after = rest.partition(last)
+    page.write_text("\n".join([f"{before}{first}", *lines, f"{last}{after}"]), encoding="utf-8")

@@ -42,16 +42,16 @@ def view(store: CaptureStore, item: LayerCapture, count: int = MEASURED_QUERIES,
          positions: range | None = None) -> View:
     """`count` queries of the second half, evenly; or those at `positions`, of a store that holds all queries."""
     if positions is None:
-        late = item.query_positions >= store.context_length // 2
+        late = item.query_positions.expand(len(item.queries_pre), -1) >= store.context_length // 2
         count = min(count, int(late.sum(1).min()))
         pick = torch.stack([r.nonzero()[:, 0][torch.linspace(0, int(r.sum()) - 1, count).long()] for r in late])
     else:
-        held = item.query_positions
+        held = item.query_positions.expand(len(item.queries_pre), -1)
         pick = torch.searchsorted(held, held.new_tensor(positions).repeat(held.shape[0], 1))
     rows = pick[..., None].expand(-1, -1, store.head_dim)
     queries, queries_pre = (q.gather(1, rows) for q in (item.queries_rot(), item.queries_pre.float()))
     keys = item.keys_rot()
-    scene = offline.make_scene(queries, keys, item.values.float(), item.query_positions.gather(1, pick),
+    scene = offline.make_scene(queries, keys, item.values.float(), item.query_positions[pick],
                                scale=item.scale, sink_size=store.config["sink_size"],
                                window_size=store.config["window_size"])
     return View(scene, queries, queries_pre, keys, item.keys_pre.float(), item.scale)

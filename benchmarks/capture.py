@@ -35,9 +35,8 @@ from _rows import RESULTS, row, write_rows
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
-from sparsekv.capture.document import Plan
 from sparsekv.capture.prepare import begin_output
-from sparsekv.capture.run import _complete, capture_documents, capture_window
+from sparsekv.capture.run import capture_documents, capture_window, complete_store
 from sparsekv.capture.tap import decoder, probe
 from sparsekv.corpus import Window
 from sparsekv.ranks import Ranks
@@ -84,17 +83,15 @@ def timed(work: Callable[[], None]) -> tuple[float, float]:
 
 
 class Setting:
-    """A model, windows of random tokens, and the plan and place of a store."""
+    """A model, windows of random tokens, and the options and place of a store."""
 
     def __init__(self, model: Any, name: str, length: int, documents: int, chunk: int, folder: Path):
         self.model, self.length, self.chunk = model, length, chunk
         self.config = CaptureConfig(
             model=name, corpus="random", output=str(folder / "store"), context_length=length, num_documents=documents,
             queries_per_document=length // 64, chunk_size=chunk, overwrite=True)
-        ropes, self.skipped = probe(model)
+        self.ropes, self.skipped = probe(model)
         self.fingerprint = model_fingerprint(model)
-        heads = list(range(self.fingerprint["num_kv_heads"]))
-        self.plan = Plan(self.config, sorted(ropes), ropes, heads, self.fingerprint["num_query_heads"] // len(heads))
         draw, vocabulary = random.Random(0), model.config.get_text_config().vocab_size
         self.windows = [Window([draw.randrange(3, vocabulary) for _ in range(length)], ("random",))
                         for _ in range(documents)]
@@ -110,10 +107,10 @@ class Setting:
             capture_window(self.model, window.tokens, self.chunk, lambda call: None, lambda n: None)
 
     def capture(self) -> None:
-        capture_documents(self.plan, self.model, self.windows, self.place, Ranks())
+        capture_documents(self.config, self.ropes, self.model, self.windows, self.place, Ranks())
 
     def store(self) -> CaptureStore:
-        _complete(self.plan, self.place, self.fingerprint, self.skipped)
+        complete_store(self.config, self.place, self.fingerprint, self.skipped)
         return CaptureStore.open(self.config.output)
 
 

@@ -1,8 +1,11 @@
-"""The decode step on one GPU: route + top-ℓ + attention over buckets, sink and tail + merge, against full attention.
+"""The decode step on one GPU: routing + attention over what it chose, sink and local window + merge, against full
+attention.
 
-Everything runs inside CUDA graphs over several buffer sets, so that no figure is the cache's. First the kernels are
-checked against their float64 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where
-it can be imported. `--parts` chooses: steps, whale, growth, parts (index, votes, cache), e2e.
+`sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
+`sparse_probes` the best 32 buckets (Saap). Everything runs inside CUDA graphs over several buffer sets, so that no
+figure is the cache's. First the kernels are checked against their float64 twins. Writes docs/results/decode.json (or
+the folder given). FlashInfer is a peer where it can be imported. `--parts` chooses: steps, whale, growth, parts (index,
+votes, cache), e2e.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
 """
@@ -25,23 +28,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from sparsekv.kernels import (
     BucketMeans,
+    CompletionQuery,
     FeatureMapWeights,
     PhiState,
+    PhiStep,
     QueryModel,
+    RouterScores,
+    ScoreMoments,
     assign_buckets,
     attend_buckets,
+    attend_tokens,
     build_index,
+    choose_tokens,
     extend_index,
+    factored,
+    group_probability,
     paged_scores,
     phi_cache,
     phi_query,
-    reference,
-    route,
+    read_bound,
+    route_tokens,
     routed_attention,
 )
+from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
+from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
+from sparsekv.kernels.indexing import assign_buckets_reference
+from sparsekv.kernels.paged import paged_scores_reference
+from sparsekv.kernels.routing import bucket_logits_reference, top_buckets
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
-FEATURES, MAP_WIDTH = 128, 128
+FEATURES, MAP_WIDTH = DIM, 128
 BANDWIDTH = 4.3e12
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
@@ -71,7 +87,7 @@ def compiled_flex() -> Any:
 
 
 class Buffers:
-    """One buffer set of a shape: KV cache, index with log-normal bucket sizes, router weights, query."""
+    """One buffer set of a shape: KV cache, index with log-normal bucket sizes, both kinds of router scores, query."""
 
     def __init__(self, heads_q: int, heads: int, length: int, batch: int, sigma: float, whale: bool, seed: int):
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -82,14 +98,14 @@ class Buffers:
 
         self.q = normal(batch, heads_q, DIM)
         self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
-        self.weights = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
-                                     normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
-        self.bucket_means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5)
+        self.model = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
+                                normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
+        self.means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5)
         mid = max(length - SINK - TAIL, 0)
         share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         if whale:
             share[..., 0] = 10 * share.mean(-1)
-            self.weights.b2[:, 0] = 1e4
+            self.model.b2[:, 0] = 1e4
         sizes = (share / share.sum(-1, keepdim=True) * mid).floor().long()
         sizes[..., -1] += mid - sizes.sum(-1)
         self.offsets = torch.nn.functional.pad(sizes.cumsum(-1), (1, 0)).to(torch.int32)
@@ -99,76 +115,57 @@ class Buffers:
         self.starts = torch.zeros(batch, dtype=torch.long, device="cuda")
         self.lengths = torch.full((batch,), length, dtype=torch.long, device="cuda")
         self.tails = (self.lengths - TAIL).clamp(min=0)
+        widest = -(-mid * PROBES // BUCKETS)
+        self.budget = (torch.full((batch,), widest, dtype=torch.long, device="cuda"), widest)
 
     def options(self) -> dict[str, Any]:
         return {"scale": DIM**-0.5, "starts": self.starts, "sink_size": SINK, "tail_starts": self.tails,
                 "lengths": self.lengths}
 
-    def attend(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return attend_buckets(self.q, self.k, self.v, self.order, self.offsets, chosen, **self.options())
-
-    def step(self, **how: Any) -> torch.Tensor:
-        return routed_attention(self.q, self.k, self.v, self.order, self.offsets, self.counts, PROBES, **how,
-                                **self.options())[0]
+    def step(self, scores: RouterScores, phi: PhiStep | None = None, **how: Any) -> tuple[torch.Tensor, ...]:
+        return routed_attention(self.q, self.k, self.v, self.order, self.offsets, self.counts, scores,
+                                **(how or {"budget": self.budget}), **self.options(), phi=phi)
 
     def sparse(self) -> torch.Tensor:
-        return self.step(weights=self.weights)
-
-    def sparse_mean_key(self) -> torch.Tensor:
-        return self.step(means=self.bucket_means)
-
-    def sparse_hybrid(self) -> torch.Tensor:
-        return self.step(weights=self.weights, means=self.bucket_means)
+        return self.step(self.means)[0]
 
     def sparse_phi(self) -> torch.Tensor:
-        return self.step(weights=self.weights, phi=self.completion())
+        return self.step(self.means, self.completion())[0]
 
-    def sparse_copies(self) -> torch.Tensor:
-        if not hasattr(self, "copies"):
-            rows = self.order.long()[..., None].expand(-1, -1, -1, DIM)
-            self.copies = (self.k.gather(2, rows), self.v.gather(2, rows))
-        return self.step(weights=self.weights, copies=self.copies)
+    def sparse_mlp(self) -> torch.Tensor:
+        return self.step(self.model)[0]
+
+    def sparse_probes(self) -> torch.Tensor:
+        return self.step(self.model, probes=PROBES)[0]
 
     def attention_only(self) -> torch.Tensor:
         if not hasattr(self, "fixed"):
             self.fixed = self.route_only()
-        return self.attend(self.fixed)[0]
+        return attend_tokens(self.q, self.k, self.v, self.fixed, **self.options())[0]
+
+    def buckets_only(self) -> torch.Tensor:
+        return attend_buckets(self.q, self.k, self.v, self.order, self.offsets, self.buckets, **self.options())[0]
 
     def route_only(self) -> torch.Tensor:
-        return route(self.q, self.weights, self.k.shape[1], PROBES, self.counts)
+        return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
 
-    def completion(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiState]:
-        """Random maps and random positive features of every key, with their sums over the mid region."""
+    def completion(self) -> PhiStep:
+        """Maps of the trained shape with random weights, one half centred, the mass capped; random positive features of
+        every key, with their sums over the mid region."""
         if not hasattr(self, "phi"):
             batch, heads, length, _ = self.k.shape
+            mid = slice(SINK, max(length - TAIL, SINK))
             features = torch.rand(batch, heads, length, FEATURES, device="cuda", dtype=self.k.dtype)
-            mid = features[:, :, SINK:max(length - TAIL, SINK)]
-            sums = (mid.mT @ self.v[:, :, SINK:max(length - TAIL, SINK)]).float()
-            m = torch.randn(batch, heads, FEATURES, device="cuda")
-            self.phi = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"),
-                        PhiState(m, mid.sum(2, dtype=torch.float32), sums, features))
+            counted, keys = features[:, :, mid], self.k[:, :, mid]
+            sums = (counted.mT @ self.v[:, :, mid]).float()
+            mean = keys.mean(2, dtype=torch.float32) * DIM**-0.5
+            covariance = (keys.mT @ keys).float() / (DIM * max(keys.shape[2], 1))
+            size = torch.full((batch,), float(keys.shape[2]), device="cuda")
+            moments = ScoreMoments(mean, *factored(covariance), size, read_bound(self.budget[0] / size.clamp(min=1)))
+            state = PhiState(torch.randn(batch, heads, FEATURES, device="cuda"),
+                             counted.sum(2, dtype=torch.float32), sums, features, mean, moments)
+            self.phi = PhiStep(random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"), state)
         return self.phi
-
-    def bucket_sums(self) -> tuple[FeatureMapWeights, torch.Tensor, PhiState]:
-        """The same with random sums of buckets in place of the keys' features."""
-        if not hasattr(self, "phi_sums"):
-            shape = (*self.k.shape[:2], BUCKETS, FEATURES)
-            z = torch.rand(*shape, device="cuda", dtype=self.k.dtype)
-            s = torch.randn(*shape, DIM, device="cuda", dtype=self.k.dtype)
-            m = torch.randn(*self.k.shape[:2], FEATURES, device="cuda")
-            store = PhiState(m, z.sum(2, dtype=torch.float32) * 2, s.sum(2, dtype=torch.float32), None, z, s)
-            self.phi_sums = (random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda"), store)
-        return self.phi_sums
-
-    def sparse_phi_buckets(self) -> torch.Tensor:
-        return self.step(weights=self.weights, phi=self.bucket_sums())
-
-    def phi_recompute_bound(self) -> torch.Tensor:
-        """The products alone that recomputing the features of the keys read would take: no gather, no completion."""
-        if not hasattr(self, "visited"):
-            tokens = int(PROBES * (self.k.shape[2] - SINK - TAIL) / BUCKETS)
-            self.visited = (self.k[0, :, :tokens].contiguous(), random_maps(self.k.shape[1]))
-        return reference.log_phi(*self.visited)
 
     def flashinfer(self) -> torch.Tensor:
         import flashinfer
@@ -190,11 +187,10 @@ class Buffers:
         return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], self.k, self.v, enable_gqa=True)
 
     def floor_us(self) -> float:
-        chosen = route(self.q, self.weights, self.k.shape[1], PROBES, self.counts).long()
-        tokens = self.counts.gather(-1, chosen.clamp(min=0)).sum().item()
-        tokens += self.k.shape[0] * self.k.shape[1] * (SINK + min(TAIL, self.k.shape[2]))
-        weights = sum(w.numel() for w in self.weights)
-        return (tokens * 2 * DIM + weights) * 2 / BANDWIDTH * 1e6
+        """What memory allows `sparse`: the keys and values it reads, and the bucket means."""
+        heads = self.k.shape[0] * self.k.shape[1]
+        tokens = heads * (self.budget[1] + SINK + min(TAIL, self.k.shape[2]))
+        return (tokens * 2 * DIM + self.means.means.numel()) * 2 / BANDWIDTH * 1e6
 
 
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
@@ -224,47 +220,61 @@ def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
     return sorted(times)[len(times) // 2]
 
 
+def double(x: Any) -> Any:
+    """Every tensor of a named tuple, or of one in it, in float64."""
+    if isinstance(x, tuple):
+        return type(x)(*map(double, x))
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
 def check() -> None:
-    """Kernels against the float64 twins on the GPU; raises where they differ."""
+    """Every method against the float64 twins on the GPU; raises where they differ."""
     for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
         b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
-        wide = QueryModel(*(w.double() for w in b.weights))
-        means = BucketMeans(b.bucket_means.means.double(), b.bucket_means.scale)
-        maps, offset, store = b.completion()
-        rest = phi_query(b.q, maps, offset, store)
-        exact = reference.phi_query(
-            reference.log_phi(b.q.double()[:, :, None], FeatureMapWeights(*(w.double() for w in maps)))[:, :, 0]
-            + offset[:, None], PhiState(*(x.double() for x in store[:4])))
-        scales = [torch.exp(x.c.double())[..., None] * x.base.double() for x in (rest, exact)]
+        phi = b.completion()
+        query = phi_query(b.q, *phi)
+        exact = phi_query_reference(b.q.double(), *double(phi))
+        scales = [torch.exp(x.log_scale.double())[..., None] * x.numerator.double() for x in (query, exact)]
         gap = float((scales[0] - scales[1]).norm() / scales[1].norm())
-        print(f"check {heads_q}/{heads} n{length} b{batch}: completion of the whole {gap:.1e}")
-        failed = not gap < 3e-2
-        rest = rest.map(torch.Tensor.double)
-        for name, how, twin, left in (
-                ("mlp", {"weights": b.weights}, {"weights": wide}, None),
-                ("mean_key", {"means": b.bucket_means}, {"weights": None, "means": means}, None),
-                ("hybrid", {"weights": b.weights, "means": b.bucket_means}, {"weights": wide, "means": means}, None),
-                ("phi", {"weights": b.weights, "phi": b.completion()}, {"weights": wide}, rest)):
-            out, lse, chosen = routed_attention(b.q, b.k, b.v, b.order, b.offsets, b.counts, PROBES, **how,
-                                                **b.options())
-            truth = reference.route(b.q.double(), heads_kv=heads, probes=PROBES, counts=b.counts, **twin)
-            logits = torch.zeros((), device="cuda", dtype=torch.float64)
-            if twin["weights"] is not None:
-                logits = logits + reference.router_logits(b.q.double(), wide)
-            if "means" in twin:
-                logits = logits + reference.mean_key_logits(b.q.double(), means.means, b.counts, means.scale)
-            mass = logits.softmax(-1).reshape(batch, heads, -1, BUCKETS).sum(2)
-            reached = [torch.where(x >= 0, mass.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
-                       for x in (chosen, truth)]
-            true_out, true_lse = reference.attend_buckets(
-                b.q.double(), b.k.double(), b.v.double(), b.order, b.offsets, chosen, **b.options(), rest=left)
-            error = float((out.double() - true_out).norm() / true_out.norm())
-            gap = float((lse.double() - true_lse).abs().max())
-            lost = float((1 - reached[0] / reached[1]).max())
+        assert query.cap is not None and exact.cap is not None
+        cap = float((query.cap.double() - exact.cap).nan_to_num(0.0).abs().max())
+        print(f"check {heads_q}/{heads} n{length} b{batch}: completion of the whole {gap:.1e}, cap {cap:.1e}")
+        failed = not (gap < 3e-2 and cap < 1e-2)
+        for name, scores, how, completion in (
+                ("sparse", b.means, {}, None), ("sparse_phi", b.means, {"phi": phi}, double(query)),
+                ("sparse_mlp", b.model, {}, None), ("sparse_probes", b.model, {"probes": PROBES}, None)):
+            error, gap, lost = differences(b, scores, how, completion)
             print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
             failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
         if failed:
             raise SystemExit("a kernel differs from its twin; no speed is reported")
+
+
+def differences(
+    b: Buffers, scores: RouterScores, how: dict[str, Any], completion: CompletionQuery | None,
+) -> tuple[float, float, float]:
+    """Error of output and lse on what the step read, and the part of the mass that the twin's choice reaches beyond
+    it."""
+    out, lse, read = b.step(scores, **how)
+    wide = [x.double() for x in (b.q, b.k, b.v)]
+    p = group_probability(bucket_logits_reference(wide[0], double(scores), b.counts), b.k.shape[1])
+    index = (b.order, b.offsets)
+    if "probes" in how:
+        reached = [torch.where(x >= 0, p.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
+                   for x in (read, top_buckets(p, b.counts, PROBES))]
+        truth = attend_buckets_reference(*wide, *index, read, **b.options(), completion=completion)
+    else:
+        density = p / b.counts.clamp(min=1)
+        tokens = torch.zeros(*p.shape[:2], b.k.shape[2], dtype=p.dtype, device="cuda")
+        places = torch.arange(b.order.shape[-1], dtype=torch.int32, device="cuda").expand_as(b.order).contiguous()
+        bucket = torch.searchsorted(b.offsets[..., 1:].contiguous(), places, right=True)
+        tokens.scatter_(-1, b.order.long(), density.gather(-1, bucket.clamp(max=BUCKETS - 1)))
+        reached = [torch.where(x >= 0, tokens.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
+                   for x in (read, choose_tokens(density, *index, *b.budget))]
+        truth = attend_tokens_reference(*wide, read, **b.options(), completion=completion)
+    lost = (1 - reached[0] / reached[1].clamp(min=1e-30)).max() if reached[1].any() else torch.zeros(())
+    return (float((out.double() - truth[0]).norm() / truth[0].norm()), float((lse.double() - truth[1]).abs().max()),
+            float(lost))
 
 
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
@@ -296,7 +306,7 @@ def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
 def steps() -> None:
     for case, heads_q, heads, length, batch in SHAPES:
         sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
-        methods: tuple[str, ...] = ("sparse", "sparse_mean_key", "sparse_hybrid", "attention_only", "route_only",
+        methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
                                     "sdpa_flash", "sdpa_cudnn")
         if batch == 1:
             methods += ("flashinfer",)
@@ -305,7 +315,7 @@ def steps() -> None:
         measure(case, sets, methods)
         for b in sets[3:]:
             b.__dict__.clear()
-        measure(case, sets[:3], ("sparse_phi", "sparse_phi_buckets", "phi_recompute_bound"))
+        measure(case, sets[:3], ("sparse_phi",))
         del sets, b
         torch.cuda.empty_cache()
 
@@ -316,8 +326,8 @@ def whale() -> None:
         sets = [Buffers(32, 8, 171_000, 1, sigma, huge, seed=i) for i in range(8)]
         for b in sets:
             # as many keys in the chosen buckets of either: the rest of the list is cut or filled from other buckets
-            b.fixed = same_reads(b)
-        measure(f"32x8-171k-b1-{name}", sets, ("attention_only",))
+            b.buckets = same_reads(b)
+        measure(f"32x8-171k-b1-{name}", sets, ("buckets_only",))
 
 
 def same_reads(b: Buffers) -> torch.Tensor:
@@ -343,12 +353,12 @@ def growth() -> None:
     global PROBES
     for length in (2 ** n for n in range(13, 21)):
         sets = [Buffers(32, 8, length, 1, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
-        measure(f"growth-n-{length}", sets, ("sparse", "sparse_mean_key", "sdpa_cudnn"))
+        measure(f"growth-n-{length}", sets, ("sparse", "sparse_mlp", "sdpa_cudnn"))
         del sets
         torch.cuda.empty_cache()
     sets = [Buffers(32, 8, 171_000, 1, 0.5, False, seed=i) for i in range(8)]
     for PROBES in (4, 8, 16, 32, 64, 128):
-        measure(f"growth-l-{PROBES}", sets, ("sparse", "sparse_mean_key"))
+        measure(f"growth-l-{PROBES}", sets, ("sparse_probes",))
     PROBES = 32
 
 
@@ -376,17 +386,17 @@ def parts() -> None:
     cases: dict[str, Callable[[], Any]] = {
         "prefill": prefill,
         "assign": lambda: assign_buckets(b.k, centroids),
-        "assign_torch": lambda: reference.assign_buckets(b.k[:, :, :32_768], centroids),
+        "assign_torch": lambda: assign_buckets_reference(b.k[:, :, :32_768], centroids),
         "build_index": lambda: build_index(assignment, BUCKETS, first, last),
         "extend_index": lambda: extend_index(order, offsets, joined, fresh),
         "paged_scores": lambda: paged_scores(b.q, b.k, first, last, scale=DIM**-0.5),
-        "paged_scores_torch": lambda: reference.paged_scores(b.q, b.k, first, last, scale=DIM**-0.5),
+        "paged_scores_torch": lambda: paged_scores_reference(b.q, b.k, first, last, scale=DIM**-0.5),
         "phi_cache": lambda: phi_cache(logs, b.v),
-        "phi_cache_torch": lambda: reference.phi_cache(logs, b.v),
+        "phi_cache_torch": lambda: phi_cache_reference(logs, b.v),
     }
-    gap = paged_scores(b.q, b.k, first, last, scale=DIM**-0.5) - reference.paged_scores(
+    gap = paged_scores(b.q, b.k, first, last, scale=DIM**-0.5) - paged_scores_reference(
         b.q.double(), b.k.double(), first, last, scale=DIM**-0.5)
-    caches = phi_cache(logs, b.v), reference.phi_cache(logs.double(), b.v.double())
+    caches = phi_cache(logs, b.v), phi_cache_reference(logs.double(), b.v.double())
     error = float((caches[0].s - caches[1].s).norm() / caches[1].s.norm())
     print(f"check votes {float(gap.abs().max()):.1e}, cache {error:.1e}")
     if not (float(gap.abs().max()) < 1e-3 and error < 5e-3):

@@ -94,8 +94,9 @@ def _measure() -> list[dict[str, Any]]:
                     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                         out = F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
                 else:
-                    how: dict[str, Any] = {"weights": layer.router} if method == "sparse" else {"means": layer.means}
-                    out = routed_attention(q, keys, values, orders[i], offsets, counts, PROBES, **how, **regions)[0]
+                    scores = layer.router if method == "sparse" else layer.means
+                    out = routed_attention(q, keys, values, orders[i], offsets, counts, scores, probes=PROBES,
+                                           **regions)[0]
                 h = post(h, out, layer)
             return (h @ head).argmax(-1)
 

@@ -155,7 +155,7 @@ def shares(scene: offline.Scene, bucket: Tensor, buckets: int, budgets: tuple[fl
 
 def late_scenes(item: LayerCapture, tails: tuple[int, ...], count: int) -> dict[int, offline.Scene]:
     """By tail, the attention of `count` queries of the second half."""
-    places = item.query_positions[0]
+    places = item.query_positions
     late = (places >= item.keys_pre.shape[1] // 2).nonzero()[:, 0]
     some = late[torch.linspace(0, len(late) - 1, min(count, len(late))).long()]
     queries, keys = item.queries_rot()[:, some], item.keys_rot()

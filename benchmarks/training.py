@@ -77,11 +77,10 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
     stores = {}
     held = options.heldout_documents
     written = options.generated_documents
-    jobs = [("train", options.text, "train", options.documents + written, options.queries, options.noise_documents,
-             written),
-            ("heldout", options.text, "heldout", held, options.length, 0, 0),
-            ("ood", "embedded", "all", held, options.length, 0, 0)]
-    for name, corpus, split, count, queries, noise, generated in jobs:
+    jobs = [("train", options.text, "train", options.documents + written, options.queries, written),
+            ("heldout", options.text, "heldout", held, options.length, 0),
+            ("ood", "embedded", "all", held, options.length, 0)]
+    for name, corpus, split, count, queries, generated in jobs:
         manifest = folder / name / MANIFEST
         if manifest.is_file() and json.loads(manifest.read_text())["complete"]:
             stores[name] = CaptureStore.open(folder / name)
@@ -89,7 +88,7 @@ def capture(options: argparse.Namespace, folder: Path) -> dict[str, CaptureStore
         stores[name] = run_capture(
             CaptureConfig(model=options.model, corpus=corpus, split=split, output=str(folder / name),
                           layers=options.layers, context_length=options.length, num_documents=count,
-                          queries_per_document=queries, noise_documents=noise, generated_documents=generated, seed=1),
+                          queries_per_document=queries, generated_documents=generated, seed=1),
             model=model, tokenizer=tokenizer)
     return stores
 
@@ -144,9 +143,8 @@ def quality(options: argparse.Namespace, device: str) -> None:
         # the best is chosen by what the trainer saw of its own validation windows
         best = max(KINDS, key=lambda kind: routers[kind].config.quality["mass_share@0.05"])
         tokens = rivals.reads()
-        sizes = {"documents": options.documents, "noise_documents": options.noise_documents,
-                 "generated_documents": options.generated_documents, "queries": options.queries,
-                 "length": options.length}
+        sizes = {"documents": options.documents, "generated_documents": options.generated_documents,
+                 "queries": options.queries, "length": options.length}
         about = f"phi: {words(chosen['phi'])}; router ({best} is best): {words(chosen['router'])}; {words(sizes)}"
         shared = {"seed": options.seed, "options": about}
         rows, head_rows, began = [], [], time.perf_counter()
@@ -256,7 +254,6 @@ def main() -> None:
     parser.add_argument("--keep", help="folder in which stores and artifacts stay; another run goes on with its stores "
                                        "and routers and trains the maps anew")
     parser.add_argument("--documents", type=int, default=150)
-    parser.add_argument("--noise-documents", type=int, default=0, help="of these: half random tokens")
     parser.add_argument("--generated-documents", type=int, default=64, help="beside these: the model's own text")
     parser.add_argument("--queries", type=int, default=768)
     parser.add_argument("--heldout-documents", type=int, default=8)

@@ -10,10 +10,10 @@ def option(default: Any = dataclasses.MISSING, *, help: str, group: str | None =
     """A dataclass field that is also a command-line option.
 
     `help` says what the option does and in which unit; the CLI appends the default. A field without a default
-    is a required option. `group` is the heading under which --help lists it. `extra` is passed on to `typer.Option`
-    (for example `min=1`).
+    is a required option. `group` is its heading in `--help`; `extra` is passed on to `typer.Option` (for example
+    `min=1`).
     """
-    metadata = {"help": help, "typer": {**({"rich_help_panel": group} if group else {}), **extra}}
+    metadata = {"help": help, "typer": {"rich_help_panel": group, **extra} if group else extra}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
     if isinstance(default, list | dict):

@@ -16,7 +16,6 @@ from sparsekv.errors import SparseKVError
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
 HELDOUT_PERCENT = 20
-NOISE_TOKENS = (16, 256)
 GENERATED = "generated"  # the source of a window that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
 
@@ -42,12 +41,11 @@ class Window:
 
 
 def read_documents(
-    corpus: str, *, split: str = "all", text_column: str | None = None, dataset_split: str = "train",
-    dataset_config: str | None = None, streaming: bool = False,
+    corpus: str, *, split: str = "all", text_column: str | None = None, dataset_options: dict[str, Any] | None = None,
 ) -> Iterator[Document]:
     """The documents of `corpus`: `embedded`, a .txt, .md, .jsonl or .parquet file, a glob or folder of such files, a
     folder in another form that `datasets` reads, or the name of a Hugging Face dataset (the only form that uses the
-    network).
+    network). dataset_options: keywords of `datasets.load_dataset`; its split is `train` unless named.
 
     `split` keeps training and held-out text apart: by a hash of the document's name (20 % held out), or, where a local
     corpus has fewer than ten documents, by cutting each at 80 % of its characters. The two parts never overlap.
@@ -59,7 +57,7 @@ def read_documents(
     elif files := _local_files(corpus):
         documents = (d for f in files for d in _read_file(f, text_column))
     else:
-        documents = _dataset(corpus, text_column, dataset_split, dataset_config, streaming)
+        documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
         yield from (d for d in documents if split == "all" or _held_out(d) == (split == "heldout"))
         return
     listed = [d for d in documents if d.text.strip()]
@@ -126,26 +124,6 @@ def _as_chat(text: str, tokenizer: Any) -> str:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SparseKVError(f"the model's chat template could not be applied ({reason}); leave out "
                             "--chat-template") from error
-
-
-def add_noise(windows: list[Window], count: int, tokenizer: Any, *, seed: int = 0) -> list[Window]:
-    """The first `count` windows with every other stretch, of 16 to 255 tokens, replaced by tokens drawn evenly from the
-    vocabulary (no special ones): keys of words that the corpus never says."""
-    if not count:
-        return windows
-    special = set(tokenizer.all_special_ids)
-    vocabulary = [i for i in range(len(tokenizer)) if i not in special]
-    start = len(tokenizer("")["input_ids"])
-    noisy = []
-    for number, window in enumerate(windows[:count]):
-        draw, tokens = random.Random(f"{seed}:noise:{number}"), list(window.tokens)
-        at = start + draw.randrange(*NOISE_TOKENS)
-        while at < len(tokens):
-            stop = min(at + draw.randrange(*NOISE_TOKENS), len(tokens))
-            tokens[at:stop] = draw.choices(vocabulary, k=stop - at)
-            at = stop + draw.randrange(*NOISE_TOKENS)
-        noisy.append(Window(tokens, window.sources))
-    return noisy + windows[count:]
 
 
 def _shuffled(documents: Iterator[Document], seed: int, buffer: int = 10_000) -> Iterator[Document]:
@@ -218,30 +196,28 @@ def _text(record: Any, column: str | None, where: str) -> str:
     return record[names[0]]
 
 
-def _dataset(
-    name: str, column: str | None, split: str, config: str | None, streaming: bool,
-) -> Iterator[Document]:
+def read_dataset(name: str, column: str | None, options: dict[str, Any]) -> Iterator[Document]:
+    """The documents of a Hugging Face dataset, or of a folder that `datasets` reads; options: of `load_dataset`, split
+    among them. Raises SparseKVError for whatever goes wrong."""
     import datasets
 
     number, label = -1, Path(name).name if Path(name).is_dir() else name  # where a folder lies decides nothing
     try:
         if (Path(name) / "state.json").is_file():
-            rows = datasets.load_from_disk(name)  # what Dataset.save_to_disk wrote: it has no splits
+            records = datasets.load_from_disk(name)  # what Dataset.save_to_disk wrote: it has no splits
         else:
-            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        for number, record in enumerate(rows):
-            yield Document(f"{label}/{split}:{number}", _text(dict(record), column, name))
+            records = datasets.load_dataset(name, **options)
+        for number, record in enumerate(records):
+            yield Document(f"{label}/{options['split']}:{number}", _text(dict(record), column, name))
     except SparseKVError:
         raise
     except Exception as error:  # datasets, the hub and the readers of formats raise whatever they like
         reason = " ".join(str(error).split()) or type(error).__name__
         if number >= 0:
             message = f"the dataset {name!r} broke off after {number + 1} documents: {reason}"
-        elif isinstance(error, ValueError) and "split" in reason.lower():
-            message = f"the dataset {name!r} has no split {split!r}; name one with --dataset-split ({reason})"
-        elif isinstance(error, ValueError) and "config" in reason.lower():
-            message = (f"the dataset {name!r} has no configuration {config or 'by default'!r}; name one with "
-                       f"--dataset-config ({reason})")
+        elif isinstance(error, TypeError | ValueError) and any(
+                word in reason.lower() for word in ("split", "config", "argument")):
+            message = f"the dataset {name!r} cannot be loaded with {options}; change --dataset-options ({reason})"
         else:
             message = (f"no corpus {name!r}: it is neither 'embedded', a file or glob, nor a Hugging Face dataset "
                        f"that could be opened ({reason})")

@@ -38,6 +38,13 @@ def load_model(
         raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
 
 
+def attention_modules(model: Any) -> dict[int, Any]:
+    """The self-attention module of every layer of a transformers model, by layer index."""
+    return {m.layer_idx: m for name, m in model.named_modules()
+            if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
+            and "cross" not in name}
+
+
 def load_config(spec: str) -> Any:
     """The model's transformers configuration alone, without its weights; spec as in `load_model`.
 

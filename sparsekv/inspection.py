@@ -35,7 +35,7 @@ def inspect_path(config: InspectConfig) -> None:
         print(store.summary())
         _describe_model(store.model)
         print(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
-              f"{store.config['storage_dtype']}")
+              f"{store.config.get('storage_dtype', 'bfloat16')}")
         for layer, reason in store.manifest["skipped_layers"].items():
             print(f"layer {layer} was skipped: {reason}")
         if config.verify:

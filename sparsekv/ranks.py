@@ -90,10 +90,10 @@ class FabricRanks(Ranks):
         self.fabric.barrier()
 
 
-def join(device: str, devices: int, num_nodes: int) -> Ranks:
-    """One process unless more are asked for, or torchrun or SLURM started several: then theirs are the numbers."""
-    if devices * num_nodes == 1:
-        devices, num_nodes = _launched()
+def join(device: str, devices: int, num_nodes: int = 1) -> Ranks:
+    """One process unless there are to be more, or torchrun or SLURM started several: a number that is 1 is theirs."""
+    here, machines = _launched()
+    devices, num_nodes = devices if devices > 1 else here, num_nodes if num_nodes > 1 else machines
     return Ranks() if devices * num_nodes == 1 else FabricRanks(device, devices, num_nodes)
 
 

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def sparse_on_short_caches(monkeypatch) -> None:
-    monkeypatch.setattr("sparsekv.runtime.plan.DENSE_BYTES", {})
+    monkeypatch.setattr("sparsekv.runtime.decoding.DENSE_BYTES", {})

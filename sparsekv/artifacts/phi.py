@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
-from sparsekv.core.offline import Scene, capped
-from sparsekv.models.estimators import phi_tokens
+from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
 
 KIND = "phi"
@@ -72,12 +71,6 @@ class PhiLayer(NamedTuple):
 
         errors = None if self.errors is None else between(self.errors)
         return self._replace(offsets=between(self.offsets), shares=(share,), errors=errors)
-
-    def estimate(self, scene: Scene, logits: Tensor, read: Tensor | None, share: float) -> Tensor:
-        """The logits `[Hq, T, N]` that the runtime's completion amounts to where `read`, a share of the context, is
-        exact: from those of `maps.surrogate`, capped and moved by the offset."""
-        layer = self.at(share)
-        return (capped(scene, logits, read) if layer.capped else logits) + layer.offset[:, None, None]
 
     @property
     def query_map(self) -> FeatureMapWeights:

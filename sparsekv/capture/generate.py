@@ -52,14 +52,14 @@ def _write(
         return vocabulary[torch.randint(len(vocabulary), (rows, 1), generator=generator, device=device)]
 
     cache, found = DynamicCache(config=model.config), [begin()]
-    asked = torch.cat([torch.tensor(prefix, dtype=torch.long, device=device).expand(rows, -1), found[0]], 1)
+    inputs = torch.cat([torch.tensor(prefix, dtype=torch.long, device=device).expand(rows, -1), found[0]], 1)
     advance(rows)
     for _ in range(length - 1):
-        logits = model(input_ids=asked, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1]
         # columns past the tokenizer's are no tokens
         chance = logits[:, :len(tokenizer)].float().softmax(-1).to(device)
-        asked = torch.multinomial(chance, 1, generator=generator)
-        asked = torch.where(torch.isin(asked, special), begin(), asked)
-        found.append(asked)
+        inputs = torch.multinomial(chance, 1, generator=generator)
+        inputs = torch.where(torch.isin(inputs, special), begin(), inputs)
+        found.append(inputs)
         advance(rows)
     return torch.cat(found, 1)

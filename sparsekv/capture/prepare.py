@@ -1,4 +1,4 @@
-"""Everything that is decided before the long work: may the output be written, does it fit, which layers and heads."""
+"""Everything that is decided before the long work: may the output be written, does it fit, which layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from typing import Any
 
-from sparsekv.capture.config import DTYPES, CaptureConfig, num_queries, parse_numbers, sampled_keys
+from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
 from sparsekv.errors import SparseKVError
 from sparsekv.store.place import Place
@@ -71,13 +71,11 @@ def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
     heads_q = model.num_attention_heads
     heads_kv = getattr(model, "num_key_value_heads", None) or heads_q
     kinds = getattr(model, "layer_types", None) or ["full_attention"] * model.num_hidden_layers
-    layers = parse_numbers(config.layers, "layers") if config.layers else [k for k in kinds if k == "full_attention"]
-    stored = len(parse_numbers(config.kv_heads, "KV heads")) if config.kv_heads else heads_kv
+    layers = parse_layers(config.layers) if config.layers else [k for k in kinds if k == "full_attention"]
     needed = storage_bytes(
-        num_documents=config.num_documents, num_layers=len(layers), heads_kv=stored,
-        heads_q=stored * heads_q // heads_kv, length=config.context_length, keys=len(sampled_keys(config, 0)),
-        queries=num_queries(config), dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q,
-        item=DTYPES[config.storage_dtype].itemsize, top_keys=config.top_keys)
+        num_documents=config.num_documents, num_layers=len(layers), heads_kv=heads_kv, heads_q=heads_q,
+        length=config.context_length, queries=len(query_positions(config, 0)),
+        dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q)
     free, done = place.free(), _stored(place)
     print(f"the store takes {needed / 1e9:.2f} GB" + ("" if free is None else f" ({free / 1e9:.1f} GB free)"),
           file=sys.stderr)
@@ -99,31 +97,16 @@ def _stored(place: Place) -> int:
     return sum(f.stat().st_size for f in place.root.glob("doc*/*.safetensors"))
 
 
-def choose_layers(wanted: str | None, ropes: dict[int, LayerRope], skipped: dict[int, str]) -> list[int]:
-    """The layers to store; raises SparseKVError, with the reason, for one that cannot be."""
+def choose_layers(wanted: str | None, ropes: dict[int, LayerRope], skipped: dict[int, str]) -> dict[int, LayerRope]:
+    """The layers to store, and how they rotate; without `wanted` all in `ropes`, and those skipped are named on
+    standard error. Raises SparseKVError, with the reason, for a layer that cannot be stored."""
     if wanted is None:
-        say_skipped(skipped)
-        return sorted(ropes)
-    layers = parse_numbers(wanted, "layers")
-    for layer in layers:
+        for reason in dict.fromkeys(skipped.values()):
+            layers = ", ".join(str(layer) for layer, why in skipped.items() if why == reason)
+            print(f"layers {layers} are skipped: {reason}", file=sys.stderr)
+        return ropes
+    for layer in (chosen := parse_layers(wanted)):
         if layer not in ropes:
-            reason = skipped.get(layer, "the model has no such layer")
-            raise SparseKVError(f"layer {layer} cannot be captured: {reason}")
-    return layers
-
-
-def choose_heads(wanted: str | None, heads_kv: int) -> list[int]:
-    if wanted is None:
-        return list(range(heads_kv))
-    heads = parse_numbers(wanted, "KV heads")
-    if heads[-1] >= heads_kv:
-        raise SparseKVError(f"KV head {heads[-1]} was asked for; the model has {heads_kv}, numbered from 0")
-    return heads
-
-
-def say_skipped(skipped: dict[int, str]) -> None:
-    by_reason: dict[str, list[int]] = {}
-    for layer, reason in skipped.items():
-        by_reason.setdefault(reason, []).append(layer)
-    for reason, layers in by_reason.items():
-        print(f"layers {', '.join(map(str, layers))} are skipped: {reason}", file=sys.stderr)
+            raise SparseKVError(f"layer {layer} cannot be captured: "
+                                f"{skipped.get(layer, 'the model has no such layer')}")
+    return {layer: ropes[layer] for layer in chosen}

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.capture.config import CaptureConfig, check_options
-from sparsekv.capture.document import DocumentCapture, Plan
+from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
+from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import generated_windows
-from sparsekv.capture.prepare import (
-    begin_output,
-    check_output,
-    check_space,
-    choose_heads,
-    choose_layers,
-)
-from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tap, whole_tables
+from sparsekv.capture.prepare import begin_output, check_output, check_space, choose_layers
+from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
-from sparsekv.corpus import Window, add_noise, make_windows, read_documents
+from sparsekv.core.rope import LayerRope
+from sparsekv.corpus import Window, make_windows, read_documents
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
 from sparsekv.progress import progress
@@ -29,7 +24,7 @@ from sparsekv.ranks import Ranks, join
 from sparsekv.store.place import Place, place
 from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
 
-__all__ = ["CaptureConfig", "capture_documents", "capture_window", "run_capture"]
+__all__ = ["CaptureConfig", "capture_documents", "capture_window", "complete_store", "run_capture"]
 
 
 def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = None) -> CaptureStore:
@@ -40,7 +35,7 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     """
     check_options(config)
     store = place(config.output)
-    ranks = join(config.device, config.devices, config.num_nodes)
+    ranks = join(config.device, config.devices)
 
     def check() -> None:
         check_output(store, config)
@@ -55,24 +50,20 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
         raise SparseKVError(f"{config.model} does not fit on the devices: a part of its weights was put off to host "
                             "or disk; use more GPUs with --device balanced, or a smaller --dtype")
     ropes, skipped = probe(model)
-    layers = choose_layers(config.layers, ropes, skipped)
+    ropes = choose_layers(config.layers, ropes, skipped)
     fingerprint = model_fingerprint(model)
-    heads = choose_heads(config.kv_heads, fingerprint["num_kv_heads"])
     windows = make_windows(
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
-                       dataset_split=config.dataset_split, dataset_config=config.dataset_config,
-                       streaming=config.streaming),
+                       dataset_options=dataset_options(config)),
         tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
         seed=config.seed, pack=config.pack, chat_template=config.chat_template)
-    windows = add_noise(windows, config.noise_documents, tokenizer, seed=config.seed)
     if config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
             model, tokenizer, length=config.context_length, count=config.generated_documents,
             seed=config.seed)) + windows
-    plan = Plan(config, layers, ropes, heads, fingerprint["num_query_heads"] // fingerprint["num_kv_heads"])
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
-    ranks.all_do(_told(store)(lambda: capture_documents(plan, model, windows, store, ranks)))
-    ranks.first_does(_told(store)(lambda: _complete(plan, store, fingerprint, skipped)))
+    ranks.all_do(_told(store)(lambda: capture_documents(config, ropes, model, windows, store, ranks)))
+    ranks.first_does(_told(store)(lambda: complete_store(config, store, fingerprint, skipped)))
     return CaptureStore.open(config.output)
 
 
@@ -86,13 +77,15 @@ def _told(store: Place) -> Iterator[None]:
                             "kept; free some space and run the same command again.") from error
 
 
-def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Place, ranks: Ranks) -> None:
-    """This rank's documents. One is being written while the next is computed."""
-    mine = ranks.mine(len(windows))
-    length, chunk = plan.config.context_length, plan.config.chunk_size
+def capture_documents(
+    config: CaptureConfig, ropes: dict[int, LayerRope], model: Any, windows: list[Window], store: Place, ranks: Ranks,
+) -> None:
+    """This rank's documents, the layers in `ropes`. One is being written while the next is computed."""
+    mine, length = ranks.mine(len(windows)), config.context_length
     previous: DocumentCapture | None = None
     current: DocumentCapture | None = None
-    bar = progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else contextlib.nullcontext(_silent)
+    bar = (progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else
+           contextlib.nullcontext(lambda _: None))
     try:
         with bar as advance, Transfer() as transfer:
             try:
@@ -101,8 +94,8 @@ def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Plac
                         _check_same_text(found, windows[index], store)
                         advance(length)
                         continue
-                    current = DocumentCapture(plan, windows[index], index, store, transfer)
-                    capture_window(model, windows[index].tokens, chunk, current, advance)
+                    current = DocumentCapture(config, ropes, windows[index], index, store, transfer)
+                    capture_window(model, windows[index].tokens, config.chunk_size, current, advance)
                     if previous is not None:
                         previous.finish()
                     previous, current = current, None
@@ -110,7 +103,7 @@ def capture_documents(plan: Plan, model: Any, windows: list[Window], store: Plac
                     previous.finish()
                     previous = None
             except Exception:
-                # The document before the failing one was computed whole: its writes may still succeed.
+                # All of the document before the failing one was computed: its writes may still succeed.
                 if previous is not None:
                     with contextlib.suppress(Exception):
                         previous.finish()
@@ -131,8 +124,8 @@ def capture_window(
 
     ids = torch.tensor(tokens, device=model.get_input_embeddings().weight.device)[None]
     cache = DynamicCache(config=model.config) if len(tokens) > chunk else None
-    whole = cache is not None and depends_on_length(model.config.get_text_config())
-    tables = whole_tables(model, len(tokens)) if whole else contextlib.nullcontext()
+    changes = cache is not None and depends_on_length(model.config.get_text_config())
+    tables = tables_of_length(model, len(tokens)) if changes else contextlib.nullcontext()
     with torch.inference_mode(), tap(model, listener), tables:
         for start in range(0, len(tokens), chunk):
             piece = ids[:, start:start + chunk]
@@ -149,23 +142,21 @@ def _check_same_text(found: dict[str, Any], window: Window, store: Place) -> Non
                             "--overwrite to start anew")
 
 
-def _silent(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _complete(plan: Plan, store: Place, fingerprint: dict[str, Any], skipped: dict[int, str]) -> None:
-    """Every document is there: the manifest, in one step, turns them into a store."""
+def complete_store(
+    config: CaptureConfig, store: Place, fingerprint: dict[str, Any], skipped: dict[int, str],
+) -> None:
+    """Every document is there: the manifest, in one step, turns them into a store. Raises SparseKVError where one is
+    missing."""
     documents: list[dict[str, Any]] = []
-    for index in range(plan.config.num_documents):
+    for index in range(config.num_documents):
         found = finished_document(store, index)
         if found is None:
             raise SparseKVError(f"{document_name(index)} of {str(store)!r} is missing after the run; run the same "
                                 "command again")
         documents.append(found)
     store.write_json(MANIFEST, {
-        "format_version": FORMAT_VERSION, "complete": True, "model": fingerprint, "config": plan.config.content(),
-        "kv_heads": plan.kv_heads, "layers": documents[0]["layers"],
-        "skipped_layers": {str(k): v for k, v in skipped.items()}, "context_length": plan.config.context_length,
-        "documents": [d["document"] for d in documents],
+        "format_version": FORMAT_VERSION, "complete": True, "model": fingerprint, "config": config.content(),
+        "layers": documents[0]["layers"], "skipped_layers": {str(k): v for k, v in skipped.items()},
+        "context_length": config.context_length, "documents": [d["document"] for d in documents],
         "shards": {k: v for d in documents for k, v in d["shards"].items()},
     })

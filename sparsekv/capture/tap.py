@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import attention_modules
+from sparsekv.kernels import dense_attention
 
 NAME = "sparsekv_capture"
 
@@ -91,12 +94,9 @@ def depends_on_length(config: Any) -> bool:
 
 
 @contextmanager
-def whole_tables(model: Any, length: int) -> Iterator[None]:
+def tables_of_length(model: Any, length: int) -> Iterator[None]:
     """Rotary tables as a prefill of `length` tokens in one piece has them, cut out by position: the first chunks of a
     window would else be rotated by the angles of a shorter text. On exit the model is as it was."""
-    modules = [m for m in decoder(model).modules() if type(m).__name__.endswith("RotaryEmbedding")]
-    before = {module: module.__dict__.get("forward") for module in modules}
-
     def cut(original: Callable[..., Any]) -> Callable[..., Any]:
         known: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -108,22 +108,11 @@ def whole_tables(model: Any, length: int) -> Iterator[None]:
             return cos[:, position_ids[0]], sin[:, position_ids[0]]
         return forward
 
-    for module in modules:
-        module.forward = cut(module.forward)
-    try:
+    with ExitStack() as stack:
+        for module in decoder(model).modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                stack.enter_context(patch.object(module, "forward", cut(module.forward)))
         yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-
-
-def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The self-attention module of every layer, by layer index."""
-    return {m.layer_idx: m for name, m in model.named_modules()
-            if hasattr(m, "layer_idx") and "attention" in type(m).__name__.lower() and "cross" not in name}
 
 
 def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
@@ -195,23 +184,17 @@ def _comes_back(call: AttentionCall, before: Tensor, rope: LayerRope) -> bool:
 @contextmanager
 def _see_rotation(modules: list[nn.Module], keys: list[Tensor]) -> Iterator[None]:
     """Collect the keys that enter `apply_rotary_pos_emb` of the models' own files; on exit these are as they were."""
-    files = {type(m).__module__: sys.modules[type(m).__module__] for m in modules}
-    originals = {name: f.__dict__["apply_rotary_pos_emb"] for name, f in files.items()
-                 if "apply_rotary_pos_emb" in f.__dict__}
-
     def watch(original: Callable[..., Any]) -> Callable[..., Any]:
         def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
             keys.append(k)
             return original(q, k, *args, **kwargs)
         return apply
 
-    for name, original in originals.items():
-        files[name].__dict__["apply_rotary_pos_emb"] = watch(original)
-    try:
+    with ExitStack() as stack:
+        for file in {sys.modules[type(m).__module__] for m in modules}:
+            if "apply_rotary_pos_emb" in vars(file):
+                stack.enter_context(patch.object(file, "apply_rotary_pos_emb", watch(file.apply_rotary_pos_emb)))
         yield
-    finally:
-        for name, original in originals.items():
-            files[name].__dict__["apply_rotary_pos_emb"] = original
 
 
 def decoder(model: Any) -> Any:

@@ -15,6 +15,7 @@ from sparsekv.core.rope import RopeTable
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import (
     CompletionQuery,
+    anchor_indices,
     attend_buckets,
     attend_gathered,
     attend_tokens,
@@ -161,9 +162,14 @@ class LayerView:
 
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of token 0 where the list has -1."""
-        per_head = tokens.clamp(min=0).reshape(tokens.shape[0], self.num_kv_heads, -1)
-        return tuple(gather_rows(x, per_head).reshape(*tokens.shape, -1)  # type: ignore[return-value]
+        index = self.by_head(tokens)
+        return tuple(gather_rows(x, index).reshape(*tokens.shape, x.shape[-1])  # type: ignore[return-value]
                      for x in (self.keys, self.values))
+
+    def by_head(self, tokens: Tensor) -> Tensor:
+        """All that the lists `[Q, H, K]` of a KV head name, `[Q, Hkv, H / Hkv · K]`; 0 where a list has -1."""
+        count, heads, width = tokens.shape
+        return tokens.clamp(min=0).reshape(count, self.num_kv_heads, heads // self.num_kv_heads * width)
 
     def attend(
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
@@ -197,8 +203,6 @@ class LayerView:
     def attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """As `attend`, with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
         (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
-        from sparsekv.kernels import anchor_indices
-
         q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
         anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
         tokens = selection.as_tokens()

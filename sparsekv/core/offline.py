@@ -48,16 +48,17 @@ class Window:
 
 
 class Request(NamedTuple):
-    """A prefill of a window and the queries that follow it (`T` of them, one row). `full [T, Hq, d]`: the output of full
-    attention."""
+    """A prefill of a window, the view of the tokens in sight afterwards, and the queries that follow (`T` of them, one
+    row). `full [T, Hq, d]`: the output of full attention."""
 
+    prefill: LayerView
     view: LayerView
     queries: Queries
     full: Tensor
 
     def build(self, selector: S, estimator: E) -> tuple[S, E]:
         """Selector and estimator over the prefill, as the runtime builds them when decoding begins. Give fresh ones."""
-        build(self.view, selector, estimator)
+        build(self.prefill, selector, estimator)
         return selector, estimator
 
 
@@ -86,12 +87,13 @@ def request(window: Window, length: int, span: int) -> Request:
                                      window.window_size)
     before = (window.positions >= length - OBSERVED) & (window.positions < length)
     recent = window.queries[None, :, before if int(before.sum()) == min(OBSERVED, length) else before & False]
-    view = LayerView(
-        window.keys[None, :, :end], window.values[None, :, :end], regions, window.scale, window.queries.shape[0],
+    prefill = LayerView(
+        window.keys[None, :, :length], window.values[None, :, :length], regions, window.scale, window.queries.shape[0],
         window.layer_idx, window.num_layers, window.rope, recent, length)
+    view = replace(prefill, keys=window.keys[None, :, :end], values=window.values[None, :, :end],
+                   regions=regions.grown(end))
     asked = Queries(queries, lengths.to(device), window.rope)
-    full, _ = dense_step(view, asked)
-    return Request(replace(view, regions=regions.grown(end)), asked, full)
+    return Request(prefill, view, asked, dense_step(view, asked)[0])
 
 
 def scores(view: LayerView, queries: Queries) -> Tensor:
@@ -131,8 +133,8 @@ def mass_read(share: Tensor, selection: Selection) -> Tensor:
 
 
 def best_buckets(request: Request, router: Router, share: Tensor, budget: int | float) -> Selection:
-    """What the router would read at a budget if it knew the attention: its buckets by true mass per token, summed over the
-    group. share: `mid_share` of the request."""
+    """What the router would read at a budget if it knew the attention: its buckets by true mass per token, summed over
+    the group. share: `mid_share` of the request."""
     view, count = request.view, len(share)
     buckets = router.counts.shape[-1]
     end = router.assignment.shape[-1]

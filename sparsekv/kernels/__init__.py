@@ -23,6 +23,7 @@ from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
+    RANK,
     add_centre,
     factored,
     log_phi,
@@ -62,7 +63,7 @@ from sparsekv.kernels.types import (
 )
 
 __all__ = [
-    "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
+    "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "PhiStep", "QueryModel",
     "RouterScores", "ScoreMoments", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
     "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits", "bucket_mass", "bucket_tokens",
     "build_index", "choose_tokens", "collisions", "dense_attention", "extend_index", "factored", "gather_from_host",

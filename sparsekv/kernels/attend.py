@@ -68,7 +68,8 @@ def attend_tokens_reference(
     heads, width = index.shape[1:]
 
     def gathered(x: Tensor, at: Tensor) -> Tensor:
-        return gather_rows(x, at.clamp(min=0).reshape(count, heads_kv, -1)).view(count, heads, at.shape[-1], -1)
+        flat = at.clamp(min=0).reshape(count, heads_kv, heads // heads_kv * at.shape[-1])
+        return gather_rows(x, flat).view(*at.shape, x.shape[-1])
 
     keys, values = gathered(k, index), gathered(v, index)
     if log_weights is not None:
@@ -181,7 +182,7 @@ def launch_attend(
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
     taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
     if completion is not None:
-        taken, taken_mass = torch.empty_like(partial), torch.empty_like(partial_lse)
+        taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
         key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = (x.contiguous() for x in (starts, tail_starts, lengths))

@@ -24,14 +24,14 @@ def collision_kernel(
     holds = codes + begin + near.to(tl.int64) * C_TOKEN
     # [queries, keys, tables] from the start, so that the codes stay in the registers they are loaded to
     asks, holds = asks[:, None, None], holds[None, :, None]
-    asked, held = (query < total)[:, None, None], (token < length)[None, :, None]
+    of_query, of_key = (query < total)[:, None, None], (token < length)[None, :, None]
     hits = tl.zeros([ROWS, BLOCK, WIDTH], tl.float32)
     for at in range(0, TABLES, WIDTH):
         table = (at + tl.arange(0, WIDTH))[None, None, :]
         inside = table < TABLES
         # past the last table 0 meets 1
-        mine = tl.load(asks + table.to(tl.int64) * q_table, mask=asked & inside, other=1)
-        theirs = tl.load(holds + table.to(tl.int64) * c_table, mask=held & inside, other=0)
+        mine = tl.load(asks + table.to(tl.int64) * q_table, mask=of_query & inside, other=1)
+        theirs = tl.load(holds + table.to(tl.int64) * c_table, mask=of_key & inside, other=0)
         # floats hold 16 bits exactly, and comparing them gives the number to add in one instruction
         hits += (mine.to(tl.float32) == theirs.to(tl.float32)).to(tl.float32)
     slot = (place.to(tl.int64) * total + query)[:, None] * length + token[None, :]

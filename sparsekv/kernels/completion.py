@@ -166,7 +166,7 @@ def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used
     mass = query.mass.to(acc)
     left = mass - taken.sum(-1).flatten(1)
     out = query.numerator.to(acc) - (taken @ values.to(acc)).flatten(1, 2)
-    live = left > REST_EPS * mass
+    live = left > (REST_EPS if acc == torch.float32 else REST_EPS**2) * mass
     safe = torch.where(live, left, 1.0)
     lse = torch.where(live, safe.log() + query.log_scale.to(acc), NEG_INF)
     if query.cap is not None:

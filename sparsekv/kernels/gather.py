@@ -43,8 +43,8 @@ def attend_gathered(
     query = q.to(acc).reshape(count * lists, heads_q // lists, dim)
     scores = torch.bmm(query, keys.mT).mul_(scale)
     if log_weights is not None:
-        scores += log_weights.to(acc).reshape(-1, 1, width)
-    scores.masked_fill_(~used.reshape(-1, 1, width), NEG_INF)
+        scores += log_weights.to(acc).reshape(count * lists, 1, width)
+    scores.masked_fill_(~used.reshape(count * lists, 1, width), NEG_INF)
     lse = torch.logsumexp(scores, -1) if width else scores.new_full(scores.shape[:-1], NEG_INF)
     weights = torch.exp_(scores.sub_(finite(lse)[..., None]))
     return torch.bmm(weights, values).reshape(count, heads_q, dim).to(q.dtype), lse.reshape(count, heads_q)

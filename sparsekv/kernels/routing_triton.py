@@ -128,8 +128,8 @@ def rank_kernel(
     """The most probable buckets: one program a query and KV head."""
     at = tl.program_id(0).to(tl.int64)
     bucket = tl.arange(0, PADDED)
-    held = at // heads // per_row * heads + at % heads
-    usable = sizes_of(counts, held, bucket, num_buckets, bucket < num_buckets, OFFSETS=False) > 0
+    kv = at // heads // per_row * heads + at % heads
+    usable = sizes_of(counts, kv, bucket, num_buckets, bucket < num_buckets, OFFSETS=False) > 0
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -157,9 +157,9 @@ def give_kernel(
     Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
     at = tl.program_id(0).to(tl.int64)
     row = at // heads
-    held = row // per_row * (heads // LISTS) + at % heads // LISTS
+    kv = row // per_row * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
-    size = sizes_of(offsets, held, bucket, num_buckets, bucket < num_buckets, OFFSETS=True)
+    size = sizes_of(offsets, kv, bucket, num_buckets, bucket < num_buckets, OFFSETS=True)
     wanted = tl.minimum(tl.minimum(tl.load(budget + row), width), tl.sum(size, 0)).to(tl.int32)
     if OVERLAP:
         gdc_wait()
@@ -174,7 +174,7 @@ def give_kernel(
     if BY_SORT:
         key = tl.sort((bits.to(tl.int64) << 32) | bucket, descending=True)
         sorted_bucket = (key & 0xFFFFFFFF).to(tl.int32)
-        sorted_size = sizes_of(offsets, held, sorted_bucket, num_buckets, sorted_bucket < num_buckets, OFFSETS=True)
+        sorted_size = sizes_of(offsets, kv, sorted_bucket, num_buckets, sorted_bucket < num_buckets, OFFSETS=True)
         before = tl.cumsum(sorted_size, 0) - sorted_size
         least = tl.min(tl.where(before < wanted, (key >> 32).to(tl.int32), 2147483647), 0)
     else:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.offline import NEG_INF, Scene
-from sparsekv.kernels import RANK
+from sparsekv.kernels.completion import RANK
 from sparsekv.models.feature_map import log_kernel
 
 

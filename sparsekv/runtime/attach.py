@@ -24,6 +24,7 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
+from sparsekv.hub import attention_modules
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
@@ -31,7 +32,7 @@ from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import load_settings
-from sparsekv.runtime.supported import attention_modules, check_cache, check_model, load_artifact
+from sparsekv.runtime.supported import check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
 QUERY_BLOCK = 64
@@ -55,15 +56,15 @@ def attach(
     full attention, layer 0 unless told otherwise. dense_below: caches shorter than this are decoded with full attention
     [tokens]; without it, with placement gpu, where full attention was measured to be the faster one
     (`decoding.DENSE_BYTES`); 0 always decodes sparsely. placement of keys and values: gpu (the model's device), offload
-    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and the
-    sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
+    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and
+    the sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
     selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
     are given.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
-    modules = attention_modules(model)
     check_model(model)
+    modules = attention_modules(model)
     layers = None
     if settings is not None:
         given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,
@@ -155,7 +156,8 @@ class Attachment:
         return cache
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
-        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window layers."""
+        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
+        layers."""
         save_prefix(cache, path, model_fingerprint(self.model))
 
     def load_prefix(self, path: str | Path) -> SparseCache:

@@ -65,8 +65,8 @@ class HostView(LayerView):
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         place = (tokens.data_ptr(), tokens.shape)
         if self.fetched is None or self.fetched[0] != place:
-            per_head = tokens.clamp(min=0).reshape(tokens.shape[0], self.num_kv_heads, -1)
-            self.fetched = place, tuple(_fetch(x, per_head).reshape(*tokens.shape, -1)
+            index = self.by_head(tokens)
+            self.fetched = place, tuple(_fetch(x, index).reshape(*tokens.shape, x.shape[-1])
                                         for x in (self.keys, self.values))
         return self.fetched[1]
 

@@ -11,16 +11,9 @@ from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache
 
 
-def attention_modules(model: Any) -> dict[int, Any]:
-    """The self-attention module of every layer, by layer index."""
+def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
-    return {m.layer_idx: m for name, m in model.named_modules()
-            if hasattr(m, "layer_idx") and hasattr(m, "config") and "attention" in type(m).__name__.lower()
-            and "cross" not in name}
-
-
-def check_model(model: Any) -> None:
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise SparseKVError("attach works on the model itself, found one wrapped by torch.compile; attach to the "
                             "uncompiled model (model._orig_mod, or load it again)")

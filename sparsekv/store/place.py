@@ -7,8 +7,11 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sparsekv.errors import SparseKVError
 from sparsekv.store.shard import HASH_BLOCK, RemoteShard, checksum, digest
@@ -79,11 +82,14 @@ class Place:
     def checksum(self, name: str) -> str:
         return checksum(self.root / name)
 
-    def open_shard(self, name: str) -> Any:
-        """A memory-mapped shard: `.keys()`, `.get_tensor(name)`, `.get_slice(name)[...]`."""
+    def open_shard(self, name: str) -> Callable[[str, slice], Tensor]:
+        """A function from a tensor's name and a slice of its first axis to that part of it, which is a view of the
+        mapped file: no byte is read before it is looked at."""
         from safetensors import safe_open
 
-        return safe_open(str(self.root / name), framework="pt")
+        shard = safe_open(str(self.root / name), framework="pt")
+        tensors = {key: shard.get_tensor(key) for key in shard.keys()}
+        return lambda key, span: tensors[key][span]
 
     def writable(self) -> bool:
         """False where it is certain that nothing can be written."""
@@ -160,8 +166,8 @@ class RemotePlace(Place):
                 blocks.append(hashlib.sha256(block).digest())
         return digest(blocks)
 
-    def open_shard(self, name: str) -> Any:
-        return RemoteShard(self.fs.open(self._at(name), "rb"))
+    def open_shard(self, name: str) -> Callable[[str, slice], Tensor]:
+        return RemoteShard(self.fs.open(self._at(name), "rb")).read
 
     def writable(self) -> bool:
         return True

@@ -109,26 +109,10 @@ class RemoteShard:
         self._handle = handle
         length = int.from_bytes(handle.read(8), "little")
         self._header = json.loads(handle.read(length))
-        self._header.pop("__metadata__", None)
         self._start = 8 + length
 
-    def __enter__(self) -> RemoteShard:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.close()
-
-    def keys(self) -> list[str]:
-        return list(self._header)
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self._rows(name, slice(None))
-
-    def get_slice(self, name: str) -> RemoteSlice:
-        return RemoteSlice(self, name)
-
-    def _rows(self, name: str, span: slice) -> Tensor:
-        """Rows of the first axis; only their bytes are fetched."""
+    def read(self, name: str, span: slice) -> Tensor:
+        """A slice of a tensor's first axis; only its bytes are fetched."""
         about = self._header[name]
         dtype, shape = DTYPES[about["dtype"]], about["shape"]
         first, last, _ = span.indices(shape[0])
@@ -136,13 +120,3 @@ class RemoteShard:
         self._handle.seek(self._start + about["data_offsets"][0] + first * row)
         data = bytearray(self._handle.read((last - first) * row))
         return torch.frombuffer(data, dtype=dtype).reshape(last - first, *shape[1:])
-
-
-class RemoteSlice:
-    """`shard.get_slice(name)[first:last]`, as safetensors has it."""
-
-    def __init__(self, shard: RemoteShard, name: str):
-        self._shard, self._name = shard, name
-
-    def __getitem__(self, span: slice) -> Tensor:
-        return self._shard._rows(self._name, span)

@@ -2,7 +2,8 @@
 
 ```
 manifest.json                     format version, model fingerprint, options, documents, checksum of every shard
-doc00000/layer003.safetensors     keys_pre, values [Hkv, N, d]; queries_pre [Hq, T, d]; positions; statistics [Hq, T]
+doc00000/layer003.safetensors     keys_pre, values [Hkv, N, d]; queries_pre [Hq, T, d], both without RoPE;
+                                  query_positions (the same for every head) and statistics [Hq, T]
 doc00000/rotary.safetensors       tokens [N]; cos.<group>, sin.<group> [N, rotary_dim] as the model used them
 doc00000/document.json            what the manifest says of this document: the mark that it is whole
 ```
@@ -30,6 +31,7 @@ from sparsekv.store.place import Place, place
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 OPEN_SHARDS = 256
+DTYPE = torch.bfloat16
 STATISTICS = {
     "lse": torch.float32, "lse_mid": torch.float32, "top1_position": torch.int32, "top1_score": torch.float32,
     "mass_sink": torch.float32, "mass_tail": torch.float32, "mass_mid": torch.float32, "entropy_mid": torch.float32,
@@ -39,13 +41,11 @@ STATISTICS = {
 
 @dataclass(frozen=True)
 class LayerCapture:
-    """What one layer did on one document. `*_pre` carry no RoPE; query t saw the keys `0..query_positions[h, t]`.
+    """What one layer did on one document. `*_pre` carry no RoPE; query t saw the keys `0..query_positions[t]`.
 
-    keys_pre, values `[Hkv, N, d]`, queries_pre `[Hq, T, d]` in the store's dtype; query_positions `[Hq, T]` int64;
-    cos, sin `[N, rotary_dim]` float32, full width in `layout`; scale: the model's softmax scaling; statistics `[Hq, T]`
-    each, see `capture/statistics.py`, and where top keys were asked for `top_positions` and `top_scores` `[Hq, T, K]`.
-    Where only a share of the keys was stored, keys_pre and values are `[Hkv, M, d]` and key_positions `[M]` int64 says
-    which; otherwise it is None.
+    keys_pre, values `[Hkv, N, d]`, queries_pre `[Hq, T, d]` bfloat16; query_positions `[T]` int64, rising; cos, sin
+    `[N, rotary_dim]` float32, full width in `layout`; scale: the model's softmax scaling; statistics `[Hq, T]` each,
+    see `kernels/attention_mass.py`.
     """
 
     keys_pre: Tensor
@@ -57,7 +57,6 @@ class LayerCapture:
     layout: Layout
     scale: float
     statistics: dict[str, Tensor]
-    key_positions: Tensor | None = None
 
     def to(self, device: str | torch.device) -> LayerCapture:
         """The same on a device."""
@@ -70,8 +69,7 @@ class LayerCapture:
 
     def keys_rot(self) -> Tensor:
         """Keys with RoPE, `[Hkv, N, d]` float32."""
-        at = slice(None) if self.key_positions is None else self.key_positions
-        return rotate(self.keys_pre.float(), self.cos[at], self.sin[at], self.layout)
+        return rotate(self.keys_pre.float(), self.cos, self.sin, self.layout)
 
     def queries_rot(self) -> Tensor:
         """Queries with RoPE, `[Hq, T, d]` float32."""
@@ -84,18 +82,18 @@ class CaptureStore:
 
     def __init__(self, where: Place, manifest: dict[str, Any]):
         self._place = where
-        self._shards: dict[str, Any] = {}
+        self._shards: dict[str, Callable[[str, slice], Tensor]] = {}
         self.path: Path | str = where.root or str(where)
         self.manifest = manifest
         self.model: dict[str, Any] = manifest["model"]
         self.config: dict[str, Any] = manifest["config"]
         self.documents: list[dict[str, Any]] = manifest["documents"]
         self.layers: list[int] = sorted(int(layer) for layer in manifest["layers"])
-        self.kv_heads: list[int] = manifest.get("kv_heads") or list(range(int(self.model["num_kv_heads"])))
 
     @classmethod
     def open(cls, path: str | Path) -> CaptureStore:
-        """Raises SparseKVError for a folder that is no store, is unfinished, or is of a newer format."""
+        """Raises SparseKVError for a folder that is no store, is unfinished, is of a newer format, or was written with
+        options that earlier versions had: a part of the keys or heads, or other queries for every head."""
         where = place(path)
         name = repr(str(where))
         try:
@@ -111,6 +109,12 @@ class CaptureStore:
             if not manifest.get("complete", True):
                 raise SparseKVError(f"the capture store {name} is unfinished; run the same `sparsekv capture` command "
                                     "again to go on")
+            made, heads = manifest["config"], manifest["model"]["num_kv_heads"]
+            if (made.get("key_fraction", 1.0) < 1.0 or len(manifest.get("kv_heads") or range(heads)) < heads
+                    or made.get("query_sampling", "uniform") != "uniform"):
+                raise SparseKVError(f"the capture store {name} holds only a part of the keys or heads, or other "
+                                    "queries for every head, as an earlier version could write it (--key-fraction, "
+                                    "--kv-heads, --query-sampling); capture again with this version")
             return cls(where, manifest)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             raise SparseKVError(f"the manifest of {name} is damaged ({type(error).__name__}: {error}); "
@@ -120,20 +124,13 @@ class CaptureStore:
 
     num_documents = property(lambda self: len(self.documents))
     context_length = property(lambda self: int(self.manifest["context_length"]))
-    group = property(lambda self: int(self.model["num_query_heads"]) // int(self.model["num_kv_heads"]))
-    num_kv_heads = property(lambda self: len(self.kv_heads))
-    num_query_heads = property(lambda self: len(self.kv_heads) * self.group)
+    group = property(lambda self: self.num_query_heads // self.num_kv_heads)
+    num_kv_heads = property(lambda self: int(self.model["num_kv_heads"]))
+    num_query_heads = property(lambda self: int(self.model["num_query_heads"]))
     head_dim = property(lambda self: int(self.model["head_dim"]))
 
-    def require_whole(self, purpose: str) -> None:
-        """Raises SparseKVError where the store holds only some KV heads or a share of the keys."""
-        if len(self.kv_heads) < int(self.model["num_kv_heads"]) or self.config.get("key_fraction", 1.0) < 1.0:
-            raise SparseKVError(f"the capture store {str(self.path)!r} holds only a part of the heads or keys "
-                                f"(--kv-heads, --key-fraction); {purpose} needs all of them. Capture again without "
-                                "these options.")
-
     def read(self, layer: int, document: int, *, kv_heads: slice | None = None) -> LayerCapture:
-        """One layer of one document; `kv_heads` reads only those (of the stored) KV heads and their query heads.
+        """One layer of one document; `kv_heads` reads only those KV heads and their query heads.
 
         A local shard's tensors are views of the mapped file. Raises SparseKVError for a layer or document that is not
         there, and for a missing or damaged shard.
@@ -143,23 +140,21 @@ class CaptureStore:
             raise SparseKVError(f"the store holds layers {self.layers} and documents 0..{self.num_documents - 1}; "
                                 f"layer {layer} of document {document} was asked for")
         start, stop, _ = (kv_heads or slice(None)).indices(self.num_kv_heads)
-        folder = document_name(document)
         keys, queries = slice(start, stop), slice(start * self.group, stop * self.group)
-        tensors = self._rows(f"{folder}/{layer_name(layer)}",
-                             lambda n: keys if n in ("keys_pre", "values") else queries)
-        wanted = (f"cos.{about['rotary']}", f"sin.{about['rotary']}", "key_positions")
-        rotary = self._rows(f"{folder}/rotary.safetensors", lambda n: slice(None) if n in wanted else None)
-        positions = rotary.get("key_positions")
+        spans = {name: queries for name in ("queries_pre", *STATISTICS)}
+        spans |= {"keys_pre": keys, "values": keys, "query_positions": slice(1)}
+        tensors = self._slices(f"{document_name(document)}/{layer_name(layer)}", spans)
+        cos, sin = (f"{name}.{about['rotary']}" for name in ("cos", "sin"))
+        rotary = self._slices(f"{document_name(document)}/rotary.safetensors", {cos: slice(None), sin: slice(None)})
         return LayerCapture(
-            keys_pre=tensors.pop("keys_pre"), values=tensors.pop("values"), queries_pre=tensors.pop("queries_pre"),
-            query_positions=tensors.pop("query_positions").long(), cos=rotary[wanted[0]], sin=rotary[wanted[1]],
-            layout=about["layout"], scale=about["scale"], statistics=tensors,
-            key_positions=None if positions is None else positions.long())
+            keys_pre=tensors["keys_pre"], values=tensors["values"], queries_pre=tensors["queries_pre"],
+            query_positions=tensors["query_positions"][0].long(), cos=rotary[cos], sin=rotary[sin],
+            layout=about["layout"], scale=about["scale"], statistics={name: tensors[name] for name in STATISTICS})
 
     def tokens(self, document: int) -> Tensor:
         """The token ids of a document's window, `[N]` int64."""
         name = f"{document_name(document)}/rotary.safetensors"
-        return self._rows(name, lambda n: slice(None) if n == "tokens" else None)["tokens"].long()
+        return self._slices(name, {"tokens": slice(None)})["tokens"].long()
 
     def verify(self) -> list[str]:
         """One line for every shard that is missing or whose bytes changed; an empty list for a sound store."""
@@ -174,8 +169,8 @@ class CaptureStore:
                 problems.append(f"{name}: contents changed (checksum differs)")
         return problems
 
-    def _rows(self, name: str, choose: Callable[[str], slice | None]) -> dict[str, Tensor]:
-        """Rows `choose(tensor name)` of a shard's tensors; None leaves a tensor out."""
+    def _slices(self, name: str, spans: dict[str, slice]) -> dict[str, Tensor]:
+        """Slices of the first axis of a shard's tensors, by name."""
         try:
             shard = self._shards.get(name)
             if shard is None:
@@ -183,13 +178,8 @@ class CaptureStore:
                     raise OSError("its size is not the recorded one")
                 if len(self._shards) >= OPEN_SHARDS:
                     self._shards.pop(next(iter(self._shards)))
-                shard = self._place.open_shard(name)
-                if self._place.root is not None:
-                    # views of the mapped file: no byte is read before it is looked at
-                    shard = {n: shard.get_tensor(n) for n in shard.keys()}
-                self._shards[name] = shard
-            spans = {n: span for n in shard.keys() if (span := choose(n)) is not None}
-            return {n: (shard[n] if isinstance(shard, dict) else shard.get_slice(n))[span] for n, span in spans.items()}
+                self._shards[name] = shard = self._place.open_shard(name)
+            return {tensor: shard(tensor, span) for tensor, span in spans.items()}
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             what = "is missing" if self._place.size(name) is None else f"is damaged ({error})"
             raise SparseKVError(f"shard {name} of the capture store {str(self.path)!r} {what}; restore it, or capture "
@@ -222,10 +212,9 @@ def finished_document(store: Place, document: int) -> dict[str, Any] | None:
 
 
 def storage_bytes(
-    *, num_documents: int, num_layers: int, heads_kv: int, heads_q: int, length: int, keys: int, queries: int, dim: int,
-    item: int, top_keys: int = 0,
+    *, num_documents: int, num_layers: int, heads_kv: int, heads_q: int, length: int, queries: int, dim: int,
 ) -> int:
     """Size of a store before it is made: keys and values, queries, positions and statistics, rotary tables [bytes]."""
-    numbers = 1 + len(STATISTICS) + 2 * top_keys
-    layer = 2 * heads_kv * keys * dim * item + heads_q * queries * (dim * item + 4 * numbers)
+    size = dim * DTYPE.itemsize
+    layer = 2 * heads_kv * length * size + heads_q * queries * (size + 4 * (1 + len(STATISTICS)))
     return num_documents * (num_layers * layer + length * (2 * dim * 4 + 4))

@@ -72,7 +72,6 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     if config.optimizer not in OPTIMIZERS:
         raise SparseKVError(f"unknown optimizer {config.optimizer!r}: expected one of {', '.join(OPTIMIZERS)}")
     store = CaptureStore.open(config.capture)
-    store.require_whole("training")
     train, validation = split_documents(store, config.validation_documents)
     if store.context_length <= store.config["sink_size"] + store.config["window_size"]:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of "

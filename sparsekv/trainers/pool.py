@@ -103,7 +103,7 @@ def load_pool(
                     f"layer {part.layer} of document {document} of the capture store {str(store.path)!r} holds NaN or "
                     "infinite numbers; capture it again, in bfloat16 or float32")
             found = {"keys": item.keys_rot(), "values": item.values if values else item.values[:, :0],
-                     "queries": item.queries_rot(), "positions": item.query_positions,
+                     "queries": item.queries_rot(), "positions": item.query_positions.expand(len(item.queries_pre), -1),
                      "best": item.statistics["top1_position"]}
             if space == "pre":
                 found |= {"keys_pre": item.keys_pre, "queries_pre": item.queries_pre}

@@ -60,7 +60,6 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     """k-means, targets, training, quality card, save. Raises SparseKVError for a bad store, options or output."""
     config.check()
     store = CaptureStore.open(config.capture)
-    store.require_whole("training")
     train, validation = split_documents(store, config.validation_documents)
     space = _check(config, store, len(train))
     run = Run(config, store)

@@ -1,7 +1,7 @@
 """Run by test_restart.py in a process of its own, which is killed or joined with others: one tiny capture.
 
-Arguments: output, number of documents, devices, machines; or `kill`, folder, number of documents, kills. Where the
-variable FULL_AT names a document, the disk is full when it is written."""
+Arguments: output, number of documents, devices and, to be refused first, a folder of something else; or `kill`, folder,
+number of documents, kills. Where the variable FULL_AT names a document, the disk is full when it is written."""
 
 import hashlib
 import os
@@ -16,6 +16,7 @@ from test_families import FAMILIES, SIZES, Words
 from transformers import AutoModelForCausalLM
 
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.errors import SparseKVError
 from sparsekv.store.shard import ShardWriter
 
 
@@ -26,10 +27,10 @@ def tiny():
     return AutoModelForCausalLM.from_config(config(**{**SIZES, **extra})).eval()
 
 
-def capture(model, output: str, documents: int, devices: int = 1, num_nodes: int = 1) -> None:
+def capture(model, output: str, documents: int, devices: int = 1) -> None:
     run_capture(CaptureConfig(
         model="tiny", corpus="embedded", output=output, context_length=400, num_documents=documents,
-        queries_per_document=40, chunk_size=150, device="cpu", devices=devices, num_nodes=num_nodes),
+        queries_per_document=40, chunk_size=150, device="cpu", devices=devices),
         model=model, tokenizer=Words())
 
 
@@ -60,7 +61,7 @@ def run_forked(model, output: Path, documents: int, kill_after: float | None) ->
 def kill(folder: Path, documents: int, kills: int) -> None:
     model, draw, killed = tiny(), random.Random(0), 0
     run_forked(model, folder / "warm", 1, None)
-    _, took = run_forked(model, folder / "whole", documents, None)
+    _, took = run_forked(model, folder / "one", documents, None)
     rounds = 0
     while killed < kills:
         rounds += 1
@@ -71,7 +72,7 @@ def kill(folder: Path, documents: int, kills: int) -> None:
             killed += not ended
             if (output / "manifest.json").exists() and '"complete": true' in (output / "manifest.json").read_text():
                 break
-        assert bytes_of(output) == bytes_of(folder / "whole"), f"{output} differs"
+        assert bytes_of(output) == bytes_of(folder / "one"), f"{output} differs"
     print(f"ok: {killed} kills in {rounds} stores")
 
 
@@ -87,7 +88,13 @@ def main() -> None:
             original(shard, *args, **kwargs)
 
         ShardWriter.write = write
-    capture(tiny(), sys.argv[1], *map(int, sys.argv[2:]))
+    output, documents, devices, *refused = sys.argv[1:]
+    for folder in refused:
+        try:
+            capture(tiny(), folder, int(documents), int(devices))
+        except SparseKVError as error:
+            print(f"refused: {error}", flush=True)
+    capture(tiny(), output, int(documents), int(devices))
 
 
 if __name__ == "__main__":

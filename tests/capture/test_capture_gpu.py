@@ -29,18 +29,18 @@ def test_statistics_equal_the_twin_in_float64(dtype, heads_q, heads_kv, dim, len
     assert (found["top1_position"].cpu() == truth["top1_position"]).float().mean() > 0.999
 
 
-@pytest.mark.parametrize(("storage", "chunk"), [("float32", 8192), ("float32", 33), ("bfloat16", 50)])
-def test_a_capture_on_the_device_equals_one_on_the_host(storage: str, chunk: int, tmp_path) -> None:
+@pytest.mark.parametrize("chunk", [8192, 33, 50])
+def test_a_capture_on_the_device_equals_one_on_the_host(chunk: int, tmp_path) -> None:
     model = tiny("llama")
-    host = captured(model, tmp_path / "host", storage_dtype=storage, num_documents=3)
-    device = captured(model.cuda(), tmp_path / "device", storage_dtype=storage, num_documents=3, chunk_size=chunk)
+    host = captured(model, tmp_path / "host", num_documents=3)
+    device = captured(model.cuda(), tmp_path / "device", num_documents=3, chunk_size=chunk)
     assert device.verify() == []
     for document in range(3):
         for layer in host.layers:
             a, b = host.read(layer, document), device.read(layer, document)
             for name in ("keys_pre", "values", "queries_pre"):
                 x, y = getattr(a, name).float(), getattr(b, name).float()
-                assert (x - y).norm() <= (2e-3 if storage == "float32" else 1e-2) * x.norm(), (layer, name)
+                assert (x - y).norm() <= 3e-3 * x.norm(), (layer, name)
             torch.testing.assert_close(a.statistics["lse"], b.statistics["lse"], rtol=1e-2, atol=1e-2)
             assert torch.equal(a.query_positions, b.query_positions)
 

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from test_families import Words, captured, tiny
 
-from sparsekv.corpus import Document, _dataset, make_windows, read_documents
+from sparsekv.corpus import Document, make_windows, read_dataset, read_documents
 from sparsekv.errors import SparseKVError
 
 TEXTS = [f"document {i} " + "abc " * (10 + i) for i in range(12)]
@@ -49,7 +49,8 @@ def test_datasets_are_read_whole_and_streamed(form: str, streaming: bool, tmp_pa
     folder = written(form, tmp_path / "a")
 
     def texts(column: str | None, split: str = "train", config: str | None = None) -> list[str]:
-        return [d.text for d in _dataset(str(folder), column, split, config, streaming)]
+        options = {"split": split, "streaming": streaming, **({"name": config} if config else {})}
+        return [d.text for d in read_dataset(str(folder), column, options)]
 
     assert texts("body") == TEXTS
     with pytest.raises(SparseKVError, match=r"has no text column 'page'; found \['body', 'number'\]\. Name it"):
@@ -60,9 +61,9 @@ def test_datasets_are_read_whole_and_streamed(form: str, streaming: bool, tmp_pa
         texts("number")
     if form != "arrow":
         assert texts("body", "test") == TEXTS[3:4]
-        with pytest.raises(SparseKVError, match=r"has no split 'nope'; name one with --dataset-split \(.*train"):
+        with pytest.raises(SparseKVError, match=r"'split': 'nope'.*; change --dataset-options \(.*train"):
             texts("body", "nope")
-        with pytest.raises(SparseKVError, match=r"has no configuration 'x'; .* --dataset-config \(.*default"):
+        with pytest.raises(SparseKVError, match=r"'name': 'x'.*; change --dataset-options \(.*default"):
             texts("body", config="x")
 
 
@@ -73,13 +74,15 @@ def test_a_dataset_is_captured_alike_streamed_or_not_and_wherever_it_lies(tmp_pa
     options = {"text_column": "body", "num_documents": 2, "queries_per_document": 8}
     model = tiny("llama")
     cases = enumerate(((first, False), (first, True), (tmp_path / "elsewhere" / "d", False)))
-    stores = [captured(model, tmp_path / str(i), corpus=str(corpus), streaming=streaming, **options)
+    stores = [captured(model, tmp_path / str(i), corpus=str(corpus), **options,
+                       dataset_options=json.dumps({"streaming": streaming}))
               for i, (corpus, streaming) in cases]
     assert stores[0].documents == stores[1].documents == stores[2].documents
     assert stores[0].documents[0]["sources"][0].startswith("d/train:")
     for split in ("train", "heldout"):
-        with pytest.raises(SparseKVError, match="has no split 'x'"):
-            captured(model, tmp_path / "no", corpus=str(first), dataset_split="x", split=split, **options)
+        with pytest.raises(SparseKVError, match=r"cannot be loaded with \{'split': 'x'\}"):
+            captured(model, tmp_path / "no", corpus=str(first), split=split, **options,
+                     dataset_options='{"split": "x"}')
     assert not (tmp_path / "no").exists()
 
 
@@ -93,7 +96,8 @@ def test_what_is_no_dataset_is_one_sentence(tmp_path, offline) -> None:
         assert "\n" not in str(found.value)
     for streaming, message in ((True, "the corpus is too short: it has 0 tokens"), (False, "no data")):
         with pytest.raises(SparseKVError, match=message):
-            make_windows(read_documents(str(tmp_path / "d"), streaming=streaming), Words(), length=100, count=1)
+            make_windows(read_documents(str(tmp_path / "d"), dataset_options={"streaming": streaming}), Words(),
+                         length=100, count=1)
 
 
 def test_a_stream_that_breaks_off_is_one_sentence(monkeypatch) -> None:
@@ -103,7 +107,7 @@ def test_a_stream_that_breaks_off_is_one_sentence(monkeypatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows())
     with pytest.raises(SparseKVError, match="'a/b' broke off after 1 documents: reset by peer"):
-        list(read_documents("a/b", streaming=True))
+        list(read_documents("a/b"))
 
 
 def test_the_same_windows_on_any_machine(tmp_path) -> None:

@@ -16,7 +16,7 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.capture.tap import probe, tap
+from sparsekv.capture.tap import AttentionCall, probe, tap
 from sparsekv.core.rope import rotate, unrotate
 from sparsekv.errors import SparseKVError
 
@@ -87,41 +87,40 @@ def tiny(name: str):
 
 def captured(model, folder, **extra):
     options = {"model": "tiny", "corpus": "embedded", "context_length": 120, "num_documents": 1,
-               "queries_per_document": 24, "storage_dtype": "float32"}
+               "queries_per_document": 24}
     return run_capture(CaptureConfig(output=str(folder), **(options | extra)), model=model, tokenizer=Words())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("arithmetic", "storage", "limit", "chunk"), [
-    ("float32", "float32", 1e-5, 33), ("float32", "bfloat16", 2e-3, 8192), ("bfloat16", "bfloat16", 2e-3, 8192)])
-def test_stored_keys_rotated_again_are_the_caches_keys(
-    name: str, arithmetic: str, storage: str, limit: float, chunk: int, tmp_path,
-) -> None:
+@pytest.mark.parametrize(("arithmetic", "chunk"), [("float32", 33), ("float32", 8192), ("bfloat16", 8192)])
+def test_stored_keys_are_the_caches_keys_without_rope(name: str, arithmetic: str, chunk: int, tmp_path) -> None:
     model = tiny(name).to(getattr(torch, arithmetic))
-    store = captured(model, tmp_path / "s", storage_dtype=storage, chunk_size=chunk)
+    store = captured(model, tmp_path / "s", chunk_size=chunk)
     assert store.layers == ([1, 2] if name.startswith("gemma3") else [0, 1, 2])
     # in half precision two ways of computing attention differ by more than storing does: the same is taken for both
     same = tap(model, lambda call: None) if arithmetic == "bfloat16" else contextlib.nullcontext()
-    compare_with_the_cache(model, store, limit, same)
+    compare_with_the_cache(model, store, same)
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3-partial-longrope", "glm4-dynamic", "gemma3-yarn"])
-@pytest.mark.parametrize(("storage", "limit"), [("float32", 1e-5), ("float16", 1e-3)])
-def test_a_window_in_one_piece_is_the_caches(name: str, storage: str, limit: float, tmp_path) -> None:
-    model = tiny(name)
-    compare_with_the_cache(model, captured(model, tmp_path / "s", storage_dtype=storage), limit)
-
-
-def compare_with_the_cache(model, store, limit: float, attention=None) -> None:
-    """Keys, rotated again, and values of the store against those of the model's own cache, as relative norms."""
+def compare_with_the_cache(model, store, attention=None) -> None:
+    """Keys and values of the store are those of the model's own cache, RoPE removed, rounded once. Arithmetic in
+    another order moves one number in a thousand over the edge between two roundings; a relative error of 1e-4 moves
+    one in a hundred."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), attention or contextlib.nullcontext():
         model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
     for layer in store.layers:
         item = store.read(layer, 0)
         keys, values = (x[0].float() for x in (cache.layers[layer].keys, cache.layers[layer].values))
-        assert float((item.keys_rot() - keys).norm() / keys.norm()) < limit
-        assert float((item.values.float() - values).norm() / values.norm()) < limit
+        assert same_numbers(item.keys_pre, unrotate(keys, item.cos, item.sin, item.layout))
+        assert same_numbers(item.values, values)
+        assert float((item.keys_rot() - keys).norm() / keys.norm()) < 2e-3
+
+
+def same_numbers(stored: torch.Tensor, exact: torch.Tensor) -> bool:
+    exact = exact.to(torch.bfloat16)
+    close = (stored.float() - exact.float()).norm() < 1e-3 * exact.float().norm()
+    return stored.dtype == exact.dtype and bool(close) and float((stored != exact).float().mean()) < 0.003
 
 
 def test_a_language_model_inside_another_is_captured(tmp_path) -> None:
@@ -133,19 +132,25 @@ def test_a_language_model_inside_another_is_captured(tmp_path) -> None:
             "image_size": 28, "patch_size": 14})).eval()
     store = captured(model, tmp_path / "s", chunk_size=33)
     assert store.layers == [1, 2]
-    compare_with_the_cache(model, store, 1e-5)
+    compare_with_the_cache(model, store)
 
 
 @pytest.mark.parametrize("name", ["llama", "glm4", "phi3-partial-longrope"])
 @pytest.mark.parametrize("chunk", [8192, 33])
 def test_statistics_equal_a_dense_computation(name: str, chunk: int, tmp_path) -> None:
-    store = captured(tiny(name), tmp_path / "s", chunk_size=chunk, top_keys=30)
+    model = tiny(name)
+    store = captured(model, tmp_path / "s", chunk_size=chunk)
     sink, window = 4, 16
+    calls: dict[int, AttentionCall] = {}
+    with torch.no_grad(), tap(model, lambda call: calls.setdefault(call.layer, call)):
+        model(store.tokens(0)[None])
     for layer in store.layers:
-        item = store.read(layer, 0)
-        keys = item.keys_rot().double().repeat_interleave(2, 0)
-        scores = torch.einsum("htd,hnd->htn", item.queries_rot().double(), keys) * item.scale
-        column, place = torch.arange(120), item.query_positions[..., None]
+        item, call = store.read(layer, 0), calls[layer]
+        queries, keys = call.query[0][:, item.query_positions], call.key[0].double().repeat_interleave(2, 0)
+        cos, sin = item.cos[item.query_positions], item.sin[item.query_positions]
+        assert same_numbers(item.queries_pre, unrotate(queries, cos, sin, item.layout))
+        scores = torch.einsum("htd,hnd->htn", queries.double(), keys) * item.scale
+        column, place = torch.arange(120), item.query_positions[:, None]
         scores = scores.masked_fill(column > place, float("-inf"))
         mass = scores.softmax(-1)
         mid = (column >= sink) & (column <= place - window)
@@ -162,9 +167,6 @@ def test_statistics_equal_a_dense_computation(name: str, chunk: int, tmp_path) -
         torch.testing.assert_close(found["mass_tail"], torch.where(mid, 0.0, mass)[..., sink:].sum(-1), **close)
         torch.testing.assert_close(found["top1_score"], best.values, **close)
         assert torch.equal(found["top1_position"].long(), best.indices + sink)
-        best = scores[..., sink:].topk(30)
-        torch.testing.assert_close(found["top_scores"], best.values, **close)
-        assert torch.equal(found["top_positions"].long(), torch.where(best.values.isinf(), -1, best.indices + sink))
         for share in (75, 95):
             exact = (mass.sort(-1, descending=True).values.cumsum(-1) < share / 100).sum(-1) + 1
             assert ((found[f"cover{share}"] - exact).abs() <= (0.02 * exact).clamp(min=1)).all()

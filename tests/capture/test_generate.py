@@ -50,9 +50,9 @@ def test_the_same_seed_writes_the_same() -> None:
 
 def test_generated_windows_stand_before_those_of_the_corpus(tmp_path) -> None:
     model, options = tiny("llama"), {"model": "tiny", "corpus": "embedded", "context_length": 120}
-    plain = run_capture(CaptureConfig(**options, num_documents=4, noise_documents=1, output=str(tmp_path / "plain")),
+    plain = run_capture(CaptureConfig(**options, num_documents=4, output=str(tmp_path / "plain")),
                         model=model, tokenizer=Vocabulary())
-    store = run_capture(CaptureConfig(**options, num_documents=6, noise_documents=1, generated_documents=2,
+    store = run_capture(CaptureConfig(**options, num_documents=6, generated_documents=2,
                                       output=str(tmp_path / "mixed")), model=model, tokenizer=Vocabulary())
     assert [d["sources"] for d in store.documents[:2]] == [["generated"]] * 2
     assert [d["sha256"] for d in store.documents[2:]] == [d["sha256"] for d in plain.documents]

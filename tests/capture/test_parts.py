@@ -1,4 +1,4 @@
-"""Parts of a capture: some layers, heads, keys; what is refused and what is skipped, and why."""
+"""Parts of a capture: some layers; what is refused and what is skipped, and why."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from test_families import SIZES, Words, captured, tiny
+from test_families import SIZES, Words, captured, compare_with_the_cache, tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
@@ -19,21 +19,15 @@ from sparsekv.kernels.dense import lerp_rows
 from sparsekv.store.store import storage_bytes
 
 
-def test_fewer_layers_heads_and_keys_hold_the_same_numbers(tmp_path) -> None:
+def test_a_layer_alone_holds_the_same_numbers(tmp_path) -> None:
     model = tiny("llama")
-    whole = captured(model, tmp_path / "whole").read(2, 0)
-    store = captured(model, tmp_path / "part", layers="2", kv_heads="1", key_fraction=0.25, chunk_size=50)
-    part = store.read(2, 0)
-    assert (store.layers, store.num_kv_heads, store.num_query_heads) == ([2], 1, 2)
-    assert part.key_positions is not None and len(part.key_positions) == 30
-    close = {"rtol": 1e-3, "atol": 1e-4}
-    torch.testing.assert_close(part.keys_pre, whole.keys_pre[1:, part.key_positions], **close)
-    torch.testing.assert_close(part.keys_rot(), whole.keys_rot()[1:, part.key_positions], **close)
-    torch.testing.assert_close(part.values, whole.values[1:, part.key_positions], **close)
-    torch.testing.assert_close(part.queries_pre, whole.queries_pre[2:], **close)
-    torch.testing.assert_close(part.statistics["lse"], whole.statistics["lse"][2:], **close)
-    with pytest.raises(SparseKVError, match="holds only a part of the heads or keys"):
-        store.require_whole("training")
+    every = captured(model, tmp_path / "every").read(2, 0)
+    store = captured(model, tmp_path / "one", layers="2")
+    alone = store.read(2, 0)
+    assert store.layers == [2]
+    for name in ("keys_pre", "values", "queries_pre", "query_positions"):
+        assert torch.equal(getattr(alone, name), getattr(every, name))
+    assert torch.equal(alone.statistics["lse"], every.statistics["lse"])
 
 
 def test_sliding_layers_are_named_with_the_reason(tmp_path, capsys) -> None:
@@ -103,12 +97,7 @@ def test_layers_of_other_kinds_are_skipped_and_the_rest_is_right(
     assert store.layers == [i for i in range(4) if i not in skipped]
     line = f"layers {', '.join(map(str, skipped))} are skipped: "
     assert line in (err := capsys.readouterr().err) and reason in err.partition(line)[2]
-    cache = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(store.tokens(0)[None], past_key_values=cache, use_cache=True)
-    for layer in store.layers:
-        keys = cache.layers[layer].keys[0]
-        assert float((store.read(layer, 0).keys_rot() - keys).norm() / keys.norm()) < 1e-4
+    compare_with_the_cache(model, store)
 
 
 def test_a_model_from_disk_past_its_trained_length(tmp_path, capsys) -> None:
@@ -121,11 +110,10 @@ def test_a_model_from_disk_past_its_trained_length(tmp_path, capsys) -> None:
     scaling = '{"rope_type": "yarn", "factor": 4.0}'
     store = run_capture(CaptureConfig(
         model=str(tmp_path / "model"), corpus="embedded", output=str(tmp_path / "s"), context_length=1000,
-        num_documents=2, queries_per_document=50, storage_dtype="float16", chunk_size=300, rope_scaling=scaling,
-        device="cpu", dtype="float32"))
+        num_documents=2, queries_per_document=50, chunk_size=300, rope_scaling=scaling, device="cpu",
+        dtype="float32"))
     said = re.search(r"the store takes ([0-9.]+) GB", capsys.readouterr().err)
-    needed = storage_bytes(num_documents=2, num_layers=3, heads_kv=2, heads_q=4, length=1000, keys=1000, queries=50,
-                           dim=16, item=2)
+    needed = storage_bytes(num_documents=2, num_layers=3, heads_kv=2, heads_q=4, length=1000, queries=50, dim=16)
     stored = sum(about["bytes"] for about in store.manifest["shards"].values())
     assert said and float(said[1]) == round(needed / 1e9, 2) and abs(needed - stored) < 0.05 * stored
     scaled, _ = load_model(str(tmp_path / "model"), dtype="float32", device="cpu", rope_scaling=scaling)
@@ -133,7 +121,7 @@ def test_a_model_from_disk_past_its_trained_length(tmp_path, capsys) -> None:
     item = store.read(1, 0)
     torch.testing.assert_close(item.cos, cos[0])
     torch.testing.assert_close(item.sin, sin[0])
-    assert item.keys_pre.dtype == torch.float16 and not torch.allclose(cos.square() + sin.square(), torch.ones(1))
+    assert item.keys_pre.dtype == torch.bfloat16 and not torch.allclose(cos.square() + sin.square(), torch.ones(1))
     assert load_config(str(tmp_path / "model")).num_hidden_layers == 3
     with pytest.raises(SparseKVError, match="no model at"):
         load_config(str(tmp_path / "nothing" / "here"))
@@ -153,24 +141,6 @@ def test_a_model_spread_by_accelerate_is_captured_and_one_put_off_is_refused(tmp
     assert not (tmp_path / "off").exists()
     with pytest.raises(SparseKVError, match="cannot be joined with --devices"):
         captured(tiny("llama"), tmp_path / "off", device="balanced", devices=2)
-
-
-def test_top_keys_are_estimated_and_belong_to_their_queries(tmp_path) -> None:
-    """With long-range sampling every head keeps other queries; the best key is the one the statistics name."""
-    options = {"query_sampling": "long_range", "long_range": 40, "top_keys": 7, "context_length": 400,
-               "queries_per_document": 60, "storage_dtype": "float16"}
-    store = captured(tiny("llama"), tmp_path / "s", **options)
-    found = store.read(1, 0, kv_heads=slice(1, 2)).statistics
-    assert found["top_positions"].shape == found["top_scores"].shape == (2, 60, 7)
-    assert torch.equal(found["top_positions"][..., 0], found["top1_position"])
-    torch.testing.assert_close(found["top_scores"][..., 0], found["top1_score"])
-    assert (found["top_scores"].diff(dim=-1) <= 0).all() and (found["top_positions"] >= 4).all()
-    assert (found["top_positions"] <= store.read(1, 0).query_positions[2:, :, None]).all()
-    sizes = {"num_documents": 1, "num_layers": 3, "heads_kv": 2, "heads_q": 4, "length": 400, "keys": 400,
-             "queries": 60, "dim": 16, "item": 2}
-    stored = sum(about["bytes"] for about in store.manifest["shards"].values())
-    assert abs(storage_bytes(**sizes, top_keys=7) - stored) < 0.06 * stored
-    assert storage_bytes(**sizes, top_keys=7) - storage_bytes(**sizes) == 3 * 4 * 60 * 7 * 8
 
 
 def test_documents_are_wrapped_in_the_chat_template() -> None:

@@ -19,8 +19,8 @@ def test_a_remote_store_holds_the_same_as_a_local_one(tmp_path) -> None:
     import fsspec
 
     model, memory = tiny("llama"), fsspec.filesystem("memory")
-    local = captured(model, tmp_path / "local", num_documents=2, key_fraction=0.5)
-    remote = captured(model, "memory://bucket/store", num_documents=2, key_fraction=0.5)
+    local = captured(model, tmp_path / "local", num_documents=2)
+    remote = captured(model, "memory://bucket/store", num_documents=2)
     try:
         assert remote.manifest == local.manifest and remote.verify() == []
         for a, b in ((local.read(2, 1), remote.read(2, 1)),
@@ -28,7 +28,7 @@ def test_a_remote_store_holds_the_same_as_a_local_one(tmp_path) -> None:
             assert torch.equal(a.keys_rot(), b.keys_rot()) and torch.equal(a.queries_rot(), b.queries_rot())
             assert torch.equal(a.values, b.values) and torch.equal(a.statistics["lse"], b.statistics["lse"])
         with pytest.raises(SparseKVError, match="already holds a capture store"):
-            captured(model, "memory://bucket/store", num_documents=2, key_fraction=0.5)
+            captured(model, "memory://bucket/store", num_documents=2)
         memory.rm("/bucket/store/doc00001/layer001.safetensors")
         again = CaptureStore.open("memory://bucket/store")
         assert again.verify() == ["doc00001/layer001.safetensors: missing"]
@@ -90,19 +90,19 @@ def small_disk(tmp_path):
 def test_a_disk_that_fills_up_keeps_what_is_finished(small_disk, tmp_path, monkeypatch) -> None:
     model = tiny("llama")
     with pytest.raises(SparseKVError, match="use fewer documents or layers"):
-        captured(model, small_disk / "s", num_documents=12)
+        captured(model, small_disk / "s", num_documents=24)
     assert list(small_disk.iterdir()) == []
     # another program takes the space after the check
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(SparseKVError, match=r"No space left on device.*Finished documents are kept"):
-        captured(model, small_disk / "s", num_documents=12)
+        captured(model, small_disk / "s", num_documents=24)
     finished = sorted(f.name for f in (small_disk / "s").glob("doc*"))
     assert finished and finished[0] == "doc00000"
     with pytest.raises(SparseKVError, match="unfinished"):
         CaptureStore.open(small_disk / "s")
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    assert captured(model, small_disk / "s", num_documents=12).verify() == []
+    assert captured(model, small_disk / "s", num_documents=24).verify() == []
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from sparsekv.store.shard import checksum
 
 CHILD = Path(__file__).parent / "capture_child.py"
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def bytes_of(folder: Path) -> dict[str, str]:
@@ -19,29 +19,48 @@ def bytes_of(folder: Path) -> dict[str, str]:
 
 
 def start(
-    output: Path, documents: int, devices: int = 1, machines: int = 1, launcher: tuple[str, ...] = (), **variables: str,
+    output: Path, documents: int, devices: int = 1, refused: tuple[Path, ...] = (), launcher: tuple[str, ...] = (),
+    **variables: str,
 ) -> subprocess.Popen:
-    command = [sys.executable, *launcher, str(CHILD), str(output), *map(str, (documents, devices, machines))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=ENVIRONMENT | variables)
+    return child(str(output), str(documents), str(devices), *map(str, refused), launcher=launcher, **variables)
 
 
-def finish(process: subprocess.Popen) -> None:
-    out, err = process.communicate(timeout=200)
-    assert process.returncode == 0, out + err
+def child(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *launcher, str(CHILD), *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | variables)
 
 
-def test_killed_at_random_moments_the_store_is_the_same(tmp_path) -> None:
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, out + err[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, str, str]:
+    """Two commands side by side, most of whose time are imports: captures that are killed, and a capture by two
+    processes. Their folder and what they said."""
+    folder = tmp_path_factory.mktemp("restart")
+    (folder / "full").mkdir()
+    (folder / "full" / "thesis.txt").write_text("precious")
+    both = child("kill", str(folder), "6", "24"), start(folder / "two", 6, 2, (folder / "full",))
+    killed, two = map(finish, both)
+    return folder, killed, two
+
+
+def test_killed_at_random_moments_the_store_is_the_same(runs) -> None:
     """24 SIGKILLs; every store that was cut short and finished later equals the uninterrupted one byte for byte."""
-    command = [sys.executable, str(CHILD), "kill", str(tmp_path), "6", "24"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=280)
-    assert done.returncode == 0 and done.stdout.startswith("ok"), done.stdout + done.stderr[-3000:]
+    assert runs[1].startswith("ok: 24 kills")
 
 
-def test_two_processes_write_the_same_store_as_one(tmp_path) -> None:
-    finish(start(tmp_path / "one", 3))
-    finish(start(tmp_path / "two", 3, devices=2))
-    assert bytes_of(tmp_path / "two") == bytes_of(tmp_path / "one")
+def test_two_processes_write_the_same_store_as_one(runs) -> None:
+    assert bytes_of(runs[0] / "two") == bytes_of(runs[0] / "one")
+
+
+def test_an_error_of_the_first_process_reaches_the_others(runs) -> None:
+    folder, _, said = runs
+    assert said.count("is not empty; choose another --output") == 2
+    assert [f.name for f in (folder / "full").iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.slow
@@ -69,7 +88,7 @@ def test_torchrun_writes_the_same_store_as_one(devices: int, tmp_path) -> None:
 def test_two_machines_write_the_same_store_as_one(tmp_path) -> None:
     finish(start(tmp_path / "one", 3))
     port = free_port()
-    both = [start(tmp_path / "two", 3, 1, 2, launcher=(
+    both = [start(tmp_path / "two", 3, launcher=(
         "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node_rank={rank}",
         "--master_addr=127.0.0.1", f"--master_port={port}")) for rank in range(2)]
     for process in both:
@@ -105,11 +124,3 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def test_an_error_of_the_first_process_reaches_the_others(tmp_path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("precious")
-    process = start(tmp_path / "full", 3, devices=2)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode != 0 and "is not empty; choose another --output" in err

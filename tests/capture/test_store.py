@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_families import Words, captured, tiny
 
-from sparsekv.capture.config import parse_numbers
+from sparsekv.capture.config import parse_layers
 from sparsekv.corpus import make_windows, read_documents
 from sparsekv.errors import SparseKVError
 from sparsekv.inspection import InspectConfig, inspect_path
@@ -79,22 +80,45 @@ def test_reading_a_head_leaves_the_other_heads_on_disk(tmp_path) -> None:
     writer = ShardWriter(tmp_path / "big.safetensors", {"keys_pre": (torch.float32, (8, 1 << 18, 4))})
     writer.write("keys_pre", torch.ones(8, 1 << 18, 4))
     size = writer.close()["bytes"]
-    keys = place(tmp_path).open_shard("big.safetensors").get_tensor("keys_pre")
-    assert keys[3:5].sum() == 1 << 21
+    keys = place(tmp_path).open_shard("big.safetensors")("keys_pre", slice(3, 5))
+    assert keys.sum() == 1 << 21
     maps = Path("/proc/self/smaps").read_text().split("big.safetensors")[1:]
     touched = sum(1024 * int(re.search(r"Rss: *([0-9]+) kB", part)[1]) for part in maps)
     assert 0.24 * size < touched < 0.35 * size
 
 
-def test_long_range_sampling_prefers_queries_that_look_far(tmp_path) -> None:
-    model = tiny("llama")
-    near = captured(model, tmp_path / "u").read(1, 0)
-    far = captured(model, tmp_path / "l", query_sampling="long_range", long_range=40).read(1, 0)
+@pytest.mark.parametrize("made", [{"key_fraction": 0.5}, {"query_sampling": "long_range"}, {"kv_heads": [1]}])
+def test_stores_of_earlier_options_are_refused(made: dict, tmp_path) -> None:
+    captured(tiny("llama"), tmp_path / "s")
+    manifest = tmp_path / "s" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content |= {"kv_heads": made.pop("kv_heads", [0, 1])}
+    content["config"] |= {"key_fraction": 1.0, "query_sampling": "uniform"} | made
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(SparseKVError, match=r"only a part of the keys or heads, .* capture again with this version"):
+        CaptureStore.open(tmp_path / "s")
 
-    def share(item) -> float:
-        return float(((item.query_positions - item.statistics["top1_position"]) > 40).float().mean())
 
-    assert share(far) > share(near)
+def test_a_store_of_another_dtype_with_top_keys_still_loads(tmp_path, capsys) -> None:
+    """An earlier version could write float32 or float16, and tensors that none read."""
+    now = captured(tiny("llama"), tmp_path / "s")
+    manifest, shard = tmp_path / "s" / "manifest.json", "doc00000/layer001.safetensors"
+    tensors = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in load_file(tmp_path / "s" / shard).items()}
+    expected = now.read(1, 0)
+    save_file(tensors | {"top_positions": torch.zeros(4, 24, 3, dtype=torch.int32)}, tmp_path / "s" / shard)
+    content = json.loads(manifest.read_text())
+    content["config"] |= {"storage_dtype": "float32", "key_fraction": 1.0, "query_sampling": "uniform", "top_keys": 3}
+    content["shards"][shard] = {"bytes": (tmp_path / "s" / shard).stat().st_size,
+                                "sha256": checksum(tmp_path / "s" / shard)}
+    manifest.write_text(json.dumps(content | {"kv_heads": [0, 1]}))
+    store = CaptureStore.open(tmp_path / "s")
+    item = store.read(1, 0, kv_heads=slice(1, 2))
+    assert item.keys_pre.dtype == torch.float32 and torch.equal(item.keys_rot(), expected.keys_rot()[1:])
+    assert torch.equal(item.queries_rot(), expected.queries_rot()[2:])
+    assert torch.equal(item.query_positions, expected.query_positions)
+    assert item.statistics.keys() == expected.statistics.keys()
+    inspect_path(InspectConfig(path=str(tmp_path / "s"), verify=True))
+    assert "float32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["newer", "broken", "artifact", "none"])
@@ -131,14 +155,14 @@ def test_bad_outputs_and_options_are_refused(tmp_path) -> None:
         with pytest.raises(SparseKVError, match="choose another --output"):
             captured(model, tmp_path / "other", overwrite=overwrite)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "precious"
-    for options, message in (({"storage_dtype": "int4"}, "storage dtype"), ({"split": "x"}, "unknown split"),
+    for options, message in (({"split": "x"}, "unknown split"), ({"dataset_options": "[1]"}, "are no JSON object"),
                              ({"layers": "0-9"}, "layer 3 cannot be captured"), ({"layers": "a"}, "not understood"),
-                             ({"query_sampling": "best"}, "query sampling"), ({"window_size": 117}, "leave no middle"),
+                             ({"dataset_options": "{"}, "are no JSON object"), ({"window_size": 117}, "leave no mid"),
                              ({"num_documents": 10_000}, "corpus is too short")):
         with pytest.raises(SparseKVError, match=message):
             captured(model, tmp_path / "new", **options)
         assert not (tmp_path / "new").exists()
-    assert parse_numbers("0-2,5", "layers") == [0, 1, 2, 5]
+    assert parse_layers("0-2,5") == [0, 1, 2, 5]
 
 
 def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path, monkeypatch) -> None:
@@ -249,7 +273,7 @@ def test_a_capture_does_not_go_on_with_another_model_or_text(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekv.capture.run._complete", breaks)
+        patch.setattr("sparsekv.capture.run.complete_store", breaks)
         with pytest.raises(SparseKVError, match="No space left"):
             captured(model, tmp_path / "s", **options)
     before = bytes_of(tmp_path / "s")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from sparsekv.kernels import extend_index
-from sparsekv.kernels import reference as ref
+from sparsekv import kernels
 
 F64 = torch.float64
 
@@ -27,9 +26,9 @@ def test_every_bucket_and_the_anchors_are_full_attention(logits: float) -> None:
     q, k, v, scores = setup(logits=logits)
     starts, lengths = torch.tensor([0, 5]), torch.tensor([50, 50])
     options = anchors(starts, lengths)
-    assignment = ref.assign_buckets(k, torch.randn(2, 7, 8, dtype=F64))
-    order, offsets = ref.build_index(assignment, 7, starts + 3, options["tail_starts"])
-    out, lse = ref.attend_buckets(q, k, v, order, offsets, torch.arange(7).expand(2, 2, 7), scale=0.3, **options)
+    assignment = kernels.assign_buckets(k, torch.randn(2, 7, 8, dtype=F64))
+    order, offsets = kernels.build_index(assignment, 7, starts + 3, options["tail_starts"])
+    out, lse = kernels.attend_buckets(q, k, v, order, offsets, torch.arange(7).expand(2, 2, 7), scale=0.3, **options)
     scores[1, ..., :5] = float("-inf")
     full = (scores.softmax(-1) @ v).reshape(2, 6, 8)
     torch.testing.assert_close(out, full, rtol=1e-10, atol=1e-10)
@@ -40,10 +39,10 @@ def test_an_empty_set_is_zero_and_minus_infinity_and_merges() -> None:
     q, k, v, _ = setup()
     none = torch.empty(2, 2, 0, dtype=torch.long)
     lengths = torch.tensor([0, 0])
-    out, lse = ref.attend_tokens(q, k, v, none, scale=0.3, starts=lengths, sink_size=0, tail_starts=lengths,
+    out, lse = kernels.attend_tokens(q, k, v, none, scale=0.3, starts=lengths, sink_size=0, tail_starts=lengths,
                                  lengths=lengths)
     assert torch.equal(out, torch.zeros_like(out)) and torch.isneginf(lse).all()
-    both, both_lse = ref.merge(torch.stack([out, out]), torch.stack([lse, lse]))
+    both, both_lse = kernels.merge(torch.stack([out, out]), torch.stack([lse, lse]))
     assert torch.equal(both, torch.zeros_like(both)) and torch.isneginf(both_lse).all()
 
 
@@ -52,7 +51,7 @@ def test_merge_of_parts_is_the_whole() -> None:
     parts = [scores[..., :11], scores[..., 11:12], scores[..., 12:]]
     values = [v[:, :, :11], v[:, :, 11:12], v[:, :, 12:]]
     outs = torch.stack([p.softmax(-1) @ x for p, x in zip(parts, values, strict=True)])
-    out, lse = ref.merge(outs, torch.stack([p.logsumexp(-1) for p in parts]))
+    out, lse = kernels.merge(outs, torch.stack([p.logsumexp(-1) for p in parts]))
     torch.testing.assert_close(out, scores.softmax(-1) @ v)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
@@ -61,49 +60,73 @@ def exact_features(q, k, scale):
     """The softmax kernel itself as a feature map: key i has the one feature i, whose query feature is its weight."""
     length = k.shape[2]
     log_k = torch.full((length, length), -1e30, dtype=F64).fill_diagonal_(0.0).expand(*k.shape[:2], length, length)
-    group = q.shape[1] // k.shape[1]
-    log_q = torch.einsum("bhgd,bhnd->bhgn", q.view(q.shape[0], k.shape[1], group, -1), k) * scale
+    log_q = torch.einsum("bhgd,bhnd->bhgn", q.view(q.shape[0], k.shape[1], -1, q.shape[2]), k) * scale
     return log_q.reshape(*q.shape[:2], length), log_k
 
 
-@pytest.mark.parametrize("logits", [1.0, 300.0])
+def query_of(log_q, cache, key_features=None):
+    """The query's side from its log-features `[Q, Hq, r]`, as many queries as rows."""
+    group = log_q.shape[1] // cache.m.shape[1]
+    log = log_q + cache.m.repeat_interleave(group, 1)
+    top = log.amax(-1)
+    features = torch.exp(log - top[..., None])
+    z, s = (x.repeat_interleave(group, 1) for x in cache[1:])
+    return kernels.CompletionQuery(features, top, (features * z).sum(-1), torch.einsum("bhr,bhrd->bhd", features, s),
+                                   None, key_features)
+
+
+@pytest.mark.parametrize("logits", [1.0, 100.0])
 @pytest.mark.parametrize("retrieved", [0, 7, 38])
 def test_completion_with_the_exact_kernel_is_full_attention(retrieved: int, logits: float) -> None:
     q, k, v, scores = setup(logits=logits)
     options = anchors(torch.tensor([0, 0]), torch.tensor([50, 50]))
     mid = slice(3, 41)
     log_q, log_k = exact_features(q, k[:, :, mid], 0.3)
-    cache = ref.phi_cache(log_k, v[:, :, mid])
+    cache = kernels.phi_cache(log_k, v[:, :, mid])
     chosen = torch.stack([torch.randperm(38)[:retrieved] for _ in range(4)]).reshape(2, 2, retrieved)
+    features = torch.nn.functional.pad(kernels.phi_features(log_k, cache.m), (0, 0, 3, 9))
+    query = query_of(log_q, cache, features)
+    merged, lse = kernels.attend_tokens(q, k, v, chosen + 3, scale=0.3, **options, completion=query)
     rows = chosen[..., None].expand(-1, -1, -1, 38)
     values = v[:, :, mid].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
-    rest = ref.phi_remainder(cache, log_k.gather(2, rows), values, torch.ones_like(chosen, dtype=torch.bool))
-    out, lse = ref.attend_tokens(q, k, v, chosen + 3, scale=0.3, **options)
-    extra, extra_lse = ref.phi_partial(log_q, rest, full_z=cache.z)
-    assert torch.isneginf(extra_lse).all() == (retrieved == 38)
-    merged, _ = ref.merge(torch.stack([out, extra]), torch.stack([lse, extra_lse]))
-    torch.testing.assert_close(merged, (scores.softmax(-1) @ v).reshape(2, 6, 8), rtol=1e-8, atol=1e-10)
+    left = kernels.remainder(query, kernels.phi_features(log_k, cache.m).gather(2, rows), values,
+                             torch.ones_like(chosen, dtype=torch.bool))
+    assert torch.isneginf(left[1]).all() == (retrieved == 38)
+    # what is left of an estimate is dropped below a hundred-thousandth of it
+    close = {"rtol": 1e-8, "atol": 1e-10} if retrieved == 0 or logits == 1 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(merged, (scores.softmax(-1) @ v).reshape(2, 6, 8), **close)
+    torch.testing.assert_close(lse, scores.logsumexp(-1).reshape(2, 6), **close)
 
 
-def test_subtraction_equals_rebuilding_without_the_retrieved() -> None:
+def test_what_is_left_equals_rebuilding_without_what_was_read_and_keeps_to_its_cap() -> None:
     torch.manual_seed(1)
     log_k, v = torch.randn(2, 3, 40, 16, dtype=F64) * 5, torch.randn(2, 3, 40, 8, dtype=F64)
-    cache = ref.phi_cache(log_k, v)
-    rest = ref.phi_remainder(cache, log_k[:, :, :25], v[:, :, :25], torch.ones(2, 3, 25, dtype=torch.bool))
-    rebuilt = ref.phi_cache(log_k[:, :, 25:], v[:, :, 25:])
+    cache = kernels.phi_cache(log_k, v)
     log_q = torch.randn(2, 6, 16, dtype=F64)
-    for one, other in zip(ref.phi_partial(log_q, rest, eps=0.0), ref.phi_partial(log_q, rebuilt, eps=0.0), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    query = query_of(log_q, cache)
+    features = kernels.phi_features(log_k, cache.m)
+    used = torch.arange(40).expand(2, 3, -1) < 25
+    found = kernels.remainder(query, features, v, used)
+    rebuilt = query_of(log_q, kernels.phi_cache(log_k[:, :, 25:], v[:, :, 25:]))
+    live = ~torch.isneginf(found[1])
+    assert live.any()
+    torch.testing.assert_close(found[0][live], (rebuilt.numerator / rebuilt.mass[..., None])[live], rtol=1e-6,
+                               atol=1e-8)
+    torch.testing.assert_close(found[1][live], (rebuilt.log_scale + rebuilt.mass.log())[live], rtol=1e-6, atol=1e-8)
+    cap = found[1].nan_to_num(neginf=0.0) - 1.0
+    lower = kernels.remainder(query._replace(cap=cap), features, v, used)
+    torch.testing.assert_close(lower[1][live], cap[live])
+    assert torch.equal(lower[0], found[0])
 
 
 def test_extension_equals_building_at_once() -> None:
     torch.manual_seed(2)
     log_k, v = torch.randn(1, 2, 30, 4, dtype=F64) * 20, torch.randn(1, 2, 30, 8, dtype=F64)
-    grown = ref.phi_extend(ref.phi_cache(log_k[:, :, :11], v[:, :, :11]), log_k[:, :, 11:], v[:, :, 11:])
-    for one, other in zip(grown, ref.phi_cache(log_k, v), strict=True):
+    grown = kernels.phi_extend(kernels.phi_cache(log_k[:, :, :11], v[:, :, :11]), log_k[:, :, 11:], v[:, :, 11:])
+    for one, other in zip(grown, kernels.phi_cache(log_k, v), strict=True):
         torch.testing.assert_close(one, other)
-    empty = ref.phi_cache(log_k[:, :, :0], v[:, :, :0])
-    for one, other in zip(ref.phi_extend(empty, log_k, v), ref.phi_cache(log_k, v), strict=True):
+    empty = kernels.phi_cache(log_k[:, :, :0], v[:, :, :0])
+    for one, other in zip(kernels.phi_extend(empty, log_k, v), kernels.phi_cache(log_k, v), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -111,7 +134,7 @@ def test_index_keeps_every_key_of_the_range_once() -> None:
     torch.manual_seed(3)
     assignment = torch.randint(0, 5, (2, 3, 40))
     first, last = torch.tensor([4, 0]), torch.tensor([33, 40])
-    order, offsets = ref.build_index(assignment, 6, first, last)
+    order, offsets = kernels.build_index(assignment, 6, first, last)
     for b in range(2):
         for h in range(3):
             for c in range(6):
@@ -121,11 +144,129 @@ def test_index_keeps_every_key_of_the_range_once() -> None:
     assert (order[0, :, 29:] == -1).all()
 
 
-def test_top_buckets_sums_over_the_group_and_passes_over_empty_ones() -> None:
-    logits = torch.tensor([[[3.0, 0.0, 0.0, 2.9], [0.0, 3.0, 0.0, 2.9]]])
-    assert ref.top_buckets(logits, 1, 1).tolist() == [[[3]]]
-    counts = torch.tensor([[[1, 0, 0, 0]]])
-    assert ref.top_buckets(logits, 1, 3, counts).tolist() == [[[0, -1, -1]]]
+def test_route_sums_over_the_group_and_passes_over_empty_buckets() -> None:
+    p = kernels.group_probability(torch.tensor([[[3.0, 0.0, 0.0, 2.9], [0.0, 3.0, 0.0, 2.9]]]), 1)
+    assert kernels.top_buckets(p, torch.ones(1, 1, 4), 1).tolist() == [[[3]]]
+    assert kernels.top_buckets(p, torch.tensor([[[1, 0, 0, 0]]]), 3).tolist() == [[[0, -1, -1]]]
+
+
+def test_scores_of_buckets_are_those_of_each_row() -> None:
+    """Two queries a row give what each row gives alone; empty buckets are -inf in both kinds of scores."""
+    torch.manual_seed(5)
+    q, counts = torch.randn(4, 6, 8, dtype=F64), torch.tensor([[[2, 0, 1], [1, 1, 1]], [[0, 0, 0], [3, 1, 0]]])
+    model = kernels.QueryModel(*(torch.randn(*s, dtype=F64) for s in ((2, 8, 5), (2, 5), (2, 5, 3), (2, 3))))
+    means = kernels.BucketMeans(torch.randn(2, 2, 3, 8, dtype=F64), 0.3)
+    for scores in (model, means):
+        found = kernels.bucket_logits(q, scores, counts)
+        assert torch.equal(torch.isneginf(found), (counts == 0).repeat_interleave(2, 0).repeat_interleave(3, 1))
+        for row in range(2):
+            own = scores if scores is model else kernels.BucketMeans(means.means[row:row + 1], 0.3)
+            alone = kernels.bucket_logits(q[2 * row:2 * row + 2], own, counts[row:row + 1])
+            torch.testing.assert_close(found[2 * row:2 * row + 2], alone)
+    bucket, member = 2, means.means[0, 1, 2]
+    expected = q[1, 4] @ member * 0.3 + counts[0, 1, 2].double().log()
+    torch.testing.assert_close(kernels.bucket_logits(q, means, counts)[1, 4, bucket], expected)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 4, 5, 9, 20, 50])
+def test_the_budget_rule_is_a_literal_loop_over_buckets(budget: int) -> None:
+    torch.manual_seed(budget)
+    assignment = torch.randint(0, 6, (2, 2, 20))
+    assignment[assignment == 4] = 5  # an empty bucket
+    order, offsets = kernels.build_index(assignment, 6, torch.tensor([0, 2]), torch.tensor([20, 17]))
+    density = torch.randint(0, 3, (4, 4, 6)).double()  # ties
+    found = kernels.choose_tokens(density, order, offsets, torch.full((4,), budget), budget)
+    for q in range(4):
+        for h in range(4):
+            b, kv, want = q // 2, h // 2, []
+            for c in sorted(range(6), key=lambda c: (-density[q, h, c], c)):
+                want += order[b, kv, offsets[b, kv, c]:offsets[b, kv, c + 1]].tolist()
+            kept = found[q, h][found[q, h] >= 0].tolist()
+            assert sorted(kept) == sorted(want[:budget])
+
+
+def test_the_budget_rule_reads_by_probability_over_tokens() -> None:
+    """A bucket of little probability and one token goes before a probable one of many."""
+    order, offsets = torch.arange(10)[None, None].int(), torch.tensor([[[0, 9, 10]]], dtype=torch.int32)
+    model = kernels.QueryModel(torch.zeros(1, 4, 3), torch.zeros(1, 3), torch.zeros(1, 3, 2),
+                               torch.tensor([[0.8, 0.2]]).log())
+    q = torch.randn(1, 2, 4)
+    assert kernels.route_tokens(q, model, order, offsets, torch.tensor([3]), 3).tolist() == [[[9, 0, 1]]]
+    assert kernels.route(q, model, offsets.diff(dim=-1), 1).tolist() == [[[0]]]
+
+
+@pytest.mark.parametrize("rule", ["probes", "budget"])
+def test_one_call_is_its_parts(rule: str) -> None:
+    q, k, v, _ = setup()
+    regions = anchors(torch.tensor([0, 5]), torch.tensor([50, 50])) | {"scale": 0.3}
+    order, offsets = kernels.build_index(torch.randint(0, 7, (2, 2, 50)), 7, regions["starts"] + 3,
+                                         regions["tail_starts"])
+    counts, means = offsets.diff(dim=-1), kernels.BucketMeans(torch.randn(2, 2, 7, 8, dtype=F64), 0.3)
+    index = (order, offsets)
+    if rule == "probes":
+        read = kernels.route(q, means, counts, 3)
+        want = kernels.attend_buckets(q, k, v, *index, read, **regions)
+        found = kernels.routed_attention(q, k, v, *index, counts, means, probes=3, **regions)
+    else:
+        budget = torch.tensor([9, 4]), 9
+        read = kernels.route_tokens(q, means, *index, *budget)
+        want = kernels.attend_tokens(q, k, v, read, **regions)
+        found = kernels.routed_attention(q, k, v, *index, counts, means, budget=budget, **regions)
+    assert all(torch.equal(a, b) for a, b in zip(found, (*want, read), strict=True))
+    with pytest.raises(ValueError, match="exactly one"):
+        kernels.routed_attention(q, k, v, *index, counts, means, **regions)
+
+
+@pytest.mark.parametrize("lists", [1, 2, 6])
+def test_attention_over_tokens_is_a_masked_softmax(lists: int) -> None:
+    """Several queries a row that see different lengths, lists of one, every KV or every query head, weights; and the
+    same without anchors."""
+    q, k, v, _ = setup(batch=4)
+    k, v = k[:2], v[:2]
+    regions = {"scale": 0.3, "starts": torch.tensor([0, 0, 5, 5]), "sink_size": 3,
+               "tail_starts": torch.tensor([40, 40, 41, 41]), "lengths": torch.tensor([49, 50, 49, 50])}
+    tokens = torch.stack([torch.randperm(30)[:6] + 9 for _ in range(4 * lists)]).reshape(4, lists, 6)
+    tokens[..., 4] = -1
+    weights = torch.randn(4, lists, 6, dtype=F64)
+    place = torch.arange(50)
+    for anchored in (True, False):
+        how = dict(regions) if anchored else regions | dict.fromkeys(("tail_starts", "lengths"), regions["starts"])
+        start, tail, end = (how[n][:, None] for n in ("starts", "tail_starts", "lengths"))
+        seen = ((place >= start) & (place < (start + 3).minimum(tail))) | ((place >= tail) & (place < end))
+        out, lse = kernels.attend_tokens(q, k, v, tokens, **how, log_weights=weights)
+        for row in range(4):
+            for head in range(6):
+                logits = torch.full((50,), float("-inf"), dtype=F64)
+                scores = k[row // 2, head // 3] @ q[row, head] * 0.3
+                logits[seen[row]] = scores[seen[row]]
+                for t, w in zip(tokens[row, head * lists // 6], weights[row, head * lists // 6], strict=True):
+                    if t >= 0:
+                        logits[t] = scores[t] + w
+                torch.testing.assert_close(out[row, head], logits.softmax(-1) @ v[row // 2, head // 3])
+                torch.testing.assert_close(lse[row, head], logits.logsumexp(-1))
+
+
+@pytest.mark.parametrize(("count", "window", "softcap", "padded"), [
+    (1, None, None, False), (1, 5, None, True), (30, None, None, False), (7, None, None, False), (7, 5, None, False),
+    (30, 5, 3.0, True), (7, None, 3.0, False), (7, None, None, True)])
+def test_dense_attention_is_a_masked_softmax(count, window, softcap, padded) -> None:
+    torch.manual_seed(count)
+    q, k, v = torch.randn(2, 6, count, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
+    rows, columns = torch.arange(30 - count, 30)[:, None], torch.arange(30)
+    mask = (columns <= rows) & (columns > rows - (window or 99))
+    starts = torch.tensor([0, 26]) if padded else None
+    if starts is not None:
+        mask = mask & (columns >= starts[:, None, None, None])
+    scores = (q @ k.repeat_interleave(3, 1).mT) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    want = scores.masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(3, 1)
+    ways = [{"starts": starts}]
+    if starts is not None:
+        ways.append({"key_mask": (columns >= starts[:, None]).long()})
+    for how in ways:
+        found = kernels.dense_attention(q, k, v, scale=0.3, window=window, softcap=softcap, **how)
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("length", "buckets", "joins"),
@@ -135,12 +276,12 @@ def test_an_extended_index_equals_one_built_anew(length, buckets, joins):
     total, none = length + joins, torch.tensor([0, 0])
     assignment = torch.randint(0, buckets, (2, 3, total))
     have, until = torch.tensor([length, max(length - 2, 0)]), torch.tensor([total, max(total - 1, 0)])
-    order, offsets = ref.build_index(assignment[..., :length], buckets, none, have)
+    order, offsets = kernels.build_index(assignment[..., :length], buckets, none, have)
     positions = torch.arange(max(length - 2, 0), total).expand(2, -1)
     inside = (positions >= have[:, None]) & (positions < until[:, None])
     joined = torch.where(inside[:, None], assignment.gather(2, positions[:, None].expand(-1, 3, -1)), -1)
-    mine, edges = extend_index(order, offsets, joined, positions)
-    truth, right = ref.build_index(assignment, buckets, none, until)
+    mine, edges = kernels.extend_index(order, offsets, joined, positions)
+    truth, right = kernels.build_index(assignment, buckets, none, until)
     assert torch.equal(edges, right)
     count = int(right[..., -1].max())
     assert torch.equal(mine[..., :count], truth[..., :count])

@@ -7,11 +7,11 @@ import torch
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.kernels import RouterWeights
+from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, Maps
 
 
-def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hybrid", features: int = 12,
+def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp", features: int = 12,
               centred: bool = True, capped: bool = True):
     torch.manual_seed(1)
     mark = model_fingerprint(model)
@@ -20,7 +20,7 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "hyb
     centroids = torch.nn.functional.normalize(torch.randn(layers, heads_kv, buckets, dim), dim=-1)
     weights = None
     if scores != "mean_key":
-        weights = RouterWeights(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
+        weights = QueryModel(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
                                 torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
                                                  router_scope="kv_head", **common), centroids, weights)

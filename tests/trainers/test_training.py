@@ -198,8 +198,8 @@ def test_nan_in_a_shard_is_named(tmp_path) -> None:
     data = bytearray(shard.read_bytes())
     size = int.from_bytes(data[:8], "little")
     first, last = json.loads(data[8:8 + size])["values"]["data_offsets"]
-    assert last - first == 2 * 120 * 16 * 4  # float32
-    data[8 + size + first:8 + size + first + 4] = b"\x00\x00\xc0\x7f"
+    assert last - first == 2 * 120 * 16 * 2  # bfloat16
+    data[8 + size + first:8 + size + first + 2] = b"\xc0\x7f"
     shard.write_bytes(data)
     with pytest.raises(SparseKVError, match="layer 1 of document 0"):
         train_phi(PhiConfig(capture=str(broken.path), output=str(tmp_path / "p"), max_steps=1))

@@ -73,8 +73,7 @@ class CentroidEstimator(Estimator):
         lists, dim = heads // view.num_kv_heads, view.keys.shape[-1]
         counts, sums = (queries.per_query(x).repeat_interleave(lists, dim=1) for x in (self.counts, self.sums))
         if width:
-            per_head = tokens.clamp(min=0).reshape(count, view.num_kv_heads, -1)
-            bucket = gather_rows(self.assignment[..., None], per_head).reshape(tokens.shape)
+            bucket = gather_rows(self.assignment[..., None], view.by_head(tokens)).reshape(tokens.shape)
             read = bucket_sums(torch.cat(view.gather(tokens), dim=-1).to(sums.dtype), bucket, tokens >= 0,
                                self.num_buckets)
             counts, sums = counts - read[0], sums - read[1]

@@ -123,11 +123,12 @@ class PhiEstimator(Estimator):
             tokens = tokens.expand(-1, view.num_kv_heads, -1)
         keys, values = view.gather(tokens)
         if self.state.features is not None:
-            per_head = tokens.clamp(min=0).reshape(tokens.shape[0], view.num_kv_heads, -1)
-            features = gather_rows(self.state.features, per_head).reshape(*tokens.shape, -1)
+            features = gather_rows(self.state.features, view.by_head(tokens))
         else:
-            features = self._features(view, keys.reshape(tokens.shape[0], view.num_kv_heads, -1, keys.shape[-1]))
-            features = features.reshape(*tokens.shape, -1)
+            count, heads, width, dim = keys.shape
+            lists = heads // view.num_kv_heads
+            features = self._features(view, keys.reshape(count, view.num_kv_heads, lists * width, dim))
+        features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self._query(view, queries), features, values, tokens >= 0)
 
     def cost_tokens(self, view: LayerView) -> float:

@@ -30,7 +30,8 @@ class Random(Selector):
     def select(self, view: LayerView, queries: Queries) -> Selection:
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.layer_idx + self.drawn)
         self.drawn += 1
-        shape = (view.keys.shape[0], view.num_kv_heads, queries.count, view.length)
+        last = int(view.regions.mid_last.max())
+        shape = (view.keys.shape[0], view.num_kv_heads, queries.count, last)
         scores = torch.rand(shape, generator=generator).to(view.device)
-        scores = scores.masked_fill(~view.regions.mid_mask()[:, None, None], float("-inf"))
+        scores = scores.masked_fill(~view.regions.mid_mask(0, last)[:, None, None], float("-inf"))
         return Selection(tokens=top_tokens(scores, self.budget, self.widest))

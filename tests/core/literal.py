@@ -1,0 +1,99 @@
+"""A step of sparse decoding written out: dense weights over every token, in float64, one query at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.selectors import Selector
+from sparsekv.core.step import Step
+from sparsekv.kernels import log_phi
+
+
+def literal_step(
+    view: LayerView, queries: Queries, step: Step, selector: Selector, estimator: Estimator | None,
+) -> Tensor:
+    """What the step should have given for the tokens it read: `[B, Hq, T, d]`."""
+    rot, keys, values = (x.detach().double().cpu() for x in (queries.rot, view.keys, view.values))
+    keys, values = (x.repeat_interleave(view.group, dim=1) for x in (keys, values))
+    batch, heads, count, _ = rot.shape
+    tokens = step.selection.as_tokens().cpu().long()
+    tokens = tokens.repeat_interleave(heads // tokens.shape[1], dim=1)
+    log_weights = step.selection.log_weights
+    out = torch.zeros_like(rot)
+    for row in range(batch * count):
+        b, t = divmod(row, count)
+        first, last, start, length = (int(x) for x in (
+            view.regions.mid_first[b], view.regions.mid_last[b], view.regions.starts[b], queries.lengths[row]))
+        listed = torch.zeros(heads, keys.shape[2] + 1)
+        listed.scatter_add_(1, tokens[row] % (keys.shape[2] + 1), torch.ones(tokens[row].shape))
+        listed = listed[:, :-1]  # -1 was counted in the last column
+        assert float(listed.max()) <= 1, "a token is read twice"
+        read = listed > 0
+        assert not read[:, :first].any() and not read[:, last:].any(), "a token outside the mid region is read"
+        exact = read.clone()
+        exact[:, start:min(first, length)] = exact[:, last:length] = True
+        scores = torch.einsum("hnd,hd->hn", keys[b], rot[b, :, t]) * view.scale
+        if log_weights is not None:
+            extra = log_weights[row].double().cpu()
+            scores = scores.scatter_add(1, tokens[row].clamp(min=0), torch.where(tokens[row] >= 0, extra, 0.0))
+        logits = scores.masked_fill(~exact, -math.inf)
+        rest = torch.zeros_like(exact)
+        rest[:, first:last] = True
+        rest &= ~exact
+        vectors = values[b]
+        if isinstance(estimator, PhiEstimator):
+            logits = torch.where(rest, phi_logits(view, estimator, b, rot[b, :, t], keys[b], rest), logits)
+        elif isinstance(estimator, CentroidEstimator):
+            more = centroid_logits(view, estimator, b, rot[b, :, t], keys[b], values[b], rest)
+            logits, vectors = torch.cat([logits, more[0]], 1), torch.cat([vectors, more[1]], 1)
+        elif (own := selector.partial(view, queries, step.selection)) is not None:
+            logits = torch.cat([logits, own[1][row, :, None].double().cpu()], 1)
+            vectors = torch.cat([vectors, own[0][row, :, None].double().cpu()], 1)
+        out[b, :, t] = torch.einsum("hn,hnd->hd", logits.softmax(-1), vectors)
+    return out
+
+
+def phi_logits(
+    view: LayerView, estimator: PhiEstimator, b: int, q: Tensor, keys: Tensor, rest: Tensor,
+) -> Tensor:
+    """Log weights of the unread mid keys, `[Hq, N]` (completion paper §4, with this project's centre and cap): q
+    `[Hq, d]`, keys `[Hq, N, d]`."""
+    maps = estimator.layer
+
+    def double(weights, repeats=1):
+        return type(weights)(*(w.detach().double().cpu().repeat_interleave(repeats, dim=0) for w in weights))
+
+    log_q = log_phi(q[:, None], double(maps.maps.query))[:, 0]
+    log_k = log_phi(keys, double(maps.maps.key, view.group))
+    if maps.centred:
+        centre = estimator.centre[b].double().cpu().repeat_interleave(view.group, dim=0)
+        log_k = torch.cat([log_k, log_phi(keys - centre[:, None], double(maps.maps.centred, view.group))], dim=-1)
+        half = log_q.shape[-1] // 2
+        log_q = torch.cat([log_q[:, :half], log_q[:, half:] + (q * centre).sum(-1, keepdim=True) * view.scale], dim=-1)
+    offset = maps.offset.double().cpu()[:, None]
+    logs = (torch.logsumexp(log_q[:, None] + log_k, dim=-1) + offset).masked_fill(~rest, -math.inf)
+    if maps.capped and estimator.share > 0:
+        mid = slice(int(view.regions.mid_first[b]), int(view.regions.mid_last[b]))
+        scores = torch.einsum("hnd,hd->hn", keys[:, mid], q) * view.scale
+        bound = estimator.state.moments.bound[b].double().cpu()
+        mean, deviation = scores.mean(1, keepdim=True), scores.std(1, unbiased=False, keepdim=True)
+        below = torch.distributions.Normal(0.0, 1.0).cdf(bound - deviation).log()
+        cap = math.log(scores.shape[1]) + mean + deviation**2 / 2 + below + offset
+        logs = logs - (logs.logsumexp(1, keepdim=True) - cap).clamp(min=0).nan_to_num(0.0)
+    return logs
+
+
+def centroid_logits(
+    view: LayerView, estimator: CentroidEstimator, b: int, q: Tensor, keys: Tensor, values: Tensor, rest: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Log mass and mean value of the unread keys of every bucket, `[Hq, C]` and `[Hq, C, d]`."""
+    bucket = estimator.assignment[b].cpu().long().repeat_interleave(view.group, dim=0)
+    member = torch.nn.functional.one_hot(bucket, estimator.num_buckets).double() * rest[:, :bucket.shape[1], None]
+    count = member.sum(1)
+    means = [member.mT @ x[:, :bucket.shape[1]] / count.clamp(min=1)[..., None] for x in (keys, values)]
+    return torch.einsum("hcd,hd->hc", means[0], q) * view.scale + count.log(), means[1]

@@ -1,0 +1,369 @@
+"""Every kernel against its twin in float64: the same checks under the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.kernels import (
+    BucketMeans,
+    CompletionQuery,
+    FeatureMapWeights,
+    PhiState,
+    QueryModel,
+    ScoreMoments,
+    bucket_tokens,
+    build_index,
+    group_probability,
+    routing,
+    top_buckets,
+)
+from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
+from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
+from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sort_by_bucket
+from sparsekv.kernels.collisions import collisions_reference, launch_collisions
+from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
+from sparsekv.kernels.gather import gather_rows, launch_gather
+from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
+from sparsekv.kernels.paged import launch_paged, paged_scores_reference
+from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
+
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+
+
+def error(mine: Tensor, truth: Tensor) -> float:
+    return float((mine.double() - truth.double()).norm() / truth.double().norm().clamp(min=1e-30))
+
+
+def agree(mine: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor], limit: float, name: str) -> None:
+    """Two partial attentions."""
+    out, gap = error(mine[0], truth[0]), mine[1].double() - truth[1].double()
+    assert torch.equal(torch.isneginf(mine[1]), torch.isneginf(truth[1])), name
+    assert out < limit, f"{name}: out {out:.1e}"
+    worst, size = float(gap.nan_to_num(0.0).abs().max()), float(truth[1].abs().nan_to_num(posinf=0.0).max())
+    assert worst < limit * 4 * max(1.0, size / 8), f"{name}: lse {worst:.1e}"
+
+
+def double(x: Any) -> Any:
+    """Every tensor of a tuple, or of one in it, in float64."""
+    if isinstance(x, tuple):
+        return type(x)(*map(double, x)) if hasattr(x, "_fields") else tuple(map(double, x))
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class Step:
+    """Two rows of a cache, the second padded and shorter, `queries` queries each, and an index of nine buckets.
+
+    shape: query heads, KV heads, head dimension, tokens, sink, window, left padding, queries a row.
+    """
+
+    buckets, batch = 9, 2
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0):
+        heads_q, heads, dim, length, sink, window, pad, queries = shape
+        torch.manual_seed(length)
+        self.q = (torch.randn(2 * queries, heads_q, dim, device=device) * logits).to(dtype)
+        self.k, self.v = (torch.randn(2, heads, length + 3, dim, device=device).to(dtype)[:, :, :length]
+                          for _ in range(2))
+        starts, lengths = (torch.tensor(x, device=device) for x in ([0, pad], [length, max(1, length - 2)]))
+        tails = (lengths - window).clamp(min=0).maximum(starts)
+        first = (starts + sink).minimum(tails)
+        assignment = torch.randint(0, self.buckets, (2, heads, length), device=device)
+        assignment[:, 0] = 3
+        self.order, self.offsets = build_index(assignment, self.buckets, first, tails)
+        self.counts = self.offsets.diff(dim=-1)
+        place = torch.arange(length, device=device)
+        self.mid = (place >= first[:, None]) & (place < tails[:, None])
+        ends = lengths.repeat_interleave(queries) - torch.arange(queries, device=device).flip(0).repeat(2)
+        edges = {"starts": starts, "tail_starts": tails}
+        self.regions: dict[str, Any] = {
+            "scale": dim**-0.5, "sink_size": sink, **{n: x.repeat_interleave(queries) for n, x in edges.items()},
+            "lengths": ends.maximum(starts.repeat_interleave(queries))}
+        chosen = torch.rand(2 * queries, heads, self.buckets, device=device).argsort(-1)[..., :5].to(torch.int32)
+        chosen[..., 3] = -1
+        self.chosen = chosen
+
+    def wide(self) -> list[Tensor]:
+        return [x.double() for x in (self.q, self.k, self.v)]
+
+    def completion(self, heavy: Tensor | None = None, width: int = 20) -> tuple[CompletionQuery, CompletionQuery]:
+        """A completion in the step's dtype, capped, and the same numbers in float64. With the tokens `heavy` their
+        features are a thousand times the others', of a mass that leaves these some weight."""
+        device, heads = self.q.device, self.k.shape[1]
+        kept = torch.rand(*self.k.shape[:3], width, device=device)
+        if heavy is not None:
+            places = torch.arange(self.k.shape[2], device=device)
+            listed = (heavy.unflatten(0, (2, -1)).transpose(1, 2).flatten(2)[..., None, :] == places[:, None]).any(-1)
+            kept = torch.where(listed[..., None], kept, kept / 1000)
+        kept = kept.to(self.q.dtype)
+        counted = kept.double() * self.mid[:, None, :, None]
+        features = torch.rand(*self.q.shape[:2], width, device=device)
+        features[0, 0] = 0.0
+        features = features.to(self.q.dtype)
+        each = features.double().reshape(2, -1, heads, self.q.shape[1] // heads, width)
+        mass = torch.einsum("bthgr,bhr->bthg", each, counted.sum(2)).reshape(self.q.shape[:2])
+        numerator = torch.einsum("bthgr,bhrd->bthgd", each, counted.mT @ self.v.double()).reshape(self.q.shape)
+        log_scale = torch.randn(self.q.shape[:2], device=device) + (0 if heavy is None else 7)
+        cap = torch.randn(self.q.shape[:2], device=device) if heavy is None else None
+        exact = CompletionQuery(features, log_scale, mass, numerator, cap, kept)
+        return exact._replace(mass=mass.float(), numerator=numerator.float()), double(exact)
+
+
+def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0) -> None:
+    s = Step(shape, dtype, device, logits)
+    group = s.q.shape[1] // s.k.shape[1]
+    tokens = bucket_tokens(s.order, s.offsets, s.chosen)
+    per_head = tokens.repeat_interleave(group, 1).clone()
+    per_head[:, ::2, :2] = -1
+    everything = torch.where(s.mid[:, None], torch.arange(s.k.shape[2], device=device), -1)
+    everything = everything.repeat_interleave(s.q.shape[0] // 2, 0).expand(-1, s.k.shape[1], -1)
+    none, weights = tokens[..., :0], torch.randn(*per_head.shape, device=device)
+    completions = s.completion()
+    limit = LIMITS[dtype] if logits == 1 else 1e-2
+    cases = [("tokens", tokens, {}), ("one list for all", tokens[:, :1], {}), ("per head", per_head, {}),
+             ("none", none, {}), ("weighted", per_head, {"log_weights": weights}),
+             ("weighted for all", tokens[:, :1], {"log_weights": weights[:, :1]}),
+             ("no anchors", tokens, dict.fromkeys(("tail_starts", "lengths"), s.regions["starts"])),
+             ("nothing", none, dict.fromkeys(("tail_starts", "lengths"), s.regions["starts"]))]
+    completed = [("tokens", tokens), ("one list for all", tokens[:, :1]), ("per head", per_head), ("all", everything)]
+    cases += [(f"completed: {name}", listed, {"completion": completions}) for name, listed in completed]
+    for name, listed, how in cases:
+        mine, truth = ({**s.regions, **{n: x[side] if n == "completion" else x for n, x in how.items()}}
+                       for side in (0, 1))
+        agree(launch_attend(s.q, s.k, s.v, listed, **mine), attend_tokens_reference(*s.wide(), listed, **truth), limit,
+              name)
+    for completion in ((None, None), completions):
+        found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completion[0])
+        truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completion[1])
+        agree(found, truth, limit, f"buckets, completed: {completion[0] is not None}")
+
+
+def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Nearly all of the estimate is of keys that are read: what is left is a difference of large numbers."""
+    s = Step(shape, dtype, device)
+    tokens = bucket_tokens(s.order, s.offsets, s.chosen)
+    completion, exact = s.completion(heavy=tokens)
+    found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, completion=completion)
+    truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=exact)
+    # of estimates in bf16, kept as two numbers, a thousandth is known to one in a hundred
+    assert error(found[0], truth[0]) < (2e-2 if dtype == torch.bfloat16 else 5e-3)
+
+
+def check_routing(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, hidden units, buckets, probes, queries a row."""
+    heads_q, heads, dim, hidden, buckets, probes, queries = shape
+    torch.manual_seed(buckets)
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*size, device=device) * scale).to(dtype)
+
+    q = random(2 * queries, heads_q, dim, scale=dim**-0.5)
+    model = QueryModel(random(heads, dim, hidden), random(heads, hidden),
+                       random(heads, hidden, buckets, scale=hidden**-0.5), random(heads, buckets))
+    counts = torch.randint(0, 3, (2, heads, buckets), device=device)
+    counts[0, 0] = 0
+    offsets = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).int()
+    order = torch.rand(2, heads, int(offsets.max()) + 4, device=device).argsort(-1).int()
+    budget = torch.randint(0, buckets, (2 * queries,), device=device)
+    widest, close = int(budget.max()), LIMITS[dtype]
+    for scores in (model, BucketMeans(random(2, heads, buckets, dim), 0.3)):
+        logits = bucket_logits_reference(q.double(), double(scores), counts)
+        p = group_probability(logits, heads)
+        for table, is_offsets in ((counts.int(), False), (offsets, True)):
+            found = launch_logits(q, scores, table, offsets=is_offsets)
+            assert torch.equal(torch.isneginf(found), torch.isneginf(logits))
+            assert error(found.nan_to_num(neginf=0.0), logits.nan_to_num(neginf=0.0)) < close
+        # ties within rounding may swap: the mass reached must agree, and the padding exactly
+        chosen, best = routing.launch_route(q, scores, counts.int(), probes), top_buckets(p, counts, probes)
+        reached = [torch.where(c >= 0, p.gather(-1, c.clamp(min=0).long()), 0.0).sum(-1) for c in (chosen, best)]
+        assert torch.equal(chosen >= 0, best >= 0) and all(unique(x) for x in chosen.flatten(0, 1))
+        assert float((reached[0] - reached[1]).abs().max()) < 4 * close
+        density = p / counts.repeat_interleave(queries, 0).clamp(min=1)
+        truth = choose_tokens_reference(density, order, offsets, budget, widest)
+        by_token = torch.zeros(2 * queries, heads, order.shape[-1], dtype=torch.float64, device=device)
+        bucket = torch.searchsorted(offsets[..., 1:].contiguous(), torch.arange(
+            order.shape[-1], device=device, dtype=torch.int32).expand(2, heads, -1).contiguous(), right=True)
+        each = density.gather(-1, bucket.clamp(max=buckets - 1).repeat_interleave(queries, 0))
+        by_token.scatter_(-1, order.long().repeat_interleave(queries, 0), each)
+        mine = launch_choose(launch_logits(q, scores, offsets, offsets=True), order, offsets, budget, widest,
+                             logits=True)
+        assert torch.equal((mine >= 0).sum(-1), (truth >= 0).sum(-1)) and all(unique(x) for x in mine.flatten(0, 1))
+        reached = [torch.where(t >= 0, by_token.gather(-1, t.clamp(min=0).long()), 0.0).sum(-1) for t in (mine, truth)]
+        assert float((reached[0] - reached[1]).abs().max()) < 4 * close
+
+
+def unique(listed: Tensor) -> bool:
+    kept = listed[listed >= 0].tolist()
+    return len(set(kept)) == len(kept)
+
+
+def check_budget_rule(buckets: int, device: str) -> None:
+    """Exactly the twin's tokens from densities with many ties, zeros and empty buckets, by both ways to find the last
+    bucket; lists of KV heads and of query heads."""
+    torch.manual_seed(buckets)
+    heads, queries = 2, 3
+    counts = torch.randint(0, 4, (2, heads, buckets), device=device) * torch.randint(0, 2, (buckets,), device=device)
+    offsets = torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).int()
+    order = torch.rand(2, heads, int(offsets.max()) + 2, device=device).argsort(-1).int()
+    total = int(counts.sum(-1).min())
+    budget = torch.tensor([0, 1, total // 3, total // 2, total, total + 9], device=device)
+    before = routing.BY_SORT
+    half, more = total // 2 + 1, total + 9
+    for lists, widest, routing.BY_SORT in ((1, half, False), (3, more, False), (1, more, True), (3, half, True)):
+        density = torch.randint(0, 3, (2 * queries, heads * lists, buckets), device=device) / 4
+        found = launch_choose(density, order, offsets, budget, widest, logits=False)
+        truth = choose_tokens_reference(density.double(), order, offsets, budget, widest)
+        assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
+        assert torch.equal(found.sort(-1).values, truth.sort(-1).values), (lists, widest, routing.BY_SORT)
+    routing.BY_SORT = before
+
+
+def maps_of(heads: int, dim: int, width: int, features: int, dtype: torch.dtype, device: str) -> FeatureMapWeights:
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(heads, *size, device=device) * scale).to(dtype)
+
+    return FeatureMapWeights(random(dim, width, scale=dim**-0.5), random(width),
+                             random(width, width, scale=width**-0.5), random(width),
+                             random(width, width, scale=width**-0.5), random(1),
+                             random(width, features, scale=width**-0.5), random(features))
+
+
+def check_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: KV heads, head dimension, features, keys. One row has what a map can give at its worst: logarithms of
+    ±1e4, and all the mass in one key."""
+    heads, dim, features, keys = shape
+    torch.manual_seed(keys)
+    v = torch.randn(2, heads, keys, dim, device=device).to(dtype)
+    logs = torch.randn(2, heads, keys, features, device=device)
+    logs[1] *= 1e4
+    some = torch.rand(2, heads, keys, device=device) < 0.7
+    some[0, 0] = False
+    for mask in (None, some):
+        found, truth = launch_cache(logs, v, mask), phi_cache_reference(logs.double(), v.double(), mask)
+        assert torch.equal(found.m.double(), truth.m)
+        assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < 1e-4
+
+
+def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, width, features, queries a row."""
+    heads_q, heads, dim, width, features, queries = shape
+    torch.manual_seed(dim)
+    maps = maps_of(heads_q, dim, width, features, dtype, device)
+    q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
+    cache = phi_cache_reference(torch.randn(2, heads, 30, features, device=device),
+                                torch.randn(2, heads, 30, dim, device=device))
+    centre = torch.randn(2, heads, dim, device=device) * dim**-0.5
+    # one row that reads nothing, and spreads from none at all to far past the bound
+    spreads = torch.logspace(-3, -0.5, heads, device=device)[:, None, None]
+    moments = ScoreMoments(torch.randn(2, heads, dim, device=device) * dim**-0.5,
+                           torch.randn(2, heads, 5, dim, device=device) * spreads,
+                           torch.rand(2, heads, dim, device=device) / dim, torch.rand(2, device=device) * 50,
+                           torch.tensor([float("inf"), 1.5], device=device))
+    plain, full = PhiState(*cache), PhiState(*cache, centre=centre, moments=moments)
+    for size, state in (((heads_q,), full), ((2 * queries, heads_q), full), ((heads_q,), plain)):
+        offset = torch.randn(size, device=device)
+        offset[..., 0] = float("-inf")
+        mine = launch_query(q, maps, offset, state)
+        truth = phi_query_reference(q.double(), double(maps), offset.double(), double(state))
+        limit = 1e-4 if dtype == torch.float32 else 3e-2
+        scale = [x.log_scale.double().exp() for x in (mine, truth)]
+        assert not mine.features[:, 0].any() and not mine.mass[:, 0].any() and not mine.numerator[:, 0].any()
+        assert error(mine.mass * scale[0], truth.mass * scale[1]) < limit
+        for name in ("features", "numerator"):
+            both = [getattr(x, name).double() * s[..., None] for x, s in zip((mine, truth), scale, strict=True)]
+            assert error(*both) < limit, name
+        if truth.cap is not None:
+            torch.testing.assert_close(mine.cap[:, 1:].double(), truth.cap[:, 1:], atol=1e-3, rtol=1e-3)
+
+
+def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, keys, buckets, queries a row."""
+    heads_q, heads, dim, keys, buckets, queries = shape
+    torch.manual_seed(keys)
+    k = torch.randn(2, heads, keys, dim, device=device).to(dtype)
+    q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
+    own = torch.randn(2, heads, buckets, dim, device=device).to(dtype)
+    for centroids in (own, own[0]):
+        # equals within rounding may swap: the product reached must agree
+        scores = k.double() @ centroids.double().mT
+        mine, twin = launch_assign(k, centroids), assign_buckets_reference(k, centroids)
+        assert mine.dtype == twin.dtype == torch.int32
+        for found in (mine, twin):
+            assert float((scores.amax(-1) - scores.gather(-1, found.long()[..., None])[..., 0]).max()) < 1e-3
+    first, last = (torch.randint(0, keys + 1, (2 * queries,), device=device) for _ in range(2))
+    last[0] = keys
+    table = torch.stack([torch.randperm(keys, device=device) for _ in range(2)])
+    for pages, per_group in ((None, False), (table, True), (table, False)):
+        how: dict[str, Any] = {"scale": dim**-0.5, "table": pages, "per_group": per_group}
+        found = launch_paged(q, k, first, last, **how)
+        assert error(found, paged_scores_reference(q.double(), k.double(), first, last, **how)) < LIMITS[dtype]
+    index = torch.randint(0, keys, (2 * queries, heads, 19), device=device)
+    assert torch.equal(launch_gather(k, index), gather_rows(k, index))
+
+
+def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:
+    """shape: query heads, KV heads, head dimension, keys, queries, buckets, sink, window."""
+    heads_q, heads, dim, length, count, buckets, sink, window = shape
+    torch.manual_seed(length)
+    queries, keys = torch.randn(heads_q, count, dim, device=device) * 2, torch.randn(heads, length, dim, device=device)
+    bucket = torch.randint(buckets - 1, (heads, length), device=device)  # the last bucket is empty
+    positions = torch.randint(length, (heads_q, count), device=device)
+    positions[:, 0] = sink  # a query without a mid key
+    regions: dict[str, Any] = {"scale": dim**-0.5, "sink_size": sink, "window_size": window}
+    truth = bucket_mass_reference(queries.double(), keys.double(), bucket, positions, buckets, **regions)
+    found = launch_log_mass(queries, *sort_by_bucket(keys, bucket, buckets), positions, **regions)
+    assert torch.isneginf(found[..., -1]).all() and torch.isneginf(found[:, 0]).all()
+    torch.testing.assert_close(found.softmax(-1).nan_to_num(0.0).double(), truth, rtol=1e-4, atol=1e-6)
+
+
+def check_statistics(shape: tuple[int, ...], device: str) -> None:
+    """shape: query heads, KV heads, head dimension, keys, queries, sink, window."""
+    heads_q, heads, dim, length, count, sink, window = shape
+    torch.manual_seed(length)
+    queries = torch.randn(heads_q, count, dim, device=device) * 2
+    keys = torch.randn(heads, length + 3, dim, device=device)[:, :length]
+    positions = torch.randperm(length, device=device)[:count].sort().values
+    options: dict[str, Any] = {"scale": dim**-0.5, "sink_size": sink, "window_size": window}
+    truth = query_statistics_reference(queries.double(), keys.double(), positions, **options)
+    found = launch_statistics(queries, keys, positions, **options)
+    assert set(found) == set(truth)
+    for name, expected in truth.items():
+        if name.startswith("cover"):
+            gap = (found[name] - expected).abs()
+            assert (gap <= (0.03 * expected).clamp(min=1)).all(), (name, gap.max())
+        else:
+            torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-4, atol=1e-4, msg=name)
+            assert found[name].dtype == (torch.int32 if name == "top1_position" else torch.float32)
+
+
+def check_collisions(shape: tuple[int, ...], device: str) -> None:
+    """shape: rows, KV heads, group, queries a head, keys, tables. Codes of few values, so that many meet, with the
+    strides a caller may bring."""
+    batch, heads, group, count, length, tables = shape
+    torch.manual_seed(length)
+    few = torch.tensor([-(1 << 15), -1, 0, 1, 2, 511, 512, (1 << 15) - 1], dtype=torch.int16, device=device)
+    codes = few[torch.randint(8, (batch, heads, length, tables), device=device)]
+    queries = few[torch.randint(8, (batch, heads * group, count, tables), device=device)]
+    room = torch.zeros(batch, heads, length + 3, tables + 5, dtype=torch.int16, device=device)
+    room[:, :, 1:1 + length, 2:2 + tables] = codes
+    for mine, asks in ((codes, queries),
+                       (room[:, :, 1:1 + length, 2:2 + tables], queries.transpose(1, 2).contiguous().transpose(1, 2)),
+                       (codes.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0), queries.mT.contiguous().mT),
+                       (codes[:1].expand(2, -1, -1, -1), queries[:1].repeat(2, 1, 1, 1))):
+        for least in (1, 5):
+            found, truth = (meet(mine, asks, least=least) for meet in (launch_collisions, collisions_reference))
+            assert found.dtype == torch.bool and torch.equal(found, truth), least
+
+
+def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, features: int = 24) -> tuple[Any, ...]:
+    """Maps, offset and state of a step, for `phi_query`."""
+    kept = torch.rand(*s.k.shape[:3], features, device=device).to(dtype)
+    counted = kept.double() * s.mid[:, None, :, None]
+    state = PhiState(torch.zeros(*s.k.shape[:2], features, device=device), counted.sum(2).float(),
+                     (counted.mT @ s.v.double()).float(), kept)
+    return maps_of(s.q.shape[1], s.q.shape[2], width, features, dtype, device), torch.randn(
+        s.q.shape[1], device=device), state
+
+

@@ -1,0 +1,120 @@
+"""Run by test_compiled.py in a process without the interpreter: compiles every kernel for GPUs that are not here."""
+
+import os
+import sys
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing
+from sparsekv.kernels import attend_triton as a
+from sparsekv.kernels import attention_mass_triton as am
+from sparsekv.kernels import bucket_mass_triton as bm
+from sparsekv.kernels import collisions_triton as co
+from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import gather_triton as g
+from sparsekv.kernels import indexing_triton as i
+from sparsekv.kernels import paged_triton as p
+from sparsekv.kernels import routing_triton as r
+from sparsekv.kernels.bucket_mass import ROWS
+from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
+
+SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
+KINDS = {
+    "*i64": "starts tail_starts lengths budget first last",
+    "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
+            "positions",
+    "*i8": "mask",
+    "*i16": "codes queries",
+    "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
+             "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part bracket",
+    "fp32": "scale eps depth goal0 goal1",
+    "half": "q k v out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a w_b "
+            "alpha w_out b_out",
+}
+OWN: dict[Any, dict[str, str]] = {
+    # names that mean something else in one kernel
+    c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
+    co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
+    am.merge_kernel: {"out": "*fp32"},
+    am.narrow_kernel: {"found": "*i32"}, p.page_kernel: {"table": "*i64"},
+}
+
+
+def check(
+    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), **own: str,
+) -> None:
+    types = {name: kind.replace("half", f"*{half}") for kind, names in KINDS.items() for name in names.split()}
+    types |= OWN.get(kernel, {}) | own
+    for capability in capabilities:
+        known = {n: v for n, v in {**constants, "OVERLAP": capability >= 90}.items() if n in kernel.arg_names}
+        signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
+        # sm_89 runs what sm_80 does, in less shared memory
+        binary = triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32),
+                                options={"num_warps": warps, "num_stages": 2})
+        used = binary.metadata.shared
+        print(f"sm_{capability} {kernel.__name__} {half}: {used} bytes shared", flush=True)
+        allowed = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
+        if used > allowed:
+            sys.exit(f"{used} bytes of shared memory, {allowed} allowed")
+
+
+def split(dim: int, group: int, *, probes: int = 0, phi: bool = False, weighted: bool = False) -> dict[str, Any]:
+    half = max(8 if phi else 16, group)
+    return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
+            "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
+            "PADDED_FEATURES": 128, "PHI": phi, "WEIGHTED": weighted,
+            "BLOCK": (attend.COMPLETED if phi else attend.PLAIN).block}
+
+
+def main() -> None:
+    assert "TRITON_INTERPRET" not in os.environ
+    plain, completed = attend.PLAIN, attend.COMPLETED
+    check(a.split_kernel, split(64, 3, weighted=True), plain.warps, "fp16", SHARED)
+    check(a.split_kernel, split(256, 16, probes=128), plain.warps, "bf16")
+    check(a.split_kernel, split(128, 4, phi=True), completed.warps, "bf16", SHARED)
+    check(a.split_kernel, split(80, 1, probes=32, phi=True), completed.warps, "bf16", (89,))
+    check(a.split_kernel, split(128, 4), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
+    merged = {"PADDED": 128, "DIM": 80, "WIDTH": plain.merge_width, "PHI": True, "CAPPED": True}
+    check(a.merge_kernel, merged, plain.merge_warps, "bf16")
+    shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}
+    check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
+    wide = {**shape, "BLOCK": 64, "OFFSETS": True}
+    check(r.score_kernel, {**wide, "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS, "bf16")
+    check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
+    group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
+    check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
+    check(r.give_kernel, {**group, "LOGITS": True, "BY_SORT": False}, routing.RANK_WARPS, "bf16")
+    check(r.give_kernel, {**group, "LOGITS": True, "BY_SORT": True}, routing.RANK_WARPS, "bf16", (90,))
+    check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True, "BY_SORT": False},
+          routing.rank_warps(16 * 4096), "bf16", (80,))
+    check(r.fill_kernel, {"LISTS": 1, "STEPS": 11, "BLOCK": routing.FILL_BLOCK}, routing.FILL_WARPS, "bf16", (90,))
+    maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
+    check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
+    check(c.cache_kernel, {"SPLITS": 64, "MASKED": True, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
+          completion.CACHE_WARPS, "bf16", logs="*bf16")
+    check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
+          (90,))
+    check(p.page_kernel, {"PAGED": True, "GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
+          "bf16")
+    check(p.vote_kernel, {"GROUP": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
+    check(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
+    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
+          "bf16")
+    check(co.collision_kernel, {
+        "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
+        "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
+    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS,
+             "FIRST": False}
+    check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
+    check(am.above_kernel, {**whole, "BLOCK": attention_mass.ABOVE_BLOCK}, attention_mass.ABOVE_WARPS, "bf16")
+    check(am.merge_kernel, whole, 4, "bf16", (80,))
+    check(am.narrow_kernel, whole, 4, "bf16", (80,))
+    check(am.narrow_kernel, {**whole, "FIRST": True}, 4, "bf16", (80,))
+
+
+if __name__ == "__main__":
+    main()
+    print("ok")

@@ -1,0 +1,94 @@
+"""The kernels under Triton's interpreter: odd sizes, several queries a row, poisoned outputs."""
+
+import checks
+import pytest
+import torch
+
+from sparsekv.kernels import attend, attention_mass, completion
+
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
+              pytest.mark.usefixtures("poisoned")]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "PLAIN", attend.PLAIN._replace(programs=8))
+    monkeypatch.setattr(attend, "COMPLETED", attend.COMPLETED._replace(programs=8))
+    monkeypatch.setattr(completion, "PROGRAMS", 12)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((4, 2, 16, 63, 4, 16, 0, 1), torch.float16), ((3, 3, 40, 71, 1, 30, 7, 2), torch.float32),
+    ((16, 1, 80, 40, 4, 60, 0, 1), torch.float16), ((6, 2, 24, 1, 4, 16, 0, 1), torch.float32)], ids=str)
+def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_attention(shape, dtype, "cpu")
+
+
+@DTYPES
+def test_what_is_left_where_nearly_all_is_read(dtype: torch.dtype) -> None:
+    checks.check_what_is_left((4, 2, 16, 63, 4, 16, 3, 1), dtype, "cpu")
+
+
+def test_keys_and_values_of_eight_bits() -> None:
+    q = torch.randn(1, 4, 32).half()
+    k, v = (torch.randn(1, 2, 100, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    tokens = torch.arange(7, 47, 2, dtype=torch.int32).expand(1, 2, -1)
+    how = {"scale": 0.2, "starts": torch.tensor([0]), "sink_size": 4, "tail_starts": torch.tensor([80]),
+           "lengths": torch.tensor([100])}
+    checks.agree(attend.launch_attend(q, k, v, tokens, **how),
+                 attend.attend_tokens_reference(q.double(), k.double(), v.double(), tokens, **how), 5e-3, "fp8")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((6, 2, 24, 40, 37, 5, 3), torch.float32), ((4, 4, 20, 50, 64, 64, 1), torch.float16),
+    ((16, 1, 16, 7, 9, 20, 2), torch.float16)], ids=str)
+def test_routing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_routing(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("buckets", [1, 33])
+def test_budget_rule(buckets: int) -> None:
+    checks.check_budget_rule(buckets, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 16, 16, 63), (3, 80, 48, 111), (1, 24, 100, 300)], ids=str)
+def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_cache(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((4, 2, 16, 24, 16, 1), torch.float16), ((3, 3, 80, 32, 48, 2), torch.float32),
+    ((6, 1, 24, 16, 100, 3), torch.float16)], ids=str)
+def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_query(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((4, 2, 16, 63, 5, 3), torch.float16), ((16, 1, 64, 1, 1, 1), torch.float32),
+    ((6, 2, 24, 300, 130, 1), torch.float16)], ids=str)
+def test_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_index_and_votes(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 16, 150, 70, 7, 4, 16), (3, 3, 40, 63, 5, 40, 0, 1),
+                                   (6, 1, 32, 201, 9, 3, 130, 8)], ids=str)
+def test_bucket_mass(shape: tuple[int, ...]) -> None:
+    checks.check_bucket_mass(shape, "cpu")
+
+
+@pytest.mark.parametrize("block", [64, 16], ids=["one stretch", "several stretches"])
+@pytest.mark.parametrize("shape", [(4, 2, 16, 150, 9, 4, 16), (3, 3, 80, 70, 66, 0, 5), (4, 1, 32, 151, 66, 130, 8)],
+                         ids=str)
+def test_statistics(shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # several stretches of the keys, the last ones out of the sight of most queries
+    monkeypatch.setattr(attention_mass, "BLOCK", block)
+    checks.check_statistics(shape, "cpu")
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 2), (2, 2, 3, 1, 37, 50), (2, 1, 4, 5, 33, 16), (1, 2, 9, 1, 17, 33),
+                                   (2, 2, 2, 1, 0, 5), (2, 2, 2, 0, 6, 5)], ids=str)
+def test_collisions(shape: tuple[int, ...]) -> None:
+    checks.check_collisions(shape, "cpu")
