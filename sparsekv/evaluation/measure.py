@@ -155,7 +155,7 @@ def _steps(
 ) -> list[Selection]:
     """Steps at every budget, alone and completed by every estimator: errors, mass and share read. Returns what was
     selected."""
-    view, queries, full = request
+    view, queries, full = request.view, request.queries, request.full
     selector.validate()
     request.build(selector, None)
     lse = scores(view, queries).logsumexp(-1)
