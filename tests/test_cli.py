@@ -46,7 +46,7 @@ def test_errors_are_one_sentence(monkeypatch, capsys, tmp_path) -> None:
         "no capture store at": ["train-phi", "--capture", nothing, "--output", str(tmp_path / "o")],
         "expected the folder of a capture store or an artifact": ["inspect", nothing],
         "unknown tasks": ["eval", "--model", "m", "--output", nothing, "--tasks", "chess"],
-        "needs a router artifact": ["eval", "--model", "m", "--output", nothing, "--selectors", "router"],
+        "needs a router artifact": ["eval", "--model", "m", "--output", nothing, "--methods", "router"],
         "fractions such as": ["eval", "--model", "m", "--output", nothing, "--budgets", "lots"],
         "unknown split": ["capture", "--model", "m", "--corpus", "embedded", "--output", nothing, "--split", "x"],
     }

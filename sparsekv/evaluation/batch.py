@@ -11,17 +11,23 @@ from torch import Tensor
 
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.attach import Attachment
-from sparsekv.runtime.cache import RopeTable, SparseCache, SparseLayer
+from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
 CHECK_EVERY = 8
+
+
+def all_sparse(cache: SparseCache) -> bool:
+    """Whether every layer has full attention: only such caches are padded together and cropped back."""
+    return all(isinstance(layer, SparseLayer) for layer in cache.layers)
 
 
 @dataclass
 class Batch:
     """Prompts but for their last token in a cache of B left-padded rows; `last [B, 1]` is that token.
 
-    An answer is decoded from the last prompt token on, so that every token of it comes from sparse attention. The cache
-    is cropped back after every answer, so nothing of the prefill is ever copied.
+    Decoding begins with the last prompt token, so that every token of an answer comes from sparse attention. The cache
+    is cropped back afterwards, so nothing of the prefill is ever copied (that of a model with sliding-window layers,
+    which cannot be cropped, is forked).
     """
 
     cache: SparseCache
@@ -33,14 +39,18 @@ class Batch:
     def width(self) -> int:
         return self.cache.get_seq_length()
 
+    def begin(self) -> Batch:
+        """What a method decodes with; `restore` follows."""
+        return self if all_sparse(self.cache) else Batch(self.cache.fork(), self.last, self.lengths)
+
     def rows(self, index: Tensor) -> Batch:
         """A copy of the chosen rows."""
         cache = self.cache.fork()
         cache.batch_select_indices(index)
-        self.own()
+        self._own()
         return Batch(cache, self.last[index], self.lengths[index])
 
-    def own(self) -> None:
+    def _own(self) -> None:
         """Nobody else holds these tensors: append to them in place."""
         for layer in self.cache.layers:
             layer._keys.shared = layer._values.shared = False  # type: ignore[union-attr]
@@ -49,8 +59,9 @@ class Batch:
 
     def restore(self, width: int) -> None:
         """As after the prefill: forget what was decoded and what a method built."""
-        self.cache.crop(width)
-        self.drop_states()
+        if all_sparse(self.cache):
+            self.cache.crop(width)
+            self.drop_states()
 
     def drop_states(self) -> None:
         """Free what a method built."""
@@ -59,27 +70,25 @@ class Batch:
 
 
 @torch.inference_mode()
-def prefill_batch(
-    attachment: Attachment, prompts: Sequence[Sequence[int]], *, room: int, advance: Callable[..., None] = lambda: None,
-) -> Batch:
+def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, room: int) -> Batch:
     """Prefill prompts (token ids, at least two each) one by one, without padding, into one batch with space for `room`
-    more tokens a row. Raises SparseKVError for models with sliding-window layers."""
+    more tokens a row. Raises SparseKVError for several prompts and a model with sliding-window layers."""
     device = next(attachment.model.parameters()).device
     lengths = [len(p) - 1 for p in prompts]
     if min(lengths, default=0) < 1:
         raise SparseKVError("a prompt needs at least two tokens")
     width = max(lengths)
     batch = attachment.cache()
+    if len(prompts) > 1 and not all_sparse(batch):
+        raise SparseKVError("answering in batches needs full attention in every layer; prefill one prompt at a time")
     for row, prompt in enumerate(prompts):
-        ids = torch.tensor(prompt[:-1], device=device)[None]
-        one = attachment.prefill(ids)
-        if not all(isinstance(layer, SparseLayer) for layer in one.layers):
-            raise SparseKVError("answering in batches needs full attention in every layer, and this model has "
-                                "sliding-window layers; use `lm_eval --model sparsekv` for it")
-        if row == 0:
-            _allocate(batch, one, len(prompts), width, room, min(lengths))
-        _put(batch, one, row, width)
-        advance()
+        one = attachment.prefill(torch.tensor(prompt[:-1], device=device)[None])
+        if len(prompts) == 1:
+            batch = one
+        else:
+            if row == 0:
+                _allocate(batch, one, len(prompts), width, room, min(lengths))
+            _put(batch, one, row, width)
     last = torch.tensor([[p[-1]] for p in prompts], device=device)
     return Batch(batch, last, torch.tensor(lengths, device=device))
 
@@ -97,7 +106,7 @@ def _allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room
                                               old.recent.shape[3])
             new.recent_end = width
     for key, table in like.rope.items():
-        made = batch.rope[key] = RopeTable(table.layout)
+        made = batch.rope[key] = GrowingRope(table.layout)
         for store, part in ((made.cos, table.cos.view), (made.sin, table.sin.view)):
             store.replace(part.new_zeros(rows, width + room, part.shape[-1]))
             store.crop(width)
@@ -118,17 +127,31 @@ def _put(batch: SparseCache, one: SparseCache, row: int, width: int) -> None:
 
 
 @torch.inference_mode()
+def continue_text(attachment: Attachment, batch: Batch, following: Sequence[int]) -> float:
+    """Mean loss of the tokens that follow the batch's one prompt [nats], in one chunk in which every query selects for
+    itself (the attachment has `sparse_chunks`). The batch is as before afterwards."""
+    width, part = batch.width, batch.begin()
+    right = torch.tensor(following, device=batch.last.device)
+    given = torch.cat([batch.last, right[None, :-1]], dim=1)
+    try:
+        logits = attachment.model(given, past_key_values=part.cache, use_cache=True).logits
+    finally:
+        batch.restore(width)
+    return float(torch.nn.functional.cross_entropy(logits[0].float(), right))
+
+
+@torch.inference_mode()
 def answer_batch(
     attachment: Attachment, batch: Batch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
 ) -> list[list[int]]:
     """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
-    open). `finished(row, tokens)` is asked every few steps; rows that are finished leave the batch when half of it is.
+    open). `finished(row, tokens)` is called every few steps; rows that are finished leave the batch when half of it is.
 
     The batch is as before afterwards, whatever happens.
     """
     width, device = batch.width, batch.last.device
     answers: list[list[int]] = [[] for _ in limits]
-    active, part = list(range(len(limits))), batch
+    active, part = list(range(len(limits))), batch.begin()
     token, done = batch.last, [False] * len(limits)
     try:
         for step in range(max(limits)):

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.evaluation.diagnostics import BUDGETS, Diagnostics, add_task, measure
+from sparsekv.evaluation.diagnostics import Diagnostics
+from sparsekv.evaluation.measure import BUDGETS, add_task, measure
+from sparsekv.evaluation.run import numbers
 from sparsekv.progress import progress
 
 
@@ -20,10 +22,11 @@ class DiagnosticsConfig:
     phi: Path | None = option(None, help="Feature-map artifact (folder); adds completion by φ.")
     budgets: str = option(",".join(f"{b:g}" for b in BUDGETS), help="Tokens retrieved per query and KV head, as "
                                                                     "fractions of the context; 0 is sink and tail.")
-    queries: int = option(32, help="Queries looked at per window and query head [queries].", min=1)
+    requests: int = option(8, help="Prefills per window, each followed by the queries captured soon after its end "
+                                   "[requests].", min=1)
     documents: int | None = option(None, help="Windows looked at; without it all [windows].", min=1)
-    shoot_out: bool = option(False, help="Also the untrained completions (centroid, moments, sampling) at the bytes of "
-                                         "φ's cache, over exact top-k.")
+    shoot_out: bool = option(False, help="Also the untrained completion, bucket centroids at the bytes of φ's cache, "
+                                         "over exact top-k.")
     tasks: str | None = option(None, help="More captures of the same model, LABEL=STORE separated by commas: entropy "
                                           "and coverage by task.")
     device: str = option("auto", help="auto, cpu or cuda.")
@@ -56,14 +59,15 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     output = Path(config.output)
     if output.exists() and any(output.iterdir()) and not config.overwrite:
         raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results")
-    budgets = _budgets(config.budgets)
+    budgets = sorted(set(numbers(config.budgets, float, lambda b: 0 <= b <= 1, "budgets",
+                                 "fractions of the context from 0 to 1, as 0,0.01,0.05")))
     store = CaptureStore.open(config.capture)
     others = {label: CaptureStore.open(place) for label, place in _labels(config.tasks)}
     router = None if config.router is None else RouterArtifact.load(config.router)
     phi = None if config.phi is None else PhiArtifact.load(config.phi)
     documents = min(config.documents or store.num_documents, store.num_documents)
     with progress("diagnostics", len(store.layers) * documents, "layers") as advance:
-        made = measure(store, router=router, phi=phi, budgets=budgets, queries=config.queries, documents=documents,
+        made = measure(store, router=router, phi=phi, budgets=budgets, count=config.requests, documents=documents,
                        rivals=config.shoot_out, device=resolve_device(config.device), advance=advance)
     for label, other in others.items():
         add_task(made, label, other)
@@ -73,20 +77,10 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
     (output / "table.md").write_text(f"{text}\n\n{more}\n", encoding="utf-8")
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
-             f"tokens of {next(iter(made.tasks))}, {config.queries} queries a window and head. {provenance()}")
+             f"tokens of {next(iter(made.tasks))}, {config.requests} requests a window. {provenance()}")
     write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)
     write_pngs(output, figures)
     return DiagnosticsResult(made, text, output)
-
-
-def _budgets(text: str) -> list[float]:
-    try:
-        budgets = sorted({float(part) for part in text.split(",")})
-    except ValueError as error:
-        raise SparseKVError(f"budgets {text!r} not understood; expected fractions such as 0,0.01,0.05") from error
-    if not budgets or budgets[0] < 0 or budgets[-1] > 1:
-        raise SparseKVError(f"budgets are fractions of the context from 0 to 1, found {text!r}")
-    return budgets
 
 
 def _labels(text: str | None) -> list[tuple[str, Any]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
 import torch
 from torch import Tensor
 
 from sparsekv.evaluation import figures as draw
 from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
+from sparsekv.evaluation.methods import label, percent
 from sparsekv.evaluation.report import Figure, Table
 
 TASK_COLUMNS = {"entropy_mid": "entropy", "mass_mid": "mid mass", "cover75": "keys for 75 %",
@@ -28,23 +26,9 @@ def by_quartile(d: Diagnostics, table: Tensor) -> list[list[float]]:
     return [flat[part].nanmean(0).tolist() for part in quartiles(d)]
 
 
-def matched_ratio(d: Diagnostics, budget: float) -> float | None:
-    """How many times the tokens exact top-k alone needs for the error of top-k + φ at `budget`; None off the grid."""
-    if budget not in d.budgets:
-        return None
-    alone, completed = (d.errors[n].nanmean((0, 1)).tolist() for n in ("topk", "topk+phi"))
-    goal = completed[d.budgets.index(budget)]
-    points = [(b, e) for b, e in zip(d.budgets, alone, strict=True) if b > 0]
-    for (b0, e0), (b1, e1) in itertools.pairwise(points):
-        if e1 <= goal <= e0:
-            at = 0.0 if e0 == e1 else (e0 - goal) / (e0 - e1)
-            return math.exp(math.log(b0) * (1 - at) + math.log(b1) * at) / budget
-    return None
-
-
 def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
     """Error by method and budget, router, completion, texts; then, for a second look, entropy quarters and layers."""
-    header = ["method", *("sink + tail" if b == 0 else f"{100 * b:g} %" for b in d.budgets)]
+    header = ["method", *("sink + tail" if b == 0 else percent(b) for b in d.budgets)]
     tables = [Table("Relative output error", header, _lines(d.errors), "Mean over layers, heads and queries of the L2 "
                     "distance to full attention, by the share of the context retrieved."),
               Table("Attention read exactly", header, _lines(d.mass), "Share of a head's attention, sink and tail "
@@ -62,7 +46,7 @@ def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
     details = []
     for name, table in d.errors.items():
         lines = [[q, *(f"{x:.3f}" for x in line)] for q, line in zip(QUARTILES, by_quartile(d, table), strict=True)]
-        details.append(Table(f"Error by entropy of the head, {draw.shown(name)}", header, lines,
+        details.append(Table(f"Error by entropy of the head, {label(name)}", header, lines,
                              "Quarters of all heads by the normalised entropy of their mid region."))
     names = [n for n in ("entropy", "mass_mid", "cover75", "cover95", "imbalance", "gap_mean", "gap_std")
              if n in d.heads]
@@ -70,8 +54,8 @@ def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
              for row, layer in enumerate(d.layers)]
     shown = {"mass_mid": "mid mass", "cover75": "keys for 75 %", "cover95": "keys for 95 %", "gap_mean": "ŝ − s",
              "gap_std": "its spread", "imbalance": "bucket imbalance"}
-    by_task = [[label, *(f"{sum(t[n]) / len(t[n]):.4g}" if n in t else "–" for n in TASK_COLUMNS)]
-               for label, t in d.tasks.items()]
+    by_task = [[text, *(f"{sum(t[n]) / len(t[n]):.4g}" if n in t else "–" for n in TASK_COLUMNS)]
+               for text, t in d.tasks.items()]
     tables.append(Table("Texts", ["text", *TASK_COLUMNS.values()], by_task, "Means over layers and heads; entropy of "
                         f"the mid region from 0 to 1, keys in tokens of {d.context_length}."))
     details.append(Table("Layers", ["layer", *(shown.get(n, n) for n in names)], lines,
@@ -80,16 +64,16 @@ def diagnostic_tables(d: Diagnostics) -> tuple[list[Table], list[Table]]:
 
 
 def _lines(tables: dict[str, Tensor]) -> list[list[str]]:
-    return [[draw.shown(name), *(f"{x:.3f}" for x in table.nanmean((0, 1)).tolist())]
+    return [[label(name), *(f"{x:.3f}" for x in table.nanmean((0, 1)).tolist())]
             for name, table in tables.items()]
 
 
 def diagnostic_figures(d: Diagnostics) -> list[Figure]:
     """Every figure there is data for."""
-    made = [Figure("Error by budget", draw.error_lines(d.budgets, _means(d.errors)),
+    made = [Figure("Error by budget", draw.error_by_budget(d.budgets, _means(d.errors)),
                    "Relative error of the attention output, mean over layers and heads. The colour says what is read, "
                    "the line what completes it: dashed nothing, solid φ.")]
-    entropy = {label: t["entropy_mid"] for label, t in d.tasks.items()}
+    entropy = {text: t["entropy_mid"] for text, t in d.tasks.items()}
     made.append(Figure("Entropy by layer", draw.by_layer(d.layers, entropy, "entropy of the mid region, 0 to 1",
                                                          band=_band(d.heads["entropy"])),
                        "Normalised entropy of the attention between sink and tail, by task; band: 10 to 90 % of the "
@@ -98,8 +82,8 @@ def diagnostic_figures(d: Diagnostics) -> list[Figure]:
     made.append(Figure("Mass curve", draw.mass_curve(d.fractions, dict(zip(QUARTILES, curve, strict=True))),
                        "How concentrated attention is, heads in quarters of their entropy."))
     if "cover75" in d.heads:
-        lines = {f"{label}, {share} %" if len(d.tasks) > 1 else f"{share} % of the mass": t[f"cover{share}"]
-                 for label, t in d.tasks.items() for share in (75, 95) if f"cover{share}" in t}
+        lines = {f"{text}, {share} %" if len(d.tasks) > 1 else f"{share} % of the mass": t[f"cover{share}"]
+                 for text, t in d.tasks.items() for share in (75, 95) if f"cover{share}" in t}
         made.append(Figure("Keys that hold the attention",
                            draw.by_layer(d.layers, lines, "fewest keys [tokens]", log=True),
                            f"Fewest keys with 75 % and 95 % of the attention; windows of {d.context_length} tokens."))
@@ -109,7 +93,7 @@ def diagnostic_figures(d: Diagnostics) -> list[Figure]:
         made.append(Figure("Router recall by layer", draw.by_layer(d.layers, lines, "mass reached / best buckets'"),
                            "Mid mass in the buckets the router picks, over that of the best buckets."))
     if len(d.tasks) > 1:
-        means = {label: [sum(line) / len(line)] for label, line in entropy.items()}
+        means = {text: [sum(line) / len(line)] for text, line in entropy.items()}
         made.append(Figure("Entropy by task", draw.bars(list(means), {"entropy": [m[0] for m in means.values()]},
                                                         "entropy of the mid region, 0 to 1"),
                            "The same, mean over layers: how diffuse attention is on each text."))
@@ -128,14 +112,6 @@ def _completion_figures(d: Diagnostics) -> list[Figure]:
                            "on the line the map is exact."))
         made.append(Figure("ŝ − s", draw.histogram(GAP_EDGES, d.gaps, "ŝ − s [nats]"),
                            "Over mid keys of all heads; the outer bars hold all beyond."))
-    if d.times:
-        budget = d.times["budget"]
-        ratio = matched_ratio(d, budget)
-        made.append(Figure("Trade-off map", draw.trade_off(d.times, ratio),
-                           f"Step time of exact top-k over that of top-k + φ at {100 * budget:g} %, from times "
-                           "measured on this machine, choosing left out. Across: how much slower keys and values are "
-                           "loaded. Up: how many times the tokens top-k needs for the same error. Lines: break-even, "
-                           "with the cost of φ scaled; below them completion costs more than it saves."))
     return made
 
 

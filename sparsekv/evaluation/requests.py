@@ -7,6 +7,7 @@ lm-eval and the task's data; answering and scoring RULER needs neither.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import io
 import json
@@ -21,7 +22,9 @@ from typing import IO, Any
 
 from sparsekv.errors import SparseKVError
 
-FORMAT, FORMAT_VERSION = "sparsekv-requests", 1
+FORMAT, FORMAT_VERSION = "sparsekv-requests", 2
+OWN_TASKS = ("needle", "perplexity")
+"""Made from a corpus by `own_tasks`, without lm-eval."""
 RULER_OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "ruler_vt", "ruler_cwe", "ruler_fwe")
 """RULER tasks that lm-eval generates without downloading anything: the default set."""
 RULER_ONLINE = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery",
@@ -43,29 +46,40 @@ SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE,
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt. length: the task's nominal length (0 where it has none) [tokens]; targets: strings the metric looks
-    for; metric: `string_match_all` or `string_match_part` (RULER's own), or `lm-eval`, which scores by `doc`."""
+    """One prompt: text, or token ids where it was cut from a text's tokens. length: the task's nominal length (0 where
+    it has none) [tokens]; targets: strings the metric looks for; metric: `string_match_all` or `string_match_part`
+    (RULER's own), `first_number`, `continuation` (the prompt's last `max_new_tokens` tokens are scored, nothing is
+    generated), or `lm-eval`, which scores by `doc`; depth: where a needle lies, 0 (start) to 1."""
 
     task: str
     length: int
     index: int
-    prompt: str
+    prompt: str | list[int]
     targets: list[str]
     metric: str
     max_new_tokens: int
     until: list[str]
     doc: dict[str, Any] | None = None
+    depth: float | None = None
 
     @property
     def case(self) -> str:
         return f"{self.task}@{self.length}" if self.length else self.task
 
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """The prompt's token ids."""
+        return self.prompt if isinstance(self.prompt, list) else tokenizer(self.prompt)["input_ids"]
+
 
 def score(request: Request, answer: str) -> float:
-    """RULER's metrics, from 0 to 1: the share of the targets that the answer contains, case ignored; `part`: any one.
+    """From 0 to 1. RULER's metrics: the share of the targets that the answer contains, case ignored; `part`: any one.
+    `first_number`: whether the answer's first run of digits is the target.
 
     Raises SparseKVError for a metric that only lm-eval has.
     """
+    if request.metric == "first_number":
+        digits = re.search(r"\d+", answer)
+        return float(digits is not None and digits.group() == request.targets[0])
     if request.metric not in ("string_match_all", "string_match_part"):
         raise SparseKVError(f"answers to {request.task} are scored by lm-eval, which is not installed here: run "
                             "`pip install 'sparsekv[eval]'` and the same command with --resume")
@@ -118,8 +132,8 @@ def check_names(tasks: Sequence[str]) -> None:
     manager = _task_manager(".", [4096], tasks)
     unknown = [t for t in tasks if t not in SUITES["ruler"] and t not in manager.all_tasks]
     if unknown:
-        raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected needle, perplexity, ruler, ruler-offline, "
-                            f"babilong, infinitebench or generation tasks of lm-eval such as {RULER_OFFLINE[0]} "
+        raise SparseKVError(f"unknown tasks {', '.join(unknown)}: expected {', '.join(OWN_TASKS)}, {', '.join(SUITES)} "
+                            f"or generation tasks of lm-eval such as {RULER_OFFLINE[0]} "
                             "(`lm_eval ls tasks` lists all)")
 
 
@@ -190,7 +204,15 @@ def _task_manager(tokenizer: str | Path, lengths: Sequence[int] | str, names: Se
         manager = tasks.TaskManager(include_path=sorted(folders), include_defaults=False, metadata=metadata)
         if set(names) <= set(manager.all_tasks):
             return manager
-    return tasks.TaskManager(metadata=metadata)
+    return _all_tasks(json.dumps(metadata))
+
+
+@functools.cache
+def _all_tasks(metadata: str) -> Any:
+    """Every task of lm-eval; takes ten seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(metadata=json.loads(metadata))
 
 
 def _data_of(name: str, manager: Any) -> str:

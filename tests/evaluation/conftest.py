@@ -19,3 +19,14 @@ def tokenizer():
     made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory, tokenizer):
+    """Folder of the tiny model with its tokenizer."""
+    from tiny import make_model
+
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,6 +1,7 @@
 """Diagnostics of a tiny model's capture, the settings recommended from them, and that decoding keeps the promise."""
 
 import itertools
+import math
 import shutil
 import subprocess
 
@@ -13,7 +14,7 @@ import sparsekv
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
-from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures, matched_ratio
+from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
@@ -36,7 +37,7 @@ def made(tmp_path_factory, tokenizer):
     router.save(folder / "router")
     phi.save(folder / "phi")
     config = DiagnosticsConfig(
-        capture=str(store.path), output=folder / "out", router=folder / "router", phi=folder / "phi", queries=8,
+        capture=str(store.path), output=folder / "out", router=folder / "router", phi=folder / "phi", requests=4,
         budgets=",".join(map(str, BUDGETS)), shoot_out=True, tasks=f"other={store.path}", device="cpu")
     return folder, config, run_diagnostics(config).diagnostics
 
@@ -48,19 +49,22 @@ def test_errors_are_those_of_attention_written_out(made) -> None:
     found = []
     for document in range(2):
         item = store.read(layer, document)
-        q, k, v = item.queries_rot()[:, 4:], item.keys_rot(), item.values.float()
-        for t in range(q.shape[1]):
-            end = int(item.query_positions[4 + t]) + 1
-            mid = list(range(4, end - 16))
-            scores = q[:, t].reshape(2, 2, -1) @ k[:, :end].mT * item.scale
-            shared = scores[..., mid].softmax(-1).sum(1)
-            count = -(-round(budget * 1000) * end // 1000)
-            for head in range(4):
-                best = [mid[i] for i in shared[head // 2].topk(min(count, len(mid))).indices.tolist()]
-                read = sorted({*range(4), *range(end - 16, end), *best})
-                s = scores[head // 2, head % 2]
-                full, sparse = s.softmax(-1) @ v[head // 2, :end], s[read].softmax(-1) @ v[head // 2, read]
-                found.append((head, float((sparse - full).norm() / full.norm()), float(s.softmax(-1)[read].sum())))
+        q, k, v, positions = item.queries_rot(), item.keys_rot(), item.values.float(), item.query_positions.tolist()
+        for start in (4, 6, 8, 11):  # of twelve, four past the first third
+            prefill = positions[start]
+            steps = [t for t, p in enumerate(positions) if prefill <= p < prefill + 64]
+            mid = list(range(4, prefill - 16))
+            count = math.ceil(budget * (positions[steps[-1]] + 1) - 1e-9)
+            for t in steps:
+                end = positions[t] + 1
+                scores = q[:, t].reshape(2, 2, -1) @ k[:, :end].mT * item.scale
+                shared = scores[..., mid].softmax(-1).sum(1)
+                for head in range(4):
+                    best = [mid[i] for i in shared[head // 2].topk(min(count, len(mid))).indices.tolist()]
+                    read = sorted({*range(4), *range(prefill - 16, end), *best})
+                    s = scores[head // 2, head % 2]
+                    full, sparse = s.softmax(-1) @ v[head // 2, :end], s[read].softmax(-1) @ v[head // 2, read]
+                    found.append((head, float((sparse - full).norm() / full.norm()), float(s.softmax(-1)[read].sum())))
     for head in range(4):
         mine = [x for x in found if x[0] == head]
         assert d.errors["topk"][1, head, 1] == pytest.approx(sum(x[1] for x in mine) / len(mine), rel=1e-3)
@@ -69,8 +73,7 @@ def test_errors_are_those_of_attention_written_out(made) -> None:
 
 def test_tables_hold_what_must_be_so(made) -> None:
     _, _, d = made
-    assert set(d.errors) == {"topk", "topk+phi", "router", "router+phi", "topk+centroid", "topk+moments",
-                             "topk+sampling"}
+    assert set(d.errors) == {"topk", "topk+phi", "router", "router+phi", "topk+centroid"}
     for name, table in d.errors.items():
         assert table.shape == (3, 4, len(BUDGETS)) and torch.isfinite(table).all()
         assert table[..., -1].max() < 1e-3, name
@@ -96,7 +99,7 @@ def test_diagnostics_come_back_from_their_file(made, tmp_path) -> None:
     d.errors["topk"][0, 0, 0] = before
     for text, message in (("{", "no diagnostics file"), ('{"format": "x"}', "another format"),
                           ('{"format": "sparsekv-diagnostics", "format_version": 0}', "format 0"),
-                          ('{"format": "sparsekv-diagnostics", "format_version": 1}', "damaged")):
+                          ('{"format": "sparsekv-diagnostics", "format_version": 2}', "damaged")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(SparseKVError, match=message):
             Diagnostics.load(tmp_path / "bad.json")
@@ -165,10 +168,10 @@ def test_attach_opens_the_gates_that_recommend_opened(made, tmp_path) -> None:
     assert settings.completion == "phi" and all(s.gate == [1, 0, 1, 0] for s in settings.layers.values() if s.gate)
     with sparsekv.attach(make_model(), settings=settings.save(tmp_path / "s.json")) as attachment:
         for layer, own in settings.layers.items():
-            completion = attachment.plan.completion(layer)
-            assert (completion is None) == (own.gate is None)
+            estimator = attachment.decoding.estimator_of(layer, "cpu")
+            assert (estimator is None) == (own.gate is None)
             if own.gate is not None:
-                shift = completion.layer.offset - attachment.plan.phi.layer(layer).offset
+                shift = estimator.layer.offset - attachment.decoding.phi.layer(layer).offset
                 assert shift.exp().reshape(-1).tolist() == own.gate
     assert any(s.gate for s in settings.layers.values())
 
@@ -185,17 +188,8 @@ def test_looser_goals_cost_less_and_gates_follow_the_errors(made) -> None:
     assert recommend(d, max_error=0.0).layers == {} or recommend(d, max_error=0.0).measured["error"] == 0.0
 
 
-def test_matched_ratio_reads_the_curve(made) -> None:
-    _, _, d = made
-    copy = Diagnostics(**{**vars(d), "budgets": [0.01, 0.02, 0.04],
-                          "errors": {"topk": torch.tensor([[[0.4, 0.2, 0.1]]]),
-                                     "topk+phi": torch.tensor([[[0.2, 0.15, 0.05]]])}})
-    assert matched_ratio(copy, 0.01) == pytest.approx(2.0) and matched_ratio(copy, 0.02) == pytest.approx(2**0.5)
-    assert matched_ratio(copy, 0.04) is None
-
-
 TITLES = ("Error by budget", "Entropy by layer", "Mass curve", "Keys that hold the attention", "Router recall by layer",
-          "Entropy by task", "Gain by entropy", "Kernel values", "ŝ − s", "Trade-off map")
+          "Entropy by task", "Gain by entropy", "Kernel values", "ŝ − s")
 
 
 def test_every_figure_is_in_the_report_and_in_the_folder(made) -> None:
@@ -207,24 +201,19 @@ def test_every_figure_is_in_the_report_and_in_the_folder(made) -> None:
     assert len(pngs) == len(TITLES) and all(p.read_bytes()[:4] == b"\x89PNG" and p.stat().st_size > 5000 for p in pngs)
 
 
-def test_the_eval_report_maps_needles_and_takes_the_diagnostics_in(made, tokenizer, tmp_path) -> None:
+def test_the_eval_report_maps_needles(made, saved_model, tmp_path) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
-    folder, _, _ = made
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     result = run_eval(EvalConfig(
-        model=str(tmp_path / "model"), output=tmp_path / "out", tasks="needle", corpus=str(folder / "text.txt"),
-        split="all", context_length=256, num_documents=1, num_needles=1, needle_lengths="200,420", selectors="topk",
-        needle_depths="0.25,0.75", budgets="0.1", diagnostics=folder / "out" / "diagnostics.json", device="cpu"))
+        model=str(saved_model), output=tmp_path / "out", tasks="needle", corpus=str(made[0] / "text.txt"), split="all",
+        samples=1, lengths="200,420", methods="topk", needle_depths="0.25,0.75", budgets="0.1", device="cpu"))
     cells = [r for r in result.rows if r["metric"] == "needle"]
-    assert {(r["case"], r["length"], r["depth"]) for r in cells} == {
-        (case, length, depth) for case in ("full", "topk@0.1") for length in (200, 420) for depth in (0.25, 0.75)}
+    assert {(r["method"], r["budget"], r["length"], r["depth"]) for r in cells} == {
+        (*method, length, depth) for method in (("full", None), ("topk", 0.1)) for length in (200, 420)
+        for depth in (0.25, 0.75)}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 1 + len(TITLES) and "Needles by depth and length" in page
+    assert page.count("<svg") == 1 and "Needles by depth and length" in page
     assert (tmp_path / "out" / "figures" / "needles-by-depth-and-length.png").stat().st_size > 3000
-    with pytest.raises(SparseKVError, match="from 128 tokens on"):
-        run_eval(EvalConfig(model="m", output=tmp_path / "o", needle_lengths="20"))
 
 
 BROWSER = next((b for b in ("chromium", "chromium-browser", "google-chrome") if shutil.which(b)), None)
@@ -270,22 +259,23 @@ def test_a_browser_draws_every_figure(made, tmp_path) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="no headless browser")
 def test_a_browser_draws_a_sweep(tmp_path) -> None:
     from sparsekv.evaluation.report import write_report
-    from sparsekv.evaluation.run import suite_figures
-    from sparsekv.evaluation.suite import suite_tables
-    from sparsekv.evaluation.tables import LANE_A, LANE_B, score_rows
+    from sparsekv.evaluation.result_figures import result_figures
+    from sparsekv.evaluation.scores import score_rows
+    from sparsekv.evaluation.tables import LANE_A, LANE_B, report_tables
 
     methods = dict.fromkeys(("full", *LANE_A, *LANE_B))
     cells = [{"case": f"{task}@8192", "method": method, "budget": None if method in ("full", "streaming") else budget,
               "indices": [0, 1, 2], "scores": [0.3 + 0.01 * i, 0.2, 0.9], "read": 0.03, "cache_tokens": 9.0,
               "tokens": 7000, "seconds": 1.0, "answers": [""] * 3}
              for task in RULER_OFFLINE for i, method in enumerate(methods) for budget in (0.01, 0.02, 0.03, 0.05, 0.1)]
-    needles = [{"case": case, "method": "none", "metric": "needle", "value": 0.5, "length": length, "depth": depth}
-               for case in ("full", "topk@0.01", "quest@0.05", "router@0.05") for length in (1024, 131072)
-               for depth in (0.0, 0.5, 1.0)]
+    needles = [{"case": f"needle@{length}", "task": "needle", "method": method, "budget": budget, "metric": "needle",
+                "value": 0.5, "length": length, "depth": depth}
+               for method, budget in (("full", None), ("topk", 0.01), ("quest", 0.05), ("router+phi", 0.05))
+               for length in (1024, 131072) for depth in (0.0, 0.5, 1.0)]
     rows = score_rows(cells)
-    figures = suite_figures(rows + needles)
+    figures = result_figures(rows + needles)
     assert [f.title for f in figures] == ["ruler@8192: score by budget, lane A", "ruler@8192: score by budget, lane B",
                                           "Selectivity by task, 8192 tokens", "Needles by depth and length"]
-    tables, details = suite_tables(rows)
+    tables, details = report_tables(rows)
     page = write_report(tmp_path / "r.html", "sweep", "", tables, figures, details)
     assert in_a_browser(page, tmp_path) == "drawn 4, too wide false, clashes "

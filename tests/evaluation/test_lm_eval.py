@@ -215,12 +215,11 @@ def test_downloaded_tasks_become_requests(tmp_path, tokenizer, task: str) -> Non
     ({"tasks": "infinitebench", "skip-missing": None}, "none of the tasks .* has data that can be fetched"),
     ({"requests": "gone.jsonl"}, "no requests at 'gone.jsonl'; make them with `sparsekv eval --save-requests"),
     ({"requests": "r.jsonl", "output": "old", "resume": None}, "cells.jsonl' has format 0, this version reads 1"),
-    ({"tasks": "needle", "output": "old", "resume": None}, "own-tasks.jsonl' has format 0, this version reads 1"),
     ({"tasks": "needle", "output": "old"}, "already exists; add --overwrite to replace its results, or --resume"),
-    ({"tasks": "needle", "needle-depths": "2"}, "depths of needles are from 0 to 1"),
+    ({"tasks": "needle", "needle-depths": "2"}, "depths of needles '2' not understood; expected shares of the text"),
 ])
 def test_what_is_wrong_is_one_sentence(
-    tmp_path, tokenizer, monkeypatch, capsys, options: dict, message: str,
+    tmp_path, saved_model, monkeypatch, capsys, options: dict, message: str,
 ) -> None:
     import re
     import sys
@@ -234,15 +233,12 @@ def test_what_is_wrong_is_one_sentence(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)
-    make_model().save_pretrained("model")
-    tokenizer.save_pretrained("model")
     req.save_requests("r.jsonl", [req.Request("one", 64, 0, "Some text to answer. " * 4, ["x"], "string_match_all", 2,
                                               [])], {})
-    for name in ("cells", "own-tasks"):
-        path = tmp_path / "old" / f"{name}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text('{"format": "sparsekv-sweep", "format_version": 0}\n')
-    words = [w for k, v in {"model": "model", "output": "new", "device": "cpu", **options}.items()
+    path = tmp_path / "old" / "cells.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"format": "sparsekv-sweep", "format_version": 0}\n')
+    words = [w for k, v in {"model": str(saved_model), "output": "new", "device": "cpu", **options}.items()
              for w in ([f"--{k}"] if v is None else [f"--{k}", v])]
     monkeypatch.setattr(sys, "argv", ["sparsekv", "eval", *words])
     capsys.readouterr()

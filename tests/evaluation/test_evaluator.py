@@ -10,11 +10,15 @@ from tiny_artifacts import artifacts
 
 from sparsekv import attach
 from sparsekv.errors import SparseKVError
-from sparsekv.evaluation import sweep as sweep_module
+from sparsekv.evaluation import evaluator as evaluator_module
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
+from sparsekv.evaluation.cells import FORMAT, collect
+from sparsekv.evaluation.evaluator import Evaluator
+from sparsekv.evaluation.methods import Method, label, parse_methods
+from sparsekv.evaluation.own_tasks import continuations, make_needles
 from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
-from sparsekv.evaluation.sweep import Sweep, SweepMethod, SweepOptions, collect, parse_methods
-from sparsekv.evaluation.tables import bootstrap, gains, lanes_markdown, score_rows, table, targets
+from sparsekv.evaluation.scores import bootstrap, score_rows
+from sparsekv.evaluation.tables import gains, lanes_markdown, table, targets
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 
@@ -63,28 +67,24 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
         assert len(got[row]) >= min(limits[row], 5)
 
 
-def run(tmp_path, tokenizer, methods, *, resume=False, **options):
+def run(tmp_path, tokenizer, methods, **options):
     model = make_model()
     router, phi = artifacts(model, space="rot")
-    made = Sweep(model, tokenizer, requests(), router=router, phi=phi, output=tmp_path, resume=resume,
-                 options=SweepOptions(**options))
-    return made, made.run(methods)
+    Evaluator(model, tokenizer, requests(), router=router, phi=phi, output=tmp_path, **options).run(methods)
 
 
-def test_an_interrupted_sweep_goes_on_and_is_the_same(tmp_path, tokenizer) -> None:
+def test_an_interrupted_run_goes_on_and_is_the_same(tmp_path, tokenizer) -> None:
     methods = parse_methods(["full", "topk", "topk+phi"], [0.2, 0.5])
-    run(tmp_path / "whole", tokenizer, methods, batch_tokens=300)
-    assert not run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, time_limit=0.0)[1]
+    run(tmp_path / "all", tokenizer, methods, batch_tokens=300)
     cells = tmp_path / "cut" / "cells.jsonl"
-    run(tmp_path / "cut", tokenizer, methods[:2], batch_tokens=300, resume=True)
+    run(tmp_path / "cut", tokenizer, methods[:2], batch_tokens=300)
     cells.write_text(cells.read_text() + '{"case": "one@128", "met')
-    _, finished = run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, resume=True)
-    assert finished
+    run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, resume=True)
 
     def strip(folder):
         return {(c["case"], c["method"], c["budget"], tuple(c["indices"])): c["answers"] for c in collect(folder)}
 
-    assert strip(tmp_path / "cut") == strip(tmp_path / "whole") and len(strip(tmp_path / "whole")) == 5 * 3
+    assert strip(tmp_path / "cut") == strip(tmp_path / "all") and len(strip(tmp_path / "all")) == 5 * 3
     before = cells.read_text()
     run(tmp_path / "cut", tokenizer, methods, batch_tokens=300, resume=True)
     assert cells.read_text() == before
@@ -95,13 +95,49 @@ def test_an_interrupted_sweep_goes_on_and_is_the_same(tmp_path, tokenizer) -> No
 
 
 def test_rows_answered_in_parts_are_the_same(tmp_path, tokenizer) -> None:
-    methods = [SweepMethod("topk", "none", 0.2)]
+    methods = [Method("topk", "none", 0.2)]
     run(tmp_path / "a", tokenizer, methods)
-    model = make_model()
-    parts = Sweep(model, tokenizer, requests(), output=tmp_path / "b", options=SweepOptions())
+    parts = Evaluator(make_model(), tokenizer, requests(), output=tmp_path / "b")
     parts.splits["topk"] = 4
     parts.run(methods)
     assert [c["answers"] for c in collect(tmp_path / "a")] == [c["answers"] for c in collect(tmp_path / "b")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_texts_are_continued_and_needles_found_as_without_an_evaluator(tmp_path, tokenizer, family: str) -> None:
+    model = make_model(family)
+    _, phi = artifacts(model, space="rot")
+    text = tokenizer(TEXT * 6)["input_ids"]
+    asked = [*continuations([text[:200], text[50:250]]), *make_needles(tokenizer, text, length=220, count=2)]
+    made = Evaluator(model, tokenizer, asked, phi=phi, output=tmp_path)
+    made.run(parse_methods(["full", "topk+phi"], [0.3]))
+    found = {(c["case"], c["method"], i): c for c in collect(tmp_path) for i in c["indices"]}
+    for r in asked:
+        ids = torch.tensor(r.prompt)[None]
+        options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sink_size": made.sink_size,
+                   "window_size": made.window_size}
+        with attach(model, **options) as attachment, torch.inference_mode():
+            attachment.sparse_chunks = attachment.compares = True
+            full, sparse = (found[r.case, m, r.index] for m in ("full", "topk+phi"))
+            at = sparse["indices"].index(r.index)
+            if r.task == "needle":
+                cache = attachment.prefill(ids[:, :-1])
+                answer = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                                        do_sample=False, max_new_tokens=r.max_new_tokens)[0, ids.shape[1]:]
+                assert sparse["answers"][at] == tokenizer.decode(answer, skip_special_tokens=True)
+                assert sparse["depths"][at] == r.depth
+                continue
+            loss = torch.nn.functional.cross_entropy
+            logits = model(ids).logits[0, -65:-1]
+            assert full["losses"] == [pytest.approx(float(loss(logits, ids[0, -64:])), rel=1e-4)]
+            logits = model(ids[:, -65:-1], past_key_values=attachment.prefill(ids[:, :-65])).logits[0]
+            assert sparse["losses"] == [pytest.approx(float(loss(logits, ids[0, -64:])), rel=1e-4)]
+            report = attachment.report()
+            assert sparse["errors"] == [pytest.approx(report["rel_err"], rel=1e-4)] and full["errors"] == [0.0]
+            assert sparse["read"] == pytest.approx(report["selectivity_sparse"]) and full["read"] == 1.0
+    rows = {(r["case"], r["method"], r["metric"]): r for r in score_rows(collect(tmp_path))}
+    assert rows["perplexity@200", "full", "rel_err"]["samples"] == 2
+    assert not [r for r in rows if r[0].startswith("ruler")]
 
 
 def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
@@ -153,18 +189,18 @@ def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_
     model = make_model()
     other, phi = artifacts(model, space="pre")
     with pytest.raises(SparseKVError, match="another router artifact"):
-        Sweep(model, tokenizer, requests(), router=other, phi=phi, output=tmp_path, resume=True, options=SweepOptions())
+        Evaluator(model, tokenizer, requests(), router=other, phi=phi, output=tmp_path, resume=True)
     model.model.norm.weight.data += 1
     with pytest.raises(SparseKVError, match="other weights"):
-        Sweep(model, tokenizer, requests(), output=tmp_path, resume=True, options=SweepOptions())
+        Evaluator(model, tokenizer, requests(), output=tmp_path, resume=True)
 
 
 CHILD = """
 import os, signal, sys
 sys.path[:0] = {path!r}
-from sparsekv.evaluation import decode, sweep
+from sparsekv.evaluation import evaluator
 from sparsekv.evaluation.run import EvalConfig, run_eval
-left, write = {cells}, sweep.add_cell
+left, write = {cells}, evaluator.add_cell
 def add(path, cell):
     global left
     left -= 1
@@ -173,46 +209,41 @@ def add(path, cell):
             file.write('{{"case": "cut o')
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, cell)
-sweep.add_cell = decode.add_cell = add
+evaluator.add_cell = add
 run_eval(EvalConfig(**{options!r}))
 """
 
 
-@pytest.mark.parametrize("tasks", ["needle,perplexity", "requests"])
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path, tokenizer, monkeypatch, tasks: str) -> None:
-    from sparsekv.evaluation import decode
+def test_a_killed_run_goes_on_where_it_was(tmp_path, saved_model, monkeypatch) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT * 40)
-    options = {"model": str(tmp_path / "model"), "selectors": "topk", "budgets": "0.2,0.5", "device": "cpu",
-               "output": str(tmp_path / "out")}
-    if tasks == "requests":
-        options["requests"] = str(save_requests(tmp_path / "r.jsonl", requests(), {}))
-    else:
-        options |= {"tasks": tasks, "corpus": str(tmp_path / "text.txt"), "context_length": 256, "num_needles": 2,
-                    "num_documents": 2, "continuation": 16, "split": "all"}
+    options = {"model": str(saved_model), "methods": "topk", "budgets": "0.2,0.5", "device": "cpu",
+               "output": str(tmp_path / "out"), "corpus": str(tmp_path / "text.txt"), "lengths": "256", "samples": 2,
+               "split": "all"}
     child = CHILD.format(path=sys.path, cells=4, options=options)
     assert subprocess.run([sys.executable, "-c", child], check=False).returncode == -signal.SIGKILL
     with pytest.raises(SparseKVError, match="--resume"):
         run_eval(EvalConfig(**options))
     written = []
-    for module in (sweep_module, decode):
-        monkeypatch.setattr(module, "add_cell", lambda path, cell, write=module.add_cell: (
-            written.append(cell), write(path, cell)))
+    monkeypatch.setattr(evaluator_module, "add_cell", lambda path, cell, write=evaluator_module.add_cell: (
+        written.append(cell), write(path, cell)))
     resumed = run_eval(EvalConfig(**options, resume=True))
-    assert len(written) == (6 if tasks == "requests" else 12) - 4
+    assert len(written) == 9 - 4
     fresh = run_eval(EvalConfig(**{**options, "output": str(tmp_path / "fresh")}))
 
     def values(rows):
         return [{k: v for k, v in r.items() if k not in ("command", "seconds")} for r in rows]
 
     assert values(resumed.rows) == values(fresh.rows)
-    if tasks != "requests":
-        with pytest.raises(SparseKVError, match="other prompts"):
-            run_eval(EvalConfig(**{**options, "seed": 1}, resume=True))
-        assert {"seed", "budget", "low", "high", "samples", "corpus"} <= set(fresh.rows[0])
+    with pytest.raises(SparseKVError, match="other requests"):
+        run_eval(EvalConfig(**{**options, "seed": 1}, resume=True))
+    assert all({"seed", "budget", "samples", "corpus", "task", "length", "machine", "commit"} <= set(r)
+               for r in fresh.rows)
+    found = {(r["case"], r["metric"]) for r in fresh.rows if r["method"] == "topk"}
+    assert found == {("needle@256", "score"), ("needle@256", "needle"),
+                     *(("perplexity@256", m) for m in ("perplexity", "rel_err", "selectivity"))}
+    assert "exact top-k, 20 %" in fresh.table and "of 2" in fresh.table
 
 
 def test_targets_are_judged_on_the_same_samples() -> None:
@@ -238,11 +269,11 @@ def test_targets_are_judged_on_the_same_samples() -> None:
 
 def test_older_and_foreign_results_are_refused(tmp_path) -> None:
     path = tmp_path / "cells.jsonl"
-    path.write_text(json.dumps({"format": sweep_module.FORMAT, "format_version": 0}) + "\n")
+    path.write_text(json.dumps({"format": FORMAT, "format_version": 0}) + "\n")
     with pytest.raises(SparseKVError, match="format 0"):
         collect(tmp_path)
     path.write_text("[1]\n")
-    with pytest.raises(SparseKVError, match="no sweep"):
+    with pytest.raises(SparseKVError, match="holds no cells"):
         collect(tmp_path)
     with pytest.raises(SparseKVError, match=r"no cells\.jsonl"):
         collect(tmp_path / "none")
@@ -256,10 +287,12 @@ def test_older_and_foreign_results_are_refused(tmp_path) -> None:
 
 
 def test_methods_may_have_options_of_their_selector(tmp_path, tokenizer) -> None:
-    methods = parse_methods(["full", "random", "random:seed=5", "random:seed=5+moments"], [0.2])
-    assert [m.name for m in methods] == ["full", "random", "random:seed=5", "random:seed=5+moments"]
+    methods = parse_methods(["full", "random", "random:seed=5", "random:seed=5+centroid"], [0.2])
+    assert [m.name for m in methods] == ["full", "random", "random:seed=5", "random:seed=5+centroid"]
     assert methods[2].options == (("seed", 5),)
     assert parse_methods(["router:scores=mlp"], [0.1])[0].options == (("scores", "mlp"),)
+    assert label("random:seed=5+phi", 0.05) == "random, seed=5, 5 % + φ" and label("streaming") == "sink + tail"
+    assert Method("router", "phi").artifacts == ["router", "phi"] and Method("topk").artifacts == []
     run(tmp_path, tokenizer, methods)
     answers = {c["method"]: c["answers"] for c in collect(tmp_path)}
     assert answers["random"] != answers["random:seed=5"]
@@ -267,7 +300,7 @@ def test_methods_may_have_options_of_their_selector(tmp_path, tokenizer) -> None
     _, lines = table(rows, "one@128", ["random"])
     assert [line[0] for line in lines] == ["full", "random", "random:seed=5"]
     assert {(r["method"], r["against"]) for r in rows if r["metric"] == "difference"} == {
-        ("random:seed=5+moments", "random:seed=5")}
+        ("random:seed=5+centroid", "random:seed=5")}
     cells = [{"case": case, "method": m, "budget": 0.1, "indices": [0], "scores": [s], "read": 0.1, "tokens": 9,
               "seconds": 1.0} for case in ("one@1", "two@1") for m, s in (
                   ("lfps", 0.1), ("lfps:alpha=0.03", 0.5), ("router+phi", 0.4))]
@@ -309,19 +342,20 @@ def test_scores_are_rulers() -> None:
     assert score(base, "an OWL\x07and") == 0.5 and score(base, "gnus, owls") == 1.0 and score(base, "") == 0.0
     part = Request("t", 0, 0, "", ["a b", "c"], "string_match_part", 1, [])
     assert score(part, "C!") == 1.0 and score(part, "d") == 0.0
+    found = Request("needle", 9, 0, [1], ["1234567"], "first_number", 1, [])
+    assert score(found, " 1234567. The") == 1.0 and score(found, " 91234567") == score(found, "no 1 1234567") == 0.0
+    assert score(found, "none") == 0.0
     with pytest.raises(SparseKVError, match="scored by lm-eval"):
         score(Request("t", 0, 0, "", [], "lm-eval", 1, []), "x")
     assert task_names("ruler-offline, needle")[-1] == "needle" and len(task_names("ruler")) == 13
 
 
-def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) -> None:
+def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, saved_model) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     path = save_requests(tmp_path / "r.jsonl.gz", requests(), {})
-    options = {"model": str(tmp_path / "model"), "output": tmp_path / "out", "requests": path, "device": "cpu",
-               "selectors": "topk,streaming", "budgets": "0.2,0.5", "completions": "none,centroid"}
+    options = {"model": str(saved_model), "output": tmp_path / "out", "requests": path, "device": "cpu",
+               "methods": "topk,topk+centroid,streaming,streaming+centroid", "budgets": "0.2,0.5"}
     result = run_eval(EvalConfig(**options))
     assert {r["method"] for r in result.rows} == {"full", "topk", "topk+centroid", "streaming", "streaming+centroid"}
     page = (tmp_path / "out" / "report.html").read_text()
@@ -330,7 +364,9 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) ->
     assert all(r["machine"] and r["commit"] for r in result.rows)
     again = run_eval(EvalConfig(**options, resume=True))
     assert [r["value"] for r in again.rows] == [r["value"] for r in result.rows]
-    for wrong, message in (({"completions": "magic"}, "unknown completion"), ({"completions": "phi"}, "add --phi"),
+    for wrong, message in (({"methods": "topk+magic"}, "unknown completion"), ({"methods": "topk+phi"}, "add --phi"),
+                           ({"methods": "router"}, "needs a router artifact"),
+                           ({"methods": "best"}, "unknown selector"),
                            ({"accounting": "free"}, "unknown accounting"), ({"lengths": "4k"}, "lengths '4k'"),
                            ({"output": tmp_path / "o", "tasks": "other"}, "no requests of other"),
                            ({}, "--resume")):
@@ -338,20 +374,17 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, tokenizer) ->
             run_eval(EvalConfig(**{**options, "overwrite": bool(wrong), **wrong}))
 
 
-def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, tokenizer, monkeypatch) -> None:
-    from sparsekv.evaluation import suite
+def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, saved_model, monkeypatch) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
-    make_model().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
     asked = [Request("theirs", 0, i, TEXT, [], "lm-eval", 4, [], {"answer": "x"}) for i in range(2)]
-    options = {"model": str(tmp_path / "model"), "output": tmp_path / "out", "device": "cpu", "selectors": "topk",
+    options = {"model": str(saved_model), "output": tmp_path / "out", "device": "cpu", "methods": "topk",
                "budgets": "0.5", "requests": save_requests(tmp_path / "r.jsonl", [*requests()[:1], *asked], {})}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     first = run_eval(EvalConfig(**options))
     assert "No scores yet of theirs" in first.table and "with --resume" in first.table
     monkeypatch.undo()
-    monkeypatch.setattr(suite, "score_answers", lambda requests, answers: [0.25 for _ in answers])
+    monkeypatch.setattr("sparsekv.evaluation.requests.score_answers", lambda requests, answers: [0.25 for _ in answers])
     again = run_eval(EvalConfig(**options, resume=True))
     assert "No scores yet" not in again.table
     assert {r["value"] for r in again.rows if r["case"] == "theirs"} == {25.0}
@@ -367,5 +400,10 @@ def test_help_names_every_task_and_the_units(monkeypatch, capsys) -> None:
         main()
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for word in ("needle", "perplexity", "ruler-offline", "babilong", "infinitebench", "longbench", "[tokens]",
-                 "[prompts]", "[seconds]", "--skip-missing", "--needle-depths", "--resume"):
+                 "[prompts]", "--skip-missing", "--needle-depths", "--resume", "Methods", "Prompts", "Running"):
         assert word in text, word
+    from dataclasses import fields
+
+    from sparsekv.evaluation.run import EvalConfig
+
+    assert len(fields(EvalConfig)) <= 22

@@ -1,0 +1,109 @@
+"""What all figures share: one colour a method, the axes, labels at the ends of lines, SVG that follows the page.
+
+Text and axes are drawn in `currentColor`, so a page's own colour scheme applies.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsekv.evaluation.methods import label, plain
+
+# Okabe and Ito's palette, told apart under the common colour-vision deficiencies
+HUES = {"full": "#7f7f7f", "streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "quest": "#009E73",
+        "snapkv": "#E69F00", "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d"}
+"""Colour of what is read; what completes it is the line's style."""
+STYLES = {"": "--", "phi": "-", "centroid": ":"}
+SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#7f7f7f")
+"""Colours of lines that are no methods."""
+SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")
+"""Colours of quarters of the heads, from peaked to diffuse."""
+INK = "#1d1d1e"
+
+
+class Drawing(str):
+    """An SVG whose text takes the colour of the page; `png` is the same on white."""
+
+    png: bytes = b""
+
+
+def look(method: str) -> tuple[str, str, Any]:
+    """Label, colour and line style of a method: solid completed by φ, dashed by nothing, dotted with other options."""
+    selector, _, completion = plain(method).partition("+")
+    style = "-" if selector == "full" else STYLES.get(completion, "-.")
+    return label(method), HUES.get(selector, HUES["full"]), style if plain(method) == method else ":"
+
+
+def canvas(columns: int = 1, rows: int = 1) -> Any:
+    """A figure and its axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
+    figure, axes = plt.subplots(rows, columns, figsize=(7.2, 3.9 if rows == 1 else 2.4 * rows), layout="constrained")
+    for panel in axes.flat if columns * rows > 1 else [axes]:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#8888", linewidth=0.5)
+        panel.tick_params(colors=INK)
+        for part in (*panel.spines.values(), panel.xaxis.label, panel.yaxis.label):
+            part.set_color(INK)
+    return figure, axes
+
+
+def drawn(figure: Any) -> Drawing:
+    """The finished figure; closes it."""
+    import matplotlib.pyplot as plt
+
+    buffer, pixels = io.StringIO(), io.BytesIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    figure.savefig(pixels, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    plt.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg"):].replace(INK, "currentColor")
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    made = Drawing(re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1))
+    made.png = pixels.getvalue()
+    return made
+
+
+def end_labels(axes: Any, ends: Mapping[str, float], top: float, last: int) -> None:
+    """Methods at the right of the plot, each after a piece of its line, moved apart where two would touch. ends: the
+    height at which a method's line ends; last: where the lines end."""
+    beside = axes.get_yaxis_transform()  # across in parts of the plot's width, up in data
+    methods = sorted(ends, key=ends.__getitem__)
+    for method, height in zip(methods, _apart([ends[m] for m in methods], 0.062 * top, top), strict=True):
+        name, colour, style = look(method)
+        axes.plot([1.02, 1.08], [height] * 2, color=colour, linestyle=style, linewidth=1.7, clip_on=False,
+                  transform=beside)
+        axes.annotate(name, (1.09, height), xycoords=beside, color=colour, fontsize=9, va="center",
+                      annotation_clip=False)
+    margin = 0.06 * max(last, 1)
+    axes.set_xlim(-margin, last + margin)
+
+
+def _apart(wanted: Sequence[float], gap: float, top: float) -> list[float]:
+    """Heights, lowest first, moved so that none touches another and none stands above `top`."""
+    heights: list[float] = []
+    for height in wanted:
+        heights.append(max(height, heights[-1] + gap) if heights else height)
+    for i in range(len(heights) - 1, -1, -1):
+        heights[i] = min(heights[i], top if i == len(heights) - 1 else heights[i + 1] - gap)
+    return heights
+
+
+def legend(axes: Any, columns: int = 5) -> None:
+    """Above the plot, where no line runs through it."""
+    count = len(axes.get_legend_handles_labels()[0])
+    if count:
+        axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=min(columns, count), loc="lower left",
+                    bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
+
+
+def written(value: float, _: int | None = None) -> str:
+    """A tick as one writes it, not as a power of ten."""
+    return f"{value:g}".replace("-", "−")

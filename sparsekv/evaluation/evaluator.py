@@ -1,0 +1,253 @@
+"""The evaluator: every method at every budget on the same prompts, prefilled once; a finished cell is on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.core.estimators import CentroidEstimator
+from sparsekv.core.estimators.centroid import equal_buckets
+from sparsekv.core.regions import AMORTISE_OVER
+from sparsekv.evaluation.batch import Batch, all_sparse, answer_batch, continue_text, prefill_batch
+from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
+from sparsekv.evaluation.methods import Method
+from sparsekv.evaluation.requests import Request, score
+from sparsekv.evaluation.rows import origin
+from sparsekv.runtime.attach import Attachment, attach
+from sparsekv.runtime.decoding import SINK_SIZE, WINDOW_SIZE
+
+TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
+                 "ruler_fwe": 40}
+"""Tokens in which RULER's tasks can be answered; lm-eval allows up to 128, which changes no correct answer."""
+CPU_BYTES = 4 * 2**30
+"""Keys and values of the prompts that are in memory at once, on a CPU; on a GPU half of what is free."""
+UNTRAINED_TOKENS = 256.0
+"""Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
+SPLIT = 4
+
+
+class Evaluator:
+    """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
+
+    accounting: `retrieved`, `worst_case` or `amortised` (METHODS, budget accounting). max_new_tokens overrides the
+    tasks' own. part: the name of a shard. said: more keys of the header. batch_tokens: prompt tokens in memory at once.
+    Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Request], *, output: Path, router: Any = None,
+                 phi: Any = None, accounting: str = "retrieved", max_new_tokens: int | None = None,
+                 resume: bool = False, part: str = "", said: dict[str, Any] | None = None,
+                 batch_tokens: int | None = None):
+        self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
+        self.accounting, self.max_new_tokens, self.batch_tokens = accounting, max_new_tokens, batch_tokens
+        self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
+        self.digests = {k: artifact_digest(a) for k, a in self.artifacts.items()}
+        configs = [a.config for a in self.artifacts.values()]
+        self.sink_size = configs[0].sink_size if configs else SINK_SIZE
+        self.window_size = configs[0].window_size if configs else WINDOW_SIZE
+        self.shape = model_fingerprint(model)
+        self.splits: dict[str, int] = {}
+        self.path = output / f"cells{part}.jsonl"
+        cells = open_cells(self.path, {
+            "requests": _digest(self.requests), "accounting": accounting, "max_new_tokens": max_new_tokens,
+            "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
+            **(said or {}), "origin": origin()}, self.digests, resume)
+        self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
+
+    def run(self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None) -> None:
+        """Fill the cells. `advance(n)` is called as requests are measured by methods."""
+        for requests in self.batches():
+            todo = [m for m in methods if self._open(requests, m)]
+            advance((len(methods) - len(todo)) * len(requests))
+            if not todo:
+                continue
+            prompts = [self._prompt(r) for r in requests]
+            with attach(self.model, selector="dense") as dense:
+                batch = prefill_batch(dense, prompts, room=max(map(self._limit, requests)) + 1)
+            for method in todo:
+                self._measure(batch, requests, method)
+                advance(len(requests))
+            del batch
+
+    def batches(self) -> Iterator[list[Request]]:
+        """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
+        continued is alone, and so is every prompt of a model with sliding-window layers."""
+        limit = self.batch_tokens or self._fitting_tokens()
+        sizes = {id(r): len(r.tokens(self.tokenizer)) for r in self.requests}
+        tasks: dict[tuple[int, str], list[Request]] = {}
+        for r in self.requests:
+            tasks.setdefault((r.length, r.task), []).append(r)
+        order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
+        with attach(self.model, selector="dense") as dense:
+            alone = not all_sparse(dense.cache())
+        batch: list[Request] = []
+        longest = 0
+        for r in (r for key in order for r in tasks[key]):
+            longest = max(longest, sizes[id(r)])
+            if batch and (alone or batch[0].length != r.length or longest * (len(batch) + 1) > limit
+                          or "continuation" in (batch[0].metric, r.metric)):
+                yield batch
+                batch, longest = [], sizes[id(r)]
+            batch.append(r)
+        if batch:
+            yield batch
+
+    def _fitting_tokens(self) -> int:
+        room = CPU_BYTES
+        if self.model.device.type == "cuda":
+            room = torch.cuda.mem_get_info(self.model.device)[0] // 2
+        size = self.shape["num_layers"] * self.shape["num_kv_heads"] * self.shape["head_dim"]
+        return int(room // (2 * size * self.model.dtype.itemsize))
+
+    def _prompt(self, request: Request) -> list[int]:
+        tokens = request.tokens(self.tokenizer)
+        return tokens[:-request.max_new_tokens] if request.metric == "continuation" else tokens
+
+    def _limit(self, request: Request) -> int:
+        if request.metric == "continuation" or self.max_new_tokens is None:
+            return min(request.max_new_tokens, TOKENS_NEEDED.get(request.task, request.max_new_tokens))
+        return self.max_new_tokens
+
+    def _open(self, requests: Sequence[Request], method: Method) -> bool:
+        return any((r.case, r.index, method.name, method.budget) not in self.done for r in requests)
+
+    def feasible(self, context: int, method: Method) -> bool:
+        """Whether the budget pays for sink, tail and the completion's cache where the accounting has it pay for them:
+        a prompt of `context` tokens and its last one, which joins the tail."""
+        if self.accounting == "retrieved" or method.budget is None:
+            return True
+        spread = AMORTISE_OVER if self.accounting == "amortised" else 1
+        always = self.sink_size + self.window_size + 1 + self._cache_tokens(method) / spread
+        return method.budget * context >= always
+
+    def _cache_tokens(self, method: Method) -> float:
+        """What the completion's cache costs to fetch, in tokens; an untrained one is as large as φ's."""
+        if method.completion == "none":
+            return 0.0
+        return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
+
+    def _attached(self, method: Method) -> Attachment:
+        # short contexts are measured sparsely too
+        options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
+                                   **dict(method.options), **{k: self.artifacts.get(k) for k in method.artifacts}}
+        if method.budget is not None:
+            options |= {"token_budget": float(method.budget), "accounting": self.accounting}
+        completion: Any = method.completion
+        if completion == "centroid":
+            completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
+        return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
+                      completion=completion, **options)
+
+    def _measure(self, batch: Batch, requests: list[Request], method: Method) -> None:
+        """Measure a batch and write one line a task; infeasible tasks are written as such."""
+        began = time.perf_counter()
+        lengths = batch.lengths.tolist()
+        barred = {r.case for r, n in zip(requests, lengths, strict=True) if not self.feasible(n, method)}
+        rows = [i for i, r in enumerate(requests) if r.case not in barred]
+        found: dict[str, Any] = {}
+        texts: dict[int, str] = {}
+        if rows and requests[0].metric == "continuation":
+            found = self._continue(batch, requests[0], method)
+        elif rows:
+            texts, read = self._answer(batch, requests, method, rows)
+            found = {"read": read}
+        seconds = time.perf_counter() - began
+        for case in dict.fromkeys(r.case for r in requests):
+            own = [i for i, r in enumerate(requests) if r.case == case]
+            line: dict[str, Any] = {"case": case, "method": method.name, "budget": method.budget,
+                                    "indices": [requests[i].index for i in own],
+                                    **{k: self.digests[k] for k in method.artifacts}}
+            if case in barred:
+                line["infeasible"] = True
+            else:
+                line |= {**found, "tokens": round(sum(lengths[i] for i in own) / len(own)),
+                         "cache_tokens": self._cache_tokens(method),
+                         "seconds": round(seconds * len(own) / len(requests), 3)}
+            if case not in barred and texts:
+                line |= {"scores": [_score(requests[i], texts[i]) for i in own], "answers": [texts[i] for i in own]}
+                if requests[own[0]].depth is not None:
+                    line["depths"] = [requests[i].depth for i in own]
+            add_cell(self.path, line)
+            self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
+
+    def _continue(self, batch: Batch, request: Request, method: Method) -> dict[str, Any]:
+        """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
+        following = request.tokens(self.tokenizer)[-request.max_new_tokens:]
+        with self._attached(method) as attachment:
+            attachment.sparse_chunks, attachment.compares = True, method.selector != "full"
+            loss = continue_text(attachment, batch, following)
+        report = attachment.report()
+        share = report["selectivity_sparse"]
+        return {"losses": [loss], "errors": [report["rel_err"] or 0.0], "read": 1.0 if share is None else share}
+
+    def _answer(
+        self, batch: Batch, requests: list[Request], method: Method, rows: list[int],
+    ) -> tuple[dict[int, str], float]:
+        """Answers by row, and the share of the context a sparse layer read; in parts where the device's memory does not
+        hold what the method builds for all rows."""
+        splits = self.splits.get(method.selector, 1)
+        while True:
+            try:
+                return self._answer_in_parts(batch, requests, method, rows, splits)
+            except torch.OutOfMemoryError:
+                if splits >= len(rows):
+                    raise
+            splits = self.splits[method.selector] = min(splits * SPLIT, len(rows))
+            torch.cuda.empty_cache()
+
+    def _answer_in_parts(
+        self, batch: Batch, requests: list[Request], method: Method, rows: list[int], splits: int,
+    ) -> tuple[dict[int, str], float]:
+        texts: dict[int, str] = {}
+        size = -(-len(rows) // splits)
+        with self._attached(method) as attachment:
+            for first in range(0, len(rows), size):
+                chosen = rows[first:first + size]
+                part = batch
+                if len(chosen) < len(requests):
+                    part = batch.rows(torch.tensor(chosen, device=batch.last.device))
+
+                def finished(row: int, tokens: list[int], chosen: list[int] = chosen) -> bool:
+                    return self._finished(requests[chosen[row]], tokens)
+
+                answers = answer_batch(attachment, part, [self._limit(requests[i]) for i in chosen], finished)
+                texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
+                del part
+            read = attachment.report()["selectivity_sparse"]
+        return texts, 1.0 if read is None else round(read, 5)
+
+    def _finished(self, request: Request, tokens: list[int]) -> bool:
+        """Nothing that follows can change the score: the end was written, or all targets are there."""
+        if set(tokens) & self._ends():
+            return True
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if any(stop in text for stop in request.until):
+            return True
+        return request.metric == "string_match_all" and score(request, text) == 1.0
+
+    def _text(self, request: Request, tokens: list[int]) -> str:
+        """The answer up to the model's end or the task's stop string."""
+        end = next((i for i, t in enumerate(tokens) if t in self._ends()), len(tokens))
+        text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        return text[:min((text.index(s) for s in request.until if s in text), default=len(text))]
+
+    def _ends(self) -> set[int]:
+        given = self.model.generation_config.eos_token_id
+        return set(given) if isinstance(given, list) else {given, self.tokenizer.eos_token_id}
+
+
+def _score(request: Request, text: str) -> float | None:
+    return None if request.metric == "lm-eval" else score(request, text)
+
+
+def _digest(requests: Sequence[Request]) -> str:
+    """A hash of all prompts: cells of other prompts are not mixed in."""
+    text = json.dumps([[r.case, r.index, r.prompt, r.targets] for r in requests])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
