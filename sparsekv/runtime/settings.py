@@ -47,9 +47,8 @@ class Settings:
     def selectivity(self, context_length: int, generated: int = 0) -> dict[int, float]:
         """Share of the context that a query of every sparse layer reads exactly, by layer: `⌈ρN⌉` retrieved tokens,
         sink and tail; `generated` tokens were decoded since the prefill of `context_length` and stay exact."""
-        # the budget is of the cache that the first sparse step sees, its own token included
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), context_length, self.sink_size,
-                                         self.window_size).grown(context_length + min(generated, 1))
+                                         self.window_size)
         length = context_length + generated
         anchors = length - int(regions.mid_sizes)
         return {layer: (int(tokens_of_budget(s.budget, regions)) + anchors) / length

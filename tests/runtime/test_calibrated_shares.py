@@ -45,7 +45,7 @@ def test_a_step_takes_the_shift_of_what_it_reads(made, options: dict, shift: flo
                          dense_below=0, **options) as attachment:
         cache = attachment.prefill(ids[:, :-1])
         model(ids[:, -1:], past_key_values=cache)
-        offset = cache.layers[1].state.completion.layer.offset
+        offset = cache.layers[1].state.estimator.layer.offset
     torch.testing.assert_close(offset[0], torch.tensor(shift), atol=0.02, rtol=0)
 
 

@@ -1,79 +1,23 @@
 """The runtime inside transformers models: everything selected is the plain model; on exit nothing is left."""
 
+import inspect
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
-from transformers.models.glm4.configuration_glm4 import Glm4Config
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.mistral.configuration_mistral import MistralConfig
-from transformers.models.phi3.configuration_phi3 import Phi3Config
-from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from tiny import FAMILIES, make_model, prompt
+from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
-from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels.reference import RouterWeights
-from sparsekv.models.feature_map import FeatureMap, Maps
-from sparsekv.runtime.plan import DENSE_BYTES
+from sparsekv.runtime.decoding import DENSE_BYTES
 
-SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512,
-         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 96}
-CONFIGS = {
-    "llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "mistral": MistralConfig, "phi3": Phi3Config,
-    "gemma3": Gemma3TextConfig, "glm4": Glm4Config,
-}
-
-
-def tiny(name: str = "llama", **extra: object):
-    torch.manual_seed(0)
-    options = {**SIZES, **extra}
-    if name == "gemma3":
-        options |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    if name == "mistral":
-        options |= {"sliding_window": None}
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](**options)).eval()
-    # larger weights make the attention peaked, so that a wrong key would be seen
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3.0)
-    return model
-
-
-def artifacts(model, *, buckets: int = 8, space: str = "rot", scores: str = "mlp", features: int = 12):
-    torch.manual_seed(1)
-    mark = model_fingerprint(model)
-    layers, heads_q, heads_kv, dim = mark["num_layers"], mark["num_query_heads"], mark["num_kv_heads"], mark["head_dim"]
-    common = {"model": mark, "layers": list(range(layers)), "sink_size": 4, "window_size": 16}
-    centroids = torch.nn.functional.normalize(torch.randn(layers, heads_kv, buckets, dim), dim=-1)
-    weights = None
-    if scores != "mean_key":
-        weights = RouterWeights(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
-                                torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
-    router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
-                                                 **common), centroids, weights)
-    maps = [FeatureMap(layers * h, dim, features, 24).weights() for h in (heads_q, heads_kv)]
-    maps = Maps(*maps).map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
-    phi = PhiArtifact(PhiArtifactConfig(num_features=features, width=24, **common), maps,
-                      torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
-    return router, phi
-
-
-def prompt(batch: int = 1, length: int = 75) -> torch.Tensor:
-    return torch.randint(1, 95, (batch, length), generator=torch.Generator().manual_seed(3))
-
-
+LENGTH = 75
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_everything_selected_is_the_plain_model(name: str) -> None:
-    model, ids = tiny(name), prompt()
+    model, ids = make_model(name), prompt(LENGTH)
     plain = model.generate(ids, **GREEDY)
     want = model(plain).logits
     router, phi = artifacts(model, space="pre")
@@ -90,9 +34,9 @@ def test_everything_selected_is_the_plain_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("space", ["rot", "pre"])
-@pytest.mark.parametrize("scores", ["mlp", "mean_key", "hybrid"])
+@pytest.mark.parametrize("scores", ["mlp", "mean_key"])
 def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, scores: str) -> None:
-    model, ids = tiny(), prompt(length=90)
+    model, ids = make_model(), prompt(90)
     router, phi = artifacts(model, space=space, scores=scores)
     options = {"router": router, "phi": phi, "token_budget": 0.1}
     with sparsekv.attach(model, **options) as one:
@@ -101,7 +45,8 @@ def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, 
         steps = [model(ids[:, t:t + 1], past_key_values=first, use_cache=True).logits for t in range(80, 90)]
         again = [model(ids[:, t:t + 1], past_key_values=second, use_cache=True).logits for t in range(80, 90)]
         torch.testing.assert_close(torch.cat(steps, 1), torch.cat(again, 1))
-    with sparsekv.attach(model, sparse_chunks=True, diagnostics=True, **options) as other:
+    with sparsekv.attach(model, **options) as other:
+        other.sparse_chunks = other.compares = True
         chunk = model(ids[:, 80:], past_key_values=cache.fork(), use_cache=True).logits
     torch.testing.assert_close(torch.cat(steps, 1), chunk, rtol=1e-4, atol=1e-4)
     assert one.report()["selectivity"] == pytest.approx(other.report()["selectivity"])
@@ -112,7 +57,7 @@ def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, 
     {"selector": "topk", "token_budget": 1.0}, {"selector": "topk", "token_budget": 5},
     {"selector": "streaming"}, {"probes": 3}])
 def test_padded_rows_decode_as_they_do_alone(options: dict) -> None:
-    model, ids = tiny(), prompt(batch=3)
+    model, ids = make_model(), prompt(LENGTH, 3)
     router, _ = artifacts(model)
     if "selector" not in options:
         options = {**options, "router": router}
@@ -126,7 +71,7 @@ def test_padded_rows_decode_as_they_do_alone(options: dict) -> None:
 
 
 def test_the_model_is_left_as_it_was() -> None:
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     before, plain = model.config._attn_implementation, model.generate(ids, **GREEDY)
     hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
     with pytest.raises(ZeroDivisionError), sparsekv.attach(model, selector="streaming"):
@@ -148,7 +93,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_beams_and_several_sequences_run() -> None:
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
         plain = model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options}, generation_config=None) \
             if "num_beams" in options else None
@@ -159,7 +104,7 @@ def test_beams_and_several_sequences_run() -> None:
 
 
 def test_long_generation_moves_tokens_into_the_index() -> None:
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     router, phi = artifacts(model)
     with sparsekv.attach(model, router=router, phi=phi, probes=2, decode_window=16) as attachment:
         out = model.generate(ids, max_new_tokens=120, min_new_tokens=120, do_sample=False)
@@ -171,7 +116,7 @@ def test_long_generation_moves_tokens_into_the_index() -> None:
 
 @pytest.mark.parametrize("placement", ["gpu", "cpu"])
 def test_short_caches_are_decoded_densely_until_they_are_long(placement: str) -> None:
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     router, phi = artifacts(model)
     options = {"router": router, "phi": phi, "probes": 2, "placement": placement}
     plain = model.generate(ids, **GREEDY)
@@ -185,11 +130,11 @@ def test_short_caches_are_decoded_densely_until_they_are_long(placement: str) ->
 
 
 def test_the_length_where_dense_wins_follows_the_bytes_of_the_cache(monkeypatch) -> None:
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     router, _ = artifacts(model)
     assert DENSE_BYTES["cpu"] > 0 and DENSE_BYTES["cuda"] > 0
     for limit, sparse in (({"cpu": 80 * 2 * 2 * 16 * 4}, 4 * 2), (DENSE_BYTES, 0), ({}, 8 * 2)):
-        monkeypatch.setattr("sparsekv.runtime.plan.DENSE_BYTES", limit)
+        monkeypatch.setattr("sparsekv.runtime.decoding.DENSE_BYTES", limit)
         with sparsekv.attach(model, router=router, probes=2) as attachment:
             model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
         assert attachment.report()["sparse_calls"] == sparse
@@ -202,7 +147,7 @@ BAD = [
     ({"selector": "nope", "token_budget": 1}, "unknown selector"),
     ({"selector": "router"}, "router"),
     ({"selector": "topk"}, "needs token_budget"),
-    ({"selector": "topk", "token_budget": 1.5}, "fraction of the context"),
+    ({"selector": "topk", "token_budget": 1.5}, "share of the context"),
     ({"selector": "topk", "token_budget": -3}, "negative"),
     ({"selector": "streaming", "completion": "phi"}, "needs trained feature maps"),
     ({"selector": "streaming", "completion": "magic"}, "unknown completion"),
@@ -215,21 +160,26 @@ BAD = [
 ]
 
 
+def test_attach_has_at_most_twelve_options_beside_the_selectors_own() -> None:
+    named = [p for p in inspect.signature(sparsekv.attach).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert len(named) <= 12
+
+
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_options_are_refused_with_a_sentence(options: dict, message: str) -> None:
     with pytest.raises(SparseKVError, match=message):
-        sparsekv.attach(tiny(), **options)
+        sparsekv.attach(make_model(), **options)
 
 
 def test_bad_artifacts_models_and_caches_are_refused() -> None:
     from transformers import StaticCache, T5Config, T5ForConditionalGeneration
 
-    model, ids = tiny(), prompt()
+    model, ids = make_model(), prompt(LENGTH)
     router, phi = artifacts(model)
     for probes in (0, 9):
         with pytest.raises(SparseKVError, match="between 1 and the router's 8"):
             sparsekv.attach(model, router=router, probes=probes)
-    other = tiny(num_hidden_layers=2)
+    other = make_model(num_hidden_layers=2)
     for trained in ({"router": router}, {"phi": phi, "selector": "streaming"}):
         with pytest.raises(SparseKVError, match=r"num_layers 3.*num_layers 2"):
             sparsekv.attach(other, **trained)

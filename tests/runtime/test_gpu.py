@@ -1,18 +1,27 @@
 """Generation on a CUDA device, where attention goes through the Triton kernels."""
 
+import copy
+
 import pytest
 import torch
-from test_generation import GREEDY, artifacts, prompt, tiny
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
 
 import sparsekv
 
 pytestmark = pytest.mark.gpu
+GREEDY = {"max_new_tokens": 9, "do_sample": False}
+
+
+def fresh(family: str = "llama"):
+    """A model that may be moved and cast."""
+    return copy.deepcopy(make_model(family))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "glm4"])
 def test_everything_selected_is_the_plain_model_on_the_gpu(name: str) -> None:
-    model = tiny(name).cuda()
-    ids = prompt(length=200).cuda()
+    model = fresh(name).cuda()
+    ids = prompt(200).cuda()
     plain = model.generate(ids, **GREEDY)
     router, phi = artifacts(model)
     for options in ({"selector": "topk", "token_budget": 1.0}, {"router": router, "probes": 8},
@@ -24,12 +33,13 @@ def test_everything_selected_is_the_plain_model_on_the_gpu(name: str) -> None:
 
 
 def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
-    model, ids = tiny("llama"), prompt(length=200)
+    model, ids = fresh(), prompt(200)
     router, phi = artifacts(model)
 
     def logits() -> torch.Tensor:
         device = model.device
-        with sparsekv.attach(model, router=router, phi=phi, probes=2, sparse_chunks=True) as attachment:
+        with sparsekv.attach(model, router=router, phi=phi, probes=2) as attachment:
+            attachment.sparse_chunks = True
             cache = attachment.prefill(ids[:, :150].to(device))
             return model(ids[:, 150:].to(device), past_key_values=cache, use_cache=True).logits.float().cpu()
 
@@ -42,7 +52,7 @@ def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
 def test_rows_fetched_from_the_host_give_the_same_logits(completion: str) -> None:
-    model, ids = tiny("llama").cuda(), prompt(length=200).cuda()
+    model, ids = fresh().cuda(), prompt(200).cuda()
     router, phi = artifacts(model)
     logits = {}
     for placement in ("gpu", "offload", "cpu"):
@@ -58,7 +68,7 @@ def test_rows_fetched_from_the_host_give_the_same_logits(completion: str) -> Non
 
 
 def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:
-    model, ids = tiny("llama").to("cuda", torch.bfloat16), prompt(length=300).cuda()
+    model, ids = fresh().to("cuda", torch.bfloat16), prompt(300).cuda()
     with torch.inference_mode(), sparsekv.attach(model, selector="topk", token_budget=20) as attachment:
         whole, cut = (attachment.prefill(ids, chunk_size=size).layers[2].keys.float() for size in (300, 70))
     assert (whole - cut).norm() <= 0.03 * whole.norm()

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
 VOCAB = 97
 COMMON = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0,
-          "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3}
+          "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3, "head_dim": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "phi3": ("Phi3Config", {}),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": [
+        "sliding_attention", "full_attention", "full_attention"]}),
+    "glm4": ("Glm4Config", {"partial_rotary_factor": 0.5}),
+}
 
 
 @functools.cache
-def _build(family: str):
+def _build(family: str, changes: tuple[tuple[str, Any], ...]):
     import transformers as t
 
     torch.manual_seed(7)
-    config: object
-    if family == "llama":
-        config = t.LlamaConfig(**COMMON, head_dim=16)
-    elif family == "qwen3":
-        config = t.Qwen3Config(**COMMON, head_dim=16)
-    elif family == "gemma3":
-        config = t.Gemma3TextConfig(**COMMON, head_dim=16, sliding_window=24, query_pre_attn_scalar=16,
-                                    layer_types=["sliding_attention", "full_attention", "full_attention"])
-    elif family == "glm4":
-        config = t.Glm4Config(**COMMON, head_dim=16, partial_rotary_factor=0.5)
-    else:
-        raise ValueError(family)
-    return t.AutoModelForCausalLM.from_config(config).eval()
+    name, own = FAMILIES[family]
+    return t.AutoModelForCausalLM.from_config(getattr(t, name)(**{**COMMON, **own, **dict(changes)})).eval()
 
 
-MODELS = ("llama", "qwen3", "gemma3", "glm4")
-
-
-def make_model(family: str = "llama"):
+def make_model(family: str = "llama", **changes: Any):
     """One model a family, shared by the tests: every test leaves it as it was."""
-    return _build(family)
+    return _build(family, tuple(changes.items()))
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

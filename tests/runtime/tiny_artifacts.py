@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
@@ -9,6 +12,9 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, Maps
+
+SCOPE: dict[str, Any] = {"router_scope": "kv_head"} if "router_scope" in {
+    f.name for f in fields(RouterArtifactConfig)} else {}
 
 
 def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp", features: int = 12,
@@ -19,10 +25,10 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp
     common = {"model": mark, "layers": list(range(layers)), "sink_size": 4, "window_size": 16}
     centroids = torch.nn.functional.normalize(torch.randn(layers, heads_kv, buckets, dim), dim=-1)
     weights = None
-    if scores != "mean_key":
+    if scores == "mlp":
         weights = QueryModel(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
-                                torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
-    router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores,
+                             torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
+    router = RouterArtifact(RouterArtifactConfig(num_buckets=buckets, key_space=space, scores=scores, **SCOPE,
                                                  **common), centroids, weights)
     sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
     maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
