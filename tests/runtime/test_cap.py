@@ -1,6 +1,5 @@
 """The completion's mass, capped by that of normal scores: what a step computes is what calibration measured."""
 
-import dataclasses
 
 import pytest
 import torch
