@@ -43,10 +43,10 @@ def decode() -> str:
     parts = [
         f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. Microseconds a "
         "step, bf16, d = 128, C = 1024, a budget of 32 buckets' tokens (3.125 % of the mid region), φ of the trained "
-        "shape (r = 128, half centred, capped), sink 1, tail 2047, CUDA graphs over rotated buffers. `floor` counts the "
-        "bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the complete "
-        "step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by the paper's "
-        "query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best 32 buckets, "
+        "shape (r = 128, half centred, capped), sink 1, tail 2047, CUDA graphs over rotated buffers. `floor` counts "
+        "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
+        "complete step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by "
+        "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best 32 buckets, "
         "whole; the ratio is of `sparse` to the fastest dense peer.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
