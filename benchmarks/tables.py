@@ -22,8 +22,8 @@ def decode() -> str:
     """Microseconds a step by shape, how many times faster than the best dense peer, and what goes with it."""
     rows = load("decode")
     values = {(r["case"], r["method"]): r["value"] for r in rows}
-    methods = [m for m in ("floor", "route_only", "attention_only", "sparse", "sparse_mean_key", "sparse_hybrid",
-                           "sparse_phi", "sparse_phi_buckets", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
+    methods = [m for m in ("floor", "route_only", "attention_only", "sparse", "sparse_phi", "sparse_mlp",
+                           "sparse_probes", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
                if any(r["method"] == m for r in rows)]
     peers = [m for m in methods if m.startswith("sdpa") or m in ("flashinfer", "flex")]
 
@@ -42,12 +42,12 @@ def decode() -> str:
     layer = [r for r in rows if r["case"] == "layer-128k"]
     parts = [
         f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. Microseconds a "
-        "step, bf16, d = 128, C = 1024, ℓ = 32, hidden 1024, φ with r = 128, sink 1, tail 2047, CUDA graphs over "
-        "rotated buffers. "
-        "`floor` counts the bytes of the chosen keys and values, the dense part and the router's weights at 4.3 TB/s; "
-        "`sparse` is the complete step with the paper's router, `sparse_phi` subtracts by features kept per key, "
-        "`sparse_phi_buckets` by sums kept per bucket; the ratio is of `sparse` to the fastest dense peer. `mean_key` "
-        "chooses fuller buckets here, so it reads more keys.\n",
+        "step, bf16, d = 128, C = 1024, a budget of 32 buckets' tokens (3.125 % of the mid region), φ of the trained "
+        "shape (r = 128, half centred, capped), sink 1, tail 2047, CUDA graphs over rotated buffers. `floor` counts "
+        "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
+        "complete step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by "
+        "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best 32 buckets, "
+        "whole; the ratio is of `sparse` to the fastest dense peer.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
         "## One token of an 8B-shaped model\n\n32 layers, random weights, layer 0 dense, everything in one CUDA graph; "
@@ -70,7 +70,7 @@ def decode_figure() -> None:
 
     rows = load("decode")
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    names = {"sdpa_cudnn": "full attention (cuDNN)", "sparse": "router", "sparse_mean_key": "mean key",
+    names = {"sdpa_cudnn": "full attention (cuDNN)", "sparse": "router", "sparse_probes": "query model, 32 buckets",
              "floor": "bytes"}
     for axis, prefix, label in ((axes[0], "growth-n-", "context [tokens]"), (axes[1], "growth-l-", "buckets read ℓ")):
         for (method, name), colour in zip(names.items(), ("#b2182b", "#2166ac", "#1b7837", "#888888"), strict=True):
@@ -122,15 +122,6 @@ def training() -> str:
                  for c in cases]
         parts.append(f"## {title}\n\n" + markdown(["read exactly", "mass", *(METHODS[m] for m in methods)], table)
                      + "\n")
-    fitted = [c for c in dict.fromkeys(r["case"] for r in quality) if c.startswith("request:")]
-    if fitted:
-        columns = {"none": "nothing", "phi": "φ, calibrated", "phi_request": "φ, fitted to the request",
-                   "centroid": "bucket centroids"}
-        table = [[c.removeprefix("request:"), *(_cell(values, c, m, "rel_err") for m in columns)] for c in fitted]
-        parts.append("## Right after a prefill\n\nAs the runtime has it: errors of the 256 tokens that follow a "
-                     "prefill of half and of three quarters of every window, φ as calibrated and with its mass fitted "
-                     "to the prefill's last 32 queries.\n\n"
-                     + markdown(["read exactly", *columns.values()], table) + "\n")
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))
     if metrics:
         table = [[p + "calibration", *(_cell(values, p + "calibration", "phi", m) for m in metrics)]
