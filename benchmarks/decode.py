@@ -212,6 +212,7 @@ class Buffers:
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
     """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which may still be making the buffers
     with torch.cuda.stream(stream):
         for _ in range(2):
             for step in steps:

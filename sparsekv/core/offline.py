@@ -141,7 +141,7 @@ def best_buckets(request: Request, router: Router, share: Tensor, budget: int | 
     grouped = share[:, :, :end].unflatten(1, (view.num_kv_heads, -1)).sum(2)
     place = router.assignment[0].long().expand(count, -1, -1)
     mass = grouped.new_zeros(count, view.num_kv_heads, buckets).scatter_add_(-1, place, grouped)
-    tokens = request.queries.per_query(tokens_of_budget(budget, view.regions))
+    tokens = request.queries.per_query(tokens_of_budget(budget, request.prefill.regions))
     return Selection(tokens=choose_tokens(mass / router.counts.clamp(min=1), router.order, router.offsets, tokens,
                                           int(tokens.max())))
 

@@ -21,6 +21,7 @@ from sparsekv.kernels.types import BucketMeans, QueryModel, RouterScores
 HIDDEN_BLOCK, HIDDEN_WARPS = 32, 4
 BUCKET_PROGRAMS, SCORE_WARPS = 128, 4
 DEPTH_BLOCK, STAGES = 128, 5
+"""Stages in half precision; wider numbers take as many fewer, so that they fit the shared memory."""
 RANK_WARPS = 8
 FILL_BLOCK, FILL_WARPS = 256, 4
 MAX_ROWS = 64
@@ -169,7 +170,7 @@ def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bo
         DEPTH=padded(dim), num_warps=HIDDEN_WARPS)
     score_kernel[grid](
         middle, w2, b2, table, logits, heads_kv, count, count // batch, hidden, buckets, **shape, BLOCK=block,
-        DEPTH=DEPTH_BLOCK, OFFSETS=offsets, num_warps=SCORE_WARPS, num_stages=STAGES,
+        DEPTH=DEPTH_BLOCK, OFFSETS=offsets, num_warps=SCORE_WARPS, num_stages=STAGES * 2 // w2.element_size(),
         **({"launch_pdl": True} if overlap else {}))
     return logits
 
