@@ -206,10 +206,11 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     """`z [B, Hkv, r]` and `S [B, Hkv, r, d]` of features `[B, Hkv, n, r]`."""
     if dtype == features.dtype:
         return features.sum(2), features.mT @ values
-    z, s = features.sum(2, dtype=dtype), 0.0
+    z = features.sum(2, dtype=dtype)
+    s = torch.zeros(*z.shape, values.shape[-1], dtype=dtype, device=z.device)
     for a in range(0, features.shape[2], BLOCK):
-        s = s + features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
-    return z, s  # type: ignore[return-value]
+        s += features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
+    return z, s
 
 
 def _arithmetic(x: Tensor) -> torch.dtype:
