@@ -89,8 +89,8 @@ def make_decoding(
         if artifact is not None and hasattr(artifact, "check"):
             artifact.check(model)
     estimator, phi = _estimator(completion, phi)
-    sink_size = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
-    window_size = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
+    sink = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
+    window = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
     if decode_window < 1:
         raise SparseKVError(f"decode_window must be at least 1 token, found {decode_window}")
     if dense_below is not None and dense_below < 0:
@@ -107,8 +107,8 @@ def make_decoding(
     if placement == "offload" and chosen.scores_keys:
         raise SparseKVError(f"selector {chosen.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload; use placement='cpu', or a selector with an index such as router")
-    return Decoding(chosen, estimator, phi, sink_size, window_size, decode_window, placement, dense_below,
-                    frozenset(dense), layers)
+    return Decoding(chosen, estimator, phi, sink, window, decode_window, placement, dense_below, frozenset(dense),
+                    layers)
 
 
 def _selector(

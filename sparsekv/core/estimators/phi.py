@@ -206,11 +206,10 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     """`z [B, Hkv, r]` and `S [B, Hkv, r, d]` of features `[B, Hkv, n, r]`."""
     if dtype == features.dtype:
         return features.sum(2), features.mT @ values
-    z = features.sum(2, dtype=dtype)
-    s = torch.zeros(*z.shape, values.shape[-1], dtype=dtype, device=z.device)
+    s = torch.zeros(*features.shape[:2], features.shape[3], values.shape[3], dtype=dtype, device=features.device)
     for a in range(0, features.shape[2], BLOCK):
         s += features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
-    return z, s
+    return features.sum(2, dtype=dtype), s
 
 
 def _arithmetic(x: Tensor) -> torch.dtype:

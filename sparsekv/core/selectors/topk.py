@@ -65,8 +65,8 @@ class TopK(Selector):
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
                                               "share one list and token_budget counts that list.")
     layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, linear (in depth, "
-                                                "equal total: 1.5 times the budget in the first layer, half of it in "
-                                                "the last) or a JSON file with one number a layer (a share below 1 or "
+                                                "equal total: 1.5 times the budget in the first layer, half in the "
+                                                "last) or a JSON file with one number a layer (a share below 1 or "
                                                 "tokens).")
 
     def validate(self) -> None:
