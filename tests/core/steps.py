@@ -68,7 +68,9 @@ def trained(model):
     return router.to(model.device), phi.to(model.device)
 
 
-def steps_of(model, case: str, completion: str, batch: int, monkeypatch) -> tuple[list[Taken], SparseCache]:
+def steps_of(
+    model, case: str, completion: str, batch: int, monkeypatch, *, prompt: int = PROMPT,
+) -> tuple[list[Taken], SparseCache]:
     """Decode a padded batch, some tokens alone and the last in a chunk."""
     name, options = CASES[case]
     router, phi = trained(model)
@@ -81,11 +83,11 @@ def steps_of(model, case: str, completion: str, batch: int, monkeypatch) -> tupl
                            None if self.estimator is None else self.estimator.fork()))
         return found
 
-    total = PROMPT + SINGLE + CHUNK
+    total = prompt + SINGLE + CHUNK
     ids = torch.randint(1, 61, (batch, total), generator=torch.Generator().manual_seed(5)).to(model.device)
     mask = torch.ones_like(ids)
     for row, pad in enumerate(PADS[:batch]):
-        mask[row, :pad] = 0
+        mask[row, :min(pad, prompt - 1)] = 0
     given = {"router": router} if SELECTORS[name].artifact_kind else {}
     torch.manual_seed(0)
     with monkeypatch.context() as patch, torch.inference_mode(), sparsekv.attach(
@@ -93,8 +95,8 @@ def steps_of(model, case: str, completion: str, batch: int, monkeypatch) -> tupl
             **options) as attachment:
         patch.setattr(LayerState, "step", spied)
         attachment.sparse_chunks = True
-        cache = attachment.prefill(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT])
-        for t in (*range(PROMPT, PROMPT + SINGLE), total - CHUNK):
+        cache = attachment.prefill(ids[:, :prompt], attention_mask=mask[:, :prompt])
+        for t in (*range(prompt, prompt + SINGLE), total - CHUNK):
             end = total if t == total - CHUNK else t + 1
             model(ids[:, t:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
     return taken, cache

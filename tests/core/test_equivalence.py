@@ -34,6 +34,16 @@ def test_a_step_is_the_formulas_written_out(case: str, completion: str, group: i
         torch.testing.assert_close(x.step.out, literal_step(*x), **close(case))
 
 
+@pytest.mark.parametrize("completion", COMPLETIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_prompt_without_a_mid_region(case: str, completion: str, monkeypatch) -> None:
+    for dtype, limit in ((torch.float64, 1e-7), (torch.bfloat16, 0.1)):
+        taken, _ = steps_of(tiny(3, 10, dtype), case, completion, len(PADS), monkeypatch, prompt=8)
+        assert not taken[0].view.regions.mid_sizes.any() and taken[-1].view.regions.mid_sizes.any()
+        for x in (taken[0], taken[-1]):
+            torch.testing.assert_close(x.step.out.double(), literal_step(*x), rtol=limit, atol=max(limit, 1e-6))
+
+
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("completion", COMPLETIONS)
 @pytest.mark.parametrize("case", CASES)

@@ -115,9 +115,9 @@ def test_a_prefix_written_with_index_and_estimate_inside_still_loads(tmp_path):
             meta = file.metadata()
         tensors = load_file(new)
         for i in (1, 2):
-            tensors |= {f"{i}.index.centroids": router.centroids[i], f"{i}.phi.m": torch.zeros(1, 2, 12),
-                        f"{i}.index.assignment": torch.zeros(1, 2, 64, dtype=torch.int32),
-                        f"{i}.phi.s": torch.zeros(1, 2, 12, 16), f"{i}.phi.first": torch.tensor([4])}
+            tensors |= {f"{i}.index.centroids": router.centroids[i], f"{i}.index.assignment": torch.zeros(1, 2, 64)}
+            tensors |= {f"{i}.phi.{part}": torch.zeros(1, 2, 12) for part in (
+                "m", "z", "s", "mid", "centre", "centre_of", "mark")}
         save_file(tensors, old, metadata=meta)
         want = step(model, ids[:, 80:81], cache)
         torch.testing.assert_close(step(model, ids[:, 80:81], attachment.load_prefix(old)), want)

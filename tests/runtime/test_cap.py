@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
-from views import built, make_view
+from views import make_view
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.core.estimators import PhiEstimator
@@ -26,13 +26,16 @@ def layer(heads_q: int = 4, heads_kv: int = 2, dim: int = 8, *, centred: bool = 
 
 def test_what_is_above_the_cap_comes_down_to_it() -> None:
     before, queries, step = make_view(batch=2, pads=(0, 31), new=9)
-    masses = []
-    for capped in (True, False):
-        selector, estimator = built(SELECTORS["topk"](token_budget=0.1), before), PhiEstimator(layer(capped=capped))
+
+    def masses(capped: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        selector, estimator = SELECTORS["topk"](token_budget=0.1), PhiEstimator(layer(capped=capped))
+        selector.validate()
         build(before, selector, estimator)
-        masses.append(estimator.partial(step, queries, selector.select(step, queries))[1])
-        cap = estimator.query(step, queries).cap if capped else cap
-    lowered, free = masses
+        _, lse = estimator.partial(step, queries, selector.select(step, queries))
+        return lse, estimator.query(step, queries).cap
+
+    (lowered, cap), (free, none) = masses(True), masses(False)
+    assert none is None
     assert 0.2 < float((free > cap).float().mean()) < 0.8
     torch.testing.assert_close(lowered, torch.minimum(free, cap))
 
@@ -60,12 +63,11 @@ def test_the_moments_grow_with_the_mid_region(centred: bool) -> None:
 
 
 def test_a_mid_region_that_has_doubled_has_its_mean_key_taken_anew() -> None:
-    before, _, step = make_view(length=40, new=60)
     for tail_start, anew in ((50, False), (90, True)):
+        before, _, view = make_view(length=40, new=60)
         estimator = PhiEstimator(layer(centred=True))
         estimator.build(before)
         estimator.reads(before, 0.1)
-        _, _, view = make_view(length=40, new=60)
         old, view.regions = view.regions, view.regions.moved(tail_start)
         estimator.extend(view, old)
         end = tail_start if anew else 30

@@ -8,35 +8,39 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
+from sparsekv.core.selectors import SELECTORS
 from sparsekv.errors import SparseKVError
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-HOSTED = ["router", "quest", "snapkv", "streaming", "random", "faiss"]
+INDEXED = [name for name, kind in SELECTORS.items() if name != "dense" and not kind.scores_keys]
 
 
-@pytest.mark.parametrize("placement", ["offload", "cpu"])
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
-@pytest.mark.parametrize("name", [*HOSTED, "topk"])
-def test_placement_changes_nothing(name: str, completion: str, placement: str):
-    model = make_model()
+@pytest.mark.parametrize("name", [*INDEXED, "topk"])
+def test_placement_changes_nothing(name: str, completion: str):
+    model, kind = make_model(), SELECTORS[name]
     router, phi = artifacts(model)
     ids = prompt(80, 2)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
-    options = {"selector": name, "completion": completion, "phi": phi, "decode_window": 16}
-    options |= {} if name == "streaming" else {"token_budget": 20}
-    options |= {"router": router} if name == "router" else {}
-    if name == "topk" and placement == "offload":
-        with pytest.raises(SparseKVError, match="placement='cpu'"):
-            sparsekv.attach(model, placement=placement, **options)
-        return
-    outs = []
-    for place in ("gpu", placement):
-        with sparsekv.attach(model, placement=place, **options) as attachment:
-            outs.append(model.generate(ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, **GREEDY))
+    options = {"selector": name, "completion": completion, "phi": phi, "decode_window": 8}
+    options |= {"token_budget": 20} if kind.spends_budget else {}
+    options |= {"router": router} if kind.artifact_kind else {}
+    outs = {}
+    for placement in ("gpu", "cpu") if kind.scores_keys else ("gpu", "cpu", "offload"):
+        with sparsekv.attach(model, placement=placement, **options) as attachment:
+            outs[placement] = model.generate(ids, attention_mask=mask, max_new_tokens=20, min_new_tokens=20, **GREEDY)
             assert attachment.report()["sparse_calls"] > 0
-    for a, b in zip(outs[0].logits, outs[1].logits, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    want = outs.pop("gpu")
+    for out in outs.values():
+        for a, b in zip(out.logits, want.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in SELECTORS.items() if kind.scores_keys])
+def test_offload_wants_a_selector_with_an_index(name: str):
+    with pytest.raises(SparseKVError, match="placement='cpu'"):
+        sparsekv.attach(make_model(), placement="offload", selector=name, token_budget=20)
 
 
 def test_offloaded_caches_chunk_crop_fork_and_reorder():

@@ -35,6 +35,7 @@ class FaissTopK(Selector):
     links: int = option(32, help="Links of a node of hnsw [links].", min=2)
     ef_search: int = option(64, help="Breadth of the search; HNSW only [nodes].", min=1)
     per_query_head: bool = option(False, help="Every query head reads its own list.")
+
     def build(self, view: LayerView) -> None:
         regions = view.regions
         self.first = [int(x) for x in regions.mid_first]
@@ -66,6 +67,9 @@ class FaissTopK(Selector):
         """Add the keys that joined; an index shared with a fork is copied first."""
         faiss = import_faiss()
         grown = []
+        # the first token of a mid region that was empty is known now
+        self.first = [first if row[0].ntotal else int(view.regions.mid_first[b])
+                      for b, (first, row) in enumerate(zip(self.first, self.indexes, strict=True))]
         for b, row in enumerate(self.indexes):
             start = self.first[b] + row[0].ntotal
             keys = view.keys[b, :, start:int(view.regions.mid_last[b])]
