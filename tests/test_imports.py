@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = ("capture", "trainers", "runtime", "evaluation")
 LEAVES = ("core", "models", "kernels", "artifacts", "store", "ranks", "corpus", "config", "errors", "progress", "hub")
+ALLOWED = {"kernels": ("kernels", "errors"), "core": ("core", "kernels", "config", "errors")}
+"""What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "demo", "inspection")
 
@@ -21,6 +25,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def imports(path: Path, *, top_only: bool = False) -> list[str]:
     """Full names of what a file imports; `from a import b` counts as `a.b`."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -52,6 +57,10 @@ def test_data_moves_to_the_right(path: Path) -> None:
     own = [n.removeprefix("sparsekv.") for n in imports(path) if n.startswith("sparsekv.")]
     if me in DOORS:
         return
+    for leaf, allowed in ALLOWED.items():
+        if inside(me, leaf):
+            strange = [n for n in own if not any(inside(n, x) for x in allowed)]
+            assert not strange, f"{me} imports {', '.join(strange)}; {leaf} may import {', '.join(allowed)}"
     for name in own:
         assert not inside(name, "cli"), f"{me} imports the command line"
         stage = stage_of(name)
@@ -60,6 +69,22 @@ def test_data_moves_to_the_right(path: Path) -> None:
         elif stage is not None and stage != stage_of(me):
             allowed = me == "__init__" or me == "" or (stage_of(me) == "evaluation" and stage == "runtime")
             assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {module_of(path): path for path in FILES}
+
+    def imported(name: str) -> str:
+        """The module that a full name is, or that it is a name of."""
+        name = name.removeprefix("sparsekv").removeprefix(".")
+        return name if name in modules else name.rpartition(".")[0]
+
+    graph = {me: {imported(n) for n in imports(path, top_only=True) if inside(n, "sparsekv")} - {me}
+             for me, path in modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)

@@ -1,87 +1,75 @@
-"""The completion's mass, capped by that of normal scores: what a step computes is what calibration measured."""
+"""The completion's mass, capped by that of normal scores, and the moments of the mid region that say what that is."""
 
+from __future__ import annotations
 
 import pytest
 import torch
-from views import make_view
+from tiny import make_model
+from tiny_artifacts import artifacts
+from views import built, make_view
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
-from sparsekv.core.estimators.phi import PhiCompletion
-from sparsekv.core.offline import Scene, capped, make_scene, scene_cap, top_k
-from sparsekv.core.selectors.base import Selection
-from sparsekv.kernels.reference import factored, mass_cap, read_bound
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.step import build
+from sparsekv.kernels import factored, mass_cap, read_bound
 from sparsekv.models.feature_map import FeatureMap, Maps
 
 
-def layer(heads_q: int, heads_kv: int, dim: int, *, centred: bool = False) -> PhiLayer:
+def layer(heads_q: int = 4, heads_kv: int = 2, dim: int = 8, *, centred: bool = False, capped: bool = True) -> PhiLayer:
     torch.manual_seed(0)
     sizes = [(heads_q, 12)] + ([(heads_kv, 6)] * 2 if centred else [(heads_kv, 12)])
     maps = Maps(*(FeatureMap(h, dim, r, 16).weights() for h, r in sizes)).map(torch.Tensor.detach)
-    offsets = torch.randn(1, heads_q)
-    offsets[0, 1] = float("-inf")
-    return PhiLayer(maps, offsets, capped=True)
+    maps = maps._replace(key=maps.key._replace(b_out=maps.key.b_out - 2.7))  # a mass about that of the keys
+    return PhiLayer(maps, torch.randn(1, heads_q), capped=capped)
+
+
+def test_what_is_above_the_cap_comes_down_to_it() -> None:
+    before, queries, step = make_view(batch=2, pads=(0, 31), new=9)
+    masses = []
+    for capped in (True, False):
+        selector, estimator = built(SELECTORS["topk"](token_budget=0.1), before), PhiEstimator(layer(capped=capped))
+        build(before, selector, estimator)
+        masses.append(estimator.partial(step, queries, selector.select(step, queries))[1])
+        cap = estimator.query(step, queries).cap if capped else cap
+    lowered, free = masses
+    assert 0.2 < float((free > cap).float().mean()) < 0.8
+    torch.testing.assert_close(lowered, torch.minimum(free, cap))
 
 
 @pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("share", [0.0, 1 / 31])
-def test_a_step_gives_the_capped_estimate(centred: bool, share: float) -> None:
-    before, queries, step = make_view(batch=2, pads=(0, 31), new=3)
-    maps = layer(4, 2, 8, centred=centred)
-    completion = PhiCompletion(maps)
-    completion.build(before)
-    listed = [round(share * int(n)) for n in step.regions.context]
-    completion.reads(step, share)
-    tokens = torch.full((6, 2, max(listed)), -1)
-    for row in range(2):
-        first, last = int(step.regions.mid_first[row]), int(step.regions.mid_last[row])
-        for t in range(3):
-            for head in range(2):
-                tokens[3 * row + t, head, :listed[row]] = torch.randperm(last - first)[:listed[row]] + first
-    out, lse = completion.partial(step, queries, Selection(tokens=tokens))
-    for row in range(2):
-        first, last = int(step.regions.mid_first[row]), int(step.regions.mid_last[row])
-        keys, values = step.keys[row], step.values[row]
-        asked = queries.rot[row]
-        mid = (torch.arange(step.length) >= first) & (torch.arange(step.length) < last)
-        scores = (asked.reshape(2, -1, 8) @ keys.mT).reshape(4, 3, -1) * step.scale
-        centre = keys[:, first:last].mean(1) if centred else None
-        log_q, log_k = maps.maps.log_phi_q(asked, centre, step.scale), maps.maps.log_phi_k(keys, centre)
-        logits = torch.stack([torch.logsumexp(log_q[h][:, None] + log_k[h // 2][None], -1) for h in range(4)])
-        read = torch.zeros(4, 3, step.length, dtype=torch.bool)
-        for t in range(3):
-            for head in range(4):
-                read[head, t, [int(i) for i in tokens[3 * row + t, head // 2] if i >= 0]] = True
-        scene = Scene(scores, values, ~mid.expand(1, 3, -1), mid.expand(1, 3, -1), torch.zeros(4, 3, 8),
-                      torch.full((1, 3), step.length))
-        expected = maps.estimate(scene, logits, read, share).masked_fill(~mid | read, float("-inf"))
-        rows = slice(3 * row, 3 * row + 3)
-        torch.testing.assert_close(lse[rows].mT, expected.logsumexp(-1))
-        weights = expected.softmax(-1).nan_to_num(0.0).reshape(2, -1, step.length)
-        right = (weights @ values).reshape(4, 3, 8)
-        live = [0, 2, 3]
-        torch.testing.assert_close(out[rows].transpose(0, 1)[live], right[live], rtol=1e-4, atol=1e-5)
-
-
-def test_the_moments_grow_with_the_mid_region() -> None:
+def test_the_moments_grow_with_the_mid_region(centred: bool) -> None:
     before, _, step = make_view(batch=2, pads=(0, 21), new=30)
-    completion = PhiCompletion(layer(4, 2, 8))
-    completion.build(before)
-    completion.reads(before, 0.1)
-    grown = step.regions.moved(step.length - 8)
-    view = step.__class__(**{**step.__dict__, "regions": grown})
-    completion.extend(view, before.regions)
-    whole = PhiCompletion(layer(4, 2, 8))
-    whole.build(view)
-    whole.reads(view, 0.1)
-    for row, (first, last) in enumerate(zip(grown.mid_first, grown.mid_last, strict=True)):
+    estimator, whole = PhiEstimator(layer(centred=centred)), PhiEstimator(layer(centred=centred))
+    estimator.build(before)
+    estimator.reads(before, 0.1)
+    old, step.regions = step.regions, step.regions.moved(step.length - 8)
+    estimator.extend(step, old)
+    estimator.reads(step, 0.1)
+    whole.build(step)
+    whole.reads(step, 0.1)
+    for row, (first, last) in enumerate(zip(step.regions.mid_first, step.regions.mid_last, strict=True)):
         keys = step.scale * step.keys[row, :, first:last]
-        torch.testing.assert_close(whole.moments.key[row], keys.mean(1))
+        torch.testing.assert_close(whole.state.moments.key[row], keys.mean(1))
         torch.testing.assert_close(whole.covariance[row], torch.stack([k.T.cov(correction=0) for k in keys]))
-    torch.testing.assert_close(completion.covariance, whole.covariance)
-    for mine, right in zip(completion.moments, whole.moments, strict=True):
+    torch.testing.assert_close(estimator.covariance, whole.covariance)
+    for mine, right in zip(estimator.state.moments, whole.state.moments, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
-    completion.take_rows(torch.tensor([1]))
-    torch.testing.assert_close(completion.moments.key, whole.moments.key[1:])
+    estimator.take_rows(torch.tensor([1]))
+    torch.testing.assert_close(estimator.state.moments.key, whole.state.moments.key[1:])
+
+
+def test_a_mid_region_that_has_doubled_has_its_mean_key_taken_anew() -> None:
+    before, _, step = make_view(length=40, new=60)
+    for tail_start, anew in ((50, False), (90, True)):
+        estimator = PhiEstimator(layer(centred=True))
+        estimator.build(before)
+        estimator.reads(before, 0.1)
+        _, _, view = make_view(length=40, new=60)
+        old, view.regions = view.regions, view.regions.moved(tail_start)
+        estimator.extend(view, old)
+        end = tail_start if anew else 30
+        torch.testing.assert_close(estimator.centre, view.keys[:, :, 3:end].mean(2))
 
 
 def test_the_mass_of_normal_scores() -> None:
@@ -95,21 +83,6 @@ def test_the_mass_of_normal_scores() -> None:
         found = mass_cap(scores.mean(), scores.var(correction=0), size, read_bound(torch.tensor(share).double()))
         torch.testing.assert_close(found, left.logsumexp(0), atol=0.01, rtol=0)
     assert bool(torch.isposinf(mass_cap(size, size, size, read_bound(torch.zeros(1)))))
-
-
-def test_what_is_above_the_cap_comes_down_to_it() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(4, 9, 8), torch.randn(2, 60, 8), torch.randn(2, 60, 8)
-    scene = make_scene(q, k, v, torch.arange(51, 60)[None], scale=0.5, sink_size=3, window_size=5)
-    logits, read = torch.randn(4, 9, 60) + torch.linspace(-3, 3, 9)[:, None], top_k(scene, 0.1, shared=False)
-    rest = scene.mid & ~read
-    before, after = (x.masked_fill(~rest, float("-inf")).logsumexp(-1) for x in (logits, capped(scene, logits, read)))
-    cap = scene_cap(scene, read)
-    assert 0.2 < float((before > cap).float().mean()) < 0.8
-    torch.testing.assert_close(after, torch.minimum(before, cap))
-    truth = scene.scores.masked_fill(~rest, float("-inf")).logsumexp(-1)
-    assert float((cap - truth).abs().mean()) < 0.15
-    assert torch.equal(capped(scene, logits, None), logits)
 
 
 def test_a_covariance_in_a_few_rows() -> None:
@@ -131,15 +104,10 @@ def test_a_covariance_in_a_few_rows() -> None:
     assert bool((rows[:, 1:] == 0).all()) and bool((left == 0).all())
 
 
-def test_the_cap_is_saved_and_optional(tmp_path) -> None:
-    from tiny import make_model
-    from tiny_artifacts import artifacts
-
-    for limited in (True, False):
-        _, phi = artifacts(make_model(), capped=limited)
-        phi.save(tmp_path / "phi")
-        loaded = PhiArtifact.load(tmp_path / "phi")
-        assert loaded.layer(1).capped == limited
-        assert loaded.cache_tokens == phi.config.num_features * 18 / 32 + limited * 9
-    between = layer(4, 2, 8)._replace(offsets=torch.tensor([[0.0], [1.0]]).expand(2, 4), shares=(0.0, 0.1))
-    torch.testing.assert_close(between.at(0.025).offset, torch.full((4,), 0.25))
+@pytest.mark.parametrize("capped", [True, False])
+def test_the_cap_is_saved_and_optional(tmp_path, capped: bool) -> None:
+    _, phi = artifacts(make_model(), capped=capped)
+    phi.save(tmp_path / "phi")
+    loaded = PhiArtifact.load(tmp_path / "phi")
+    assert loaded.layer(1).capped == capped
+    assert loaded.cache_tokens == phi.config.num_features * 18 / 32 + capped * 9

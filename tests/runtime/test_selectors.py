@@ -13,7 +13,8 @@ from views import built, extended, full_attention, make_view
 
 from sparsekv.core.buckets import RESTARTS, restart_empty
 from sparsekv.core.regions import Regions, tokens_of_budget
-from sparsekv.core.selectors import SELECTORS, lfps
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.lfps import GAMMA
 from sparsekv.core.selectors.magicpig import sampling_probability
 from sparsekv.core.step import sparse_step
 from sparsekv.errors import SparseKVError
@@ -430,13 +431,11 @@ class LiteralLFPS:
 
 
 @pytest.mark.parametrize("case", [{"heads_q": 2}, {"batch": 2, "pads": (0, 3), "heads_q": 2}])
-def test_lfps(case, monkeypatch):
-    monkeypatch.setattr(lfps, "GAMMA", 0.9)
-    monkeypatch.setattr(lfps, "ETA", 1.0)
+def test_lfps(case):
     case = {**case, "length": 150}
     before = make_view(**case)[0]
     selector = built(SELECTORS["lfps"](token_budget=8, alpha=0.3, per_query_head=True), before)
-    literal = {(b, h): LiteralLFPS(before, b, h, 0.9) for b in range(before.keys.shape[0]) for h in range(2)}
+    literal = {(b, h): LiteralLFPS(before, b, h, GAMMA) for b in range(before.keys.shape[0]) for h in range(2)}
     for seed in range(4):
         _, queries, _ = make_view(**case, seed=seed + 10)
         _, _, step = make_view(**case)
@@ -448,10 +447,9 @@ def test_lfps(case, monkeypatch):
 
 
 @pytest.mark.parametrize("queries_at_once", [1, 2])
-def test_lfps_without_a_candidate_reads_the_anchors(queries_at_once, monkeypatch):
+def test_lfps_without_a_candidate_reads_the_anchors(queries_at_once):
     """Thresholds that no place passes, in every head: nothing is read, and steps go on."""
     before, queries, step = make_view(length=150, new=queries_at_once)
-    monkeypatch.setattr(lfps, "ETA", 1.0)
     selector = built(SELECTORS["lfps"](token_budget=8, alpha=1e9), before)
     want = sparse_step(step, queries, SELECTORS["streaming"](), None)
     for _ in range(2):

@@ -1,0 +1,100 @@
+"""Steps of the runtime on a tiny model: what every sparse step of the last layer saw and gave. A selector or an
+estimator that is registered is in here without a line."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.core.estimators import ESTIMATORS, Estimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.core.step import LayerState, Step
+from sparsekv.runtime.cache import SparseCache
+
+BUDGET = 13
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, {"token_budget": BUDGET} if kind.spends_budget else {}) for name, kind in SELECTORS.items()
+    if name != "dense"}
+"""Selector and options by the name of the test."""
+CASES |= {f"{name}-per_head": (name, {**given, "per_query_head": True}) for name, given in CASES.values()
+          if "per_query_head" in SELECTORS[name].option_names()}
+CASES |= {"router-probes": ("router", {"probes": 3}), "router-mean_key": ("router", {"token_budget": BUDGET,
+                                                                                     "scores": "mean_key"})}
+COMPLETIONS = ("none", *ESTIMATORS)
+GROUPS = (1, 3, 4, 8)
+PADS = (0, 7, 30)
+PROMPT, SINGLE, CHUNK = 91, 9, 3
+SIZES = {"sink_size": 3, "window_size": 9, "decode_window": 6}
+
+
+class Taken(NamedTuple):
+    """One step, and what it was made of."""
+
+    view: LayerView
+    queries: Queries
+    step: Step
+    selector: Selector
+    estimator: Estimator | None
+
+
+@functools.cache
+def tiny(group: int, dim: int, dtype: torch.dtype, device: str = "cpu", kv_heads: int = 2):
+    import transformers as t
+
+    torch.manual_seed(3)
+    config = t.LlamaConfig(
+        vocab_size=61, hidden_size=kv_heads * group * dim, intermediate_size=48, num_hidden_layers=2, head_dim=dim,
+        num_attention_heads=kv_heads * group, num_key_value_heads=kv_heads, max_position_embeddings=512,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None, initializer_range=1.2 * (kv_heads * group * dim)**-0.5)
+    return t.AutoModelForCausalLM.from_config(config).eval().to(device=device, dtype=dtype)
+
+
+def trained(model):
+    """A router and feature maps, in float64 with a model that is: centred and capped with some numbers of heads, one
+    head's gate closed, shifts that grow with what is read, and sums that differ by few orders of magnitude."""
+    heads = model.config.num_attention_heads // 2
+    router, phi = artifacts(model, features=16, centred=heads != 3, capped=heads not in (3, 8))
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    phi.maps = phi.maps.map(lambda w: 0.5 * w.to(dtype))
+    phi.config = replace(phi.config, read_shares=[0.0, 0.3])
+    phi.shift = torch.stack([torch.zeros_like(phi.gate), torch.full_like(phi.gate, -0.5)], dim=1)
+    phi.gate[:, 1] = 0.0
+    return router.to(model.device), phi.to(model.device)
+
+
+def steps_of(model, case: str, completion: str, batch: int, monkeypatch) -> tuple[list[Taken], SparseCache]:
+    """Decode a padded batch, some tokens alone and the last in a chunk."""
+    name, options = CASES[case]
+    router, phi = trained(model)
+    taken: list[Taken] = []
+    step = LayerState.step
+
+    def spied(self, queries):
+        found = step(self, queries)
+        taken.append(Taken(self.view.fork(), queries, found, self.selector.fork(),
+                           None if self.estimator is None else self.estimator.fork()))
+        return found
+
+    total = PROMPT + SINGLE + CHUNK
+    ids = torch.randint(1, 61, (batch, total), generator=torch.Generator().manual_seed(5)).to(model.device)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(PADS[:batch]):
+        mask[row, :pad] = 0
+    given = {"router": router} if SELECTORS[name].artifact_kind else {}
+    torch.manual_seed(0)
+    with monkeypatch.context() as patch, torch.inference_mode(), sparsekv.attach(
+            model, selector=name, completion=completion, phi=phi, dense_below=0, **SIZES, **given,
+            **options) as attachment:
+        patch.setattr(LayerState, "step", spied)
+        attachment.sparse_chunks = True
+        cache = attachment.prefill(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT])
+        for t in (*range(PROMPT, PROMPT + SINGLE), total - CHUNK):
+            end = total if t == total - CHUNK else t + 1
+            model(ids[:, t:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+    return taken, cache
