@@ -46,9 +46,8 @@ def decode() -> str:
         "shape (r = 128, half centred, capped), sink 1, tail 2047, CUDA graphs over rotated buffers. `floor` counts "
         "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
         "complete step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by "
-        "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best 32 "
-        "buckets, "
-        "whole; the ratio is of `sparse` to the fastest dense peer.\n",
+        "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best "
+        "32 buckets, whole; the ratio is of `sparse` to the fastest dense peer.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
         "## One token of an 8B-shaped model\n\n32 layers, random weights, layer 0 dense, everything in one CUDA graph; "

@@ -42,6 +42,7 @@ class DemoConfig:
     num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
     num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
     phi_steps: int = option(220, group="Sizes", help="Training steps of the feature maps [steps].", min=1)
+    phi_width: int = option(64, group="Sizes", help="Hidden width of a feature map [units].", min=8)
     dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", group="Running", help="auto, cpu or cuda.")
     seed: int = option(0, group="Running", help="Seed of every random choice.")
@@ -86,12 +87,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
         CaptureConfig(**shared, split="heldout", output=str(out / "heldout"), num_documents=config.num_heldout,
                       queries_per_document=64),
         model=model, tokenizer=tokenizer)
-    train_router(RouterConfig(
-        capture=str(train.path), output=str(out / "router"), num_buckets=config.num_buckets,
-        device=config.device, seed=config.seed))
-    train_phi(PhiConfig(
-        capture=str(train.path), output=str(out / "phi"), max_steps=config.phi_steps, batch_size=48, keys_per_step=352,
-        optimizer="adam", output_weight=3.0, device=config.device, seed=config.seed))
+    where: dict[str, Any] = {"capture": str(train.path), "device": config.device, "seed": config.seed}
+    train_router(RouterConfig(**where, output=str(out / "router"), num_buckets=config.num_buckets))
+    # Muon needs thousands of steps, and on a CPU each costs more than the gradient
+    train_phi(PhiConfig(**where, output=str(out / "phi"), max_steps=config.phi_steps, width=config.phi_width,
+                        batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
     rows = _decode(config, model, tokenizer, heldout, out)
