@@ -16,7 +16,8 @@ REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
 BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
 PROGRAMS = 264
-WIDEST = 256
+WIDEST_BYTES = 512
+"""Rows of the widest matrix of a map that the query kernel holds whole."""
 
 
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
@@ -104,7 +105,7 @@ def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiStat
     """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
     `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. One launch on CUDA, all layers of a head's map in one
     program."""
-    if on_device(q) and maps.w_in.dtype == q.dtype and max(maps.w_out.shape[-2:]) <= WIDEST:
+    if on_device(q) and maps.w_in.dtype == q.dtype and max(maps.w_out.shape[-2:]) * q.element_size() <= WIDEST_BYTES:
         return launch_query(q, maps, offset, state)
     return phi_query_reference(q, maps, offset, state)
 

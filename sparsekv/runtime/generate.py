@@ -14,27 +14,29 @@ from sparsekv.errors import SparseKVError
 @dataclass(frozen=True)
 class GenerateConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
-    prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
     prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
+    prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
     router: Path | None = option(None, help="Router artifact (folder). Sets --selector router.")
     phi: Path | None = option(None, help="Feature-map artifact (folder); switches completion on.")
-    selector: str | None = option(None, help="What is read exactly: router, topk, streaming, dense, … "
-                                             "Without it: router if one is given, else dense.")
-    probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1)
     token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
                                                    "prompt, from 1 on a count [tokens].", min=0)
+    selector: str | None = option(None, help="What is read exactly: router, topk, streaming, dense, … "
+                                             "Without it: router if one is given, else dense.", group="What is read")
+    probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1,
+                                group="What is read")
     sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
-                                   min=0)
+                                   min=0, group="What is read")
     window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
-                                                "else 16.", min=0)
+                                                "else 16.", min=0, group="What is read")
     dense_below: int | None = option(None, help="Decode caches shorter than this with full attention [tokens]; without "
-                                                "it where that was measured to be faster, 0 never.", min=0)
-    max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1)
-    temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0)
-    seed: int = option(0, help="Seed of sampling.")
-    chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.")
-    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.")
-    device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).")
+                                                "it where that was measured to be faster, 0 never.", min=0,
+                                       group="What is read")
+    max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1, group="Answer")
+    temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
+    seed: int = option(0, help="Seed of sampling.", group="Answer")
+    chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.", group="Answer")
+    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.", group="Machine")
+    device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).", group="Machine")
 
 
 def generate(config: GenerateConfig) -> None:

@@ -39,7 +39,7 @@ from sparsekv.trainers.task import Task, cosine_factor
 BLOCK = 200
 """Steps of a block, at most; a run has at least a hundred blocks where it has as many steps."""
 CHECKPOINT_BLOCKS = 5
-VALIDATIONS = 10
+VALIDATIONS = 5
 """Validations in a run, evenly spaced; the last one at its end."""
 EAGER_STEPS = 3
 """Steps on CUDA before the graph is recorded: libraries load and Triton compiles."""

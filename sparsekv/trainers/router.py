@@ -238,7 +238,7 @@ def quality(pool: Pool, layer: RouterLayer) -> dict[str, Tensor]:
             tables = {"imbalance": imbalance(sizes), "largest_bucket": sizes.amax(1) / sizes.sum(1).clamp(min=1)}
             for budget in BUDGETS:
                 router.token_budget = budget
-                router.prepare(request.view)
+                router.prepare(request.prefill)
                 read = router.select(request.view, request.queries)
                 best = best_buckets(request, router, share, budget)
                 tables |= {f"mass_share@{budget}": mass_read(share, read).mean(0),

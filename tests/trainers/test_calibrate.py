@@ -75,7 +75,7 @@ def test_the_router_card_is_of_the_keys_read() -> None:
         share = mid_share(request)
         last = int(request.view.regions.mid_last[0])
         bucket = (given.keys[0] @ centroids.mT).argmax(-1)
-        left = -(-int(request.view.regions.context[0]) * 5 // 100)
+        left = -(-int(request.prefill.regions.context[0]) * 5 // 100)
         for t in range(share.shape[0]):
             found = torch.zeros(HEADS_Q)
             for kv in range(HEADS_KV):
