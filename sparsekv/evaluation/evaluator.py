@@ -36,7 +36,7 @@ SPLIT = 4
 class Evaluator:
     """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
 
-    accounting: `retrieved`, `worst_case` or `amortised` (METHODS, budget accounting). max_new_tokens overrides the
+    accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). max_new_tokens overrides the
     tasks' own. part: the name of a shard. said: more keys of the header. batch_tokens: prompt tokens in memory at once.
     Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
     """

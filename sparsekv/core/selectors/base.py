@@ -104,8 +104,7 @@ class Selector:
     def take_rows(self, index: Tensor) -> None:
         """Keep the chosen rows of the batch, in that order."""
         for name in ("budget", *self.row_state):
-            if hasattr(self, name):
-                setattr(self, name, take_rows(getattr(self, name), index))
+            setattr(self, name, take_rows(getattr(self, name), index))
 
     def statistics(self) -> dict[str, float]:
         """Numbers of this layer for the report."""

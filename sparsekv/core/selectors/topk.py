@@ -27,7 +27,11 @@ def group_scores(view: LayerView, queries: Tensor) -> Tensor:
 
 
 def mask_mid(view: LayerView, scores: Tensor) -> Tensor:
-    """-inf outside the mid region: scores `[B, H, n, N]`."""
+    """-inf outside the mid region, in place: scores `[B, H, n, N]`."""
+    if len(scores) == 1 and scores.device.type == "cpu":  # elsewhere to read the borders is to wait for the device
+        first, last = int(view.regions.mid_first[0]), int(view.regions.mid_last[0])
+        scores[..., :first] = scores[..., last:] = float("-inf")
+        return scores
     return scores.masked_fill_(~view.regions.mid_mask(0, scores.shape[-1])[:, None, None], float("-inf"))
 
 
