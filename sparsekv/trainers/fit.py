@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import Interrupted
 from sparsekv.progress import progress
 from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
 from sparsekv.trainers.muon import Muon
@@ -53,7 +53,7 @@ def fit(
 
     `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
     `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
-    says so. Raises SparseKVError after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
+    says so. Raises Interrupted after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
     """
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
     found = checkpoint if resume and checkpoint.is_file() else None
@@ -61,15 +61,16 @@ def fit(
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
     every = max(1, blocks // VALIDATIONS)
+    interruption = Interruption(checkpoint)
     callbacks: list[Callback] = [
         ModelCheckpoint(output / "checkpoints", name, every_n_epochs=CHECKPOINT_BLOCKS, save_on_train_epoch_end=True,
                         enable_version_counter=False),
-        Interruption(checkpoint)]
+        interruption]
     if max_seconds is not None:
         callbacks.append(Timer(timedelta(seconds=max_seconds), verbose=False))
     if not quiet:
         callbacks.append(Bar(description, steps))
-    with _quietly(device):
+    with _quietly(device), interruption.noted():
         trainer = Trainer(
             max_epochs=blocks, reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=every,
             accelerator="gpu" if device.startswith("cuda") else "cpu",
@@ -81,8 +82,9 @@ def fit(
         try:
             trainer.fit(heads, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
         except SIGTERMException as error:
-            raise SparseKVError(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
-                                "the same command with --resume goes on from there") from error
+            stopped, interruption.received = interruption.received or signal.SIGTERM, None
+            raise Interrupted(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
+                              "the same command with --resume goes on from there", stopped) from error
     heads.restore_best()
     task.to(device).eval().requires_grad_(False)
 
@@ -226,11 +228,32 @@ class Interruption(Callback):
 
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
+        self.received: int | None = None
+
+    def note(self, number: int, _: Any) -> None:
+        self.received = number
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A signal within is noted, here and by Lightning's own handler; one that stopped nothing is sent again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.received is not None:
+            signal.raise_signal(self.received)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning stops after the batch on SIGTERM and puts the handlers back afterwards; on Ctrl-C it stops within it
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
+            if self.received is not None:
+                signal.raise_signal(self.received)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):

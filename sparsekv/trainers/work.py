@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
-from sparsekv.artifacts.format import CONFIG, prepare_output
+from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.errors import SparseKVError
+from sparsekv.output import OutputKind, read_marker
 from sparsekv.ranks import Ranks, join
 from sparsekv.store.store import CaptureStore
+from sparsekv.trainers.metrics import FILE
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part
 from sparsekv.trainers.task import Task
@@ -32,15 +34,29 @@ from sparsekv.trainers.task import Task
 MARK = "training.json"
 FREE = ("capture", "preset", "output", "resume", "overwrite", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
+OWN = (CONFIG, TENSORS, f".{CONFIG}.tmp", f".{TENSORS}.tmp", MARK, FILE, "parts/*.safetensors", "parts/*.tmp",
+       "checkpoints/*.ckpt")
+
+
+def artifact_output(kind: str) -> OutputKind:
+    """The folder of a finished or interrupted training of this kind of artifact."""
+    def made(folder: Path) -> bool:
+        config, mark = read_marker(folder / CONFIG), read_marker(folder / MARK)
+        if (folder / CONFIG).is_file():
+            return "format_version" in config and config.get("kind") == kind
+        return "options" in mark and "documents" in mark and mark.get("kind", kind) == kind
+
+    return OutputKind(f"a {kind} artifact", OWN, made)
 
 
 class Run:
     """One training command. `groups` are the parts this rank trains, those of a group at once."""
 
-    def __init__(self, options: TrainingOptions, recipe: Any, store: CaptureStore):
+    def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
         from sparsekv.hub import resolve_device
 
         self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
+        self.kind, self.output = kind, artifact_output(kind)
         self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
         self.ranks.first_does(self._begin)
@@ -58,7 +74,7 @@ class Run:
         """A new output folder, or the one of the run that is resumed."""
         mark = self.out / MARK
         options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
-        mine = self._mark = json.loads(json.dumps({"options": options, "model": self.store.model,
+        mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
                                                    "documents": [d["sha256"] for d in self.store.documents]}))
         if self.options.resume and mark.is_file():
             theirs = json.loads(mark.read_text(encoding="utf-8"))
@@ -81,7 +97,7 @@ class Run:
                                 "--overwrite to start again")
         if self.options.resume and not (self.out.exists() and any(self.out.iterdir())):
             print(f"nothing to resume in {str(self.out)!r}: starting from the beginning", file=sys.stderr)
-        prepare_output(self.out, self.options.overwrite)
+        self.output.prepare(self.out, self.options.overwrite)
 
     def start(self) -> None:
         """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
@@ -140,6 +156,7 @@ class Run:
             for folder in ("parts", "checkpoints"):
                 shutil.rmtree(self.out / folder, ignore_errors=True)
             (self.out / MARK).unlink(missing_ok=True)
+            self.output.done(self.out)
         self.ranks.barrier()
 
 
