@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-
 SEEDS = {"min": 0, "max": 2**32 - 1}
 """What every random generator in use takes."""
 

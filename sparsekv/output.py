@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,13 +35,14 @@ def files_below(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def refuse_others(where: str, what: str, names: Iterable[str], own: Sequence[str], made: bool) -> None:
-    """Raises SparseKVError, with the first names, where any matches none of the patterns `own`, or where this kind of
-    command did not make the folder."""
-    names = list(names)
-    others = [n for n in names if not any(fnmatchcase(n, pattern) for pattern in own)]
-    if others or not made:
-        others = others or names
+def strangers(names: Sequence[str], own: Sequence[str], made: bool) -> list[str]:
+    """The names that match none of the patterns `own`; all, where another kind of command made the folder."""
+    return [n for n in names if not any(fnmatchcase(n, pattern) for pattern in own)] or ([] if made else list(names))
+
+
+def refuse_others(where: str, what: str, others: Sequence[str]) -> None:
+    """Raises SparseKVError, with the first names, where there are any."""
+    if others:
         more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
         raise SparseKVError(f"{where!r} holds something else than {what}: {', '.join(others[:SHOWN])}{more}; choose "
                             "another --output")
@@ -58,11 +59,15 @@ class OutputKind:
 
     def check(self, folder: Path) -> None:
         """Raises SparseKVError unless all in the folder was written by this kind of command."""
-        refuse_others(str(folder), self.what, files_below(folder), self.own, self.made(folder))
+        refuse_others(str(folder), self.what, self.others(folder))
+
+    def others(self, folder: Path) -> list[str]:
+        """Files in the folder that this kind of command did not write."""
+        return strangers(files_below(folder), self.own, self.made(folder))
 
     def found(self, path: Path, overwrite: bool, otherwise: str = "") -> bool:
-        """Whether there is an old output at `path`, which may be replaced. Raises SparseKVError for a file, for a folder
-        with anything else, and for an existing one without `overwrite`; `otherwise` says what else helps."""
+        """Whether there is an old output at `path`, which may be replaced. Raises SparseKVError for a file, for a
+        folder with anything else, and for an existing one without `overwrite`; `otherwise` says what else helps."""
         if path.exists() and not path.is_dir():
             raise SparseKVError(f"the output {str(path)!r} is a file; expected a new folder")
         if not path.is_dir() or not any(path.iterdir()):
@@ -92,7 +97,7 @@ class OutputKind:
     def done(self, output: str | Path) -> None:
         """The new output is whole: the old one goes."""
         old = _aside(Path(output))
-        if old.is_dir() and self.made(old):
+        if old.is_dir() and not self.others(old):
             shutil.rmtree(old, ignore_errors=True)
 
     def _set_aside(self, path: Path) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
 from sparsekv.errors import SparseKVError
-from sparsekv.output import files_below, refuse_others
+from sparsekv.output import files_below, refuse_others, strangers
 from sparsekv.store.place import Place
 from sparsekv.store.store import FORMAT_VERSION, MANIFEST, storage_bytes
-
 
 OWN = (MANIFEST, f".{MANIFEST}.tmp", *(
     f"{doc}/{name}" for doc in ("doc[0-9]*", ".doc[0-9]*.tmp") for name in ("*.safetensors", "document.json")))
@@ -27,10 +26,9 @@ def check_output(place: Place, config: CaptureConfig) -> None:
     begun = _manifest(place)
     if config.overwrite and names:
         ours = begun is not None and isinstance(begun.get("config"), dict) and {"format_version", "model"} <= set(begun)
-        if place.root is None:
-            refuse_others(str(place), "a capture store", names, (*OWN, "doc[0-9]*"), ours)
-        else:
-            refuse_others(str(place), "a capture store", files_below(place.root), OWN, ours)
+        found = (strangers(names, (*OWN, "doc[0-9]*"), ours) if place.root is None else
+                 strangers(files_below(place.root), OWN, ours))
+        refuse_others(str(place), "a capture store", found)
     elif begun is not None and begun.get("complete", True):
         raise SparseKVError(f"the output {str(place)!r} already holds a capture store; add --overwrite to replace it")
     elif begun is not None:

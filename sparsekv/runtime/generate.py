@@ -56,6 +56,7 @@ def generate(config: GenerateConfig) -> None:
     text = read_prompt(config)
     if not math.isfinite(config.temperature):
         raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
+    tokens = budget(config.token_budget)
     selector = config.selector or ("router" if config.router else "dense")
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
@@ -64,7 +65,7 @@ def generate(config: GenerateConfig) -> None:
     if config.temperature > LIKELIEST:
         sampling = {"do_sample": True, "temperature": config.temperature}
     with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
-                token_budget=budget(config.token_budget), sink_size=config.sink_size,
+                token_budget=tokens, sink_size=config.sink_size,
                 window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
         out = model.generate(**inputs, max_new_tokens=config.max_new_tokens, **sampling,
@@ -90,8 +91,8 @@ def read_prompt(config: GenerateConfig) -> str:
         try:
             text = config.prompt_file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text ({error.reason} at byte "
-                                f"{error.start}); convert it") from error
+            raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text (byte {error.start}); "
+                                "convert it") from error
     else:
         text = sys.stdin.read() if config.prompt == "-" else str(config.prompt)
     if not text.strip():

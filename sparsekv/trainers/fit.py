@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import pickle
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sparsekv.errors import Interrupted
+from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.progress import progress
 from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
 from sparsekv.trainers.muon import Muon
@@ -57,6 +58,8 @@ def fit(
     """
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
     found = checkpoint if resume and checkpoint.is_file() else None
+    if found:
+        check_checkpoint(found)
     heads = Heads(task, lr)
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
@@ -87,6 +90,18 @@ def fit(
                               "the same command with --resume goes on from there", stopped) from error
     heads.restore_best()
     task.to(device).eval().requires_grad_(False)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raises SparseKVError for what is no whole checkpoint of `fit`; no code in it is run."""
+    try:
+        found = set(torch.load(path, map_location="cpu", weights_only=True))
+        problem = None if {"state_dict", "best", "loops"} <= found else "it is none of a training"
+    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        problem = type(error).__name__
+    if problem:
+        raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with --resume "
+                            f"trains that part from its beginning ({problem})")
 
 
 class Heads(LightningModule):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -77,7 +78,9 @@ class Run:
         mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
                                                    "documents": [d["sha256"] for d in self.store.documents]}))
         if self.options.resume and mark.is_file():
-            theirs = json.loads(mark.read_text(encoding="utf-8"))
+            theirs = read_marker(mark)
+            if not {"model", "options", "documents"} <= set(theirs):
+                raise SparseKVError(f"{str(mark)!r} is damaged; delete that folder and train again")
             name = f"the interrupted training in {str(self.out)!r}"
             check_fingerprint(theirs["model"], mine["model"], name)
             differ = [k for k, v in theirs["options"].items() if v != mine["options"].get(k)]
@@ -141,7 +144,7 @@ class Run:
     def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""
         path = self._file(name)
-        return load_file(str(path), device=self.device) if self.options.resume and path.is_file() else None
+        return _read(path, self.device) if self.options.resume and path.is_file() else None
 
     def _file(self, name: str) -> Path:
         return self.out / "parts" / f"{name}.safetensors"
@@ -150,7 +153,7 @@ class Run:
         """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            files = [load_file(str(self._file(p.name))) for p in self.parts()]
+            files = [_read(self._file(p.name)) for p in self.parts()]
             layers = [files[i:i + self.pieces] for i in range(0, len(files), self.pieces)]
             assemble({k: torch.stack([torch.cat([f[k] for f in layer]) for layer in layers]) for k in files[0]})
             for folder in ("parts", "checkpoints"):
@@ -158,6 +161,14 @@ class Run:
             (self.out / MARK).unlink(missing_ok=True)
             self.output.done(self.out)
         self.ranks.barrier()
+
+
+def _read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    try:
+        return load_file(str(path), device=device)
+    except SafetensorError as error:
+        raise SparseKVError(f"{str(path)!r} is damaged; delete it, and the same command with --resume trains that part "
+                            "again") from error
 
 
 def pieces(layers: int, heads: int, ranks: int) -> int:
