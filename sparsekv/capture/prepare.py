@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -65,8 +64,11 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
 
 def _manifest(place: Place) -> dict[str, Any] | None:
     try:
-        return place.read_json(MANIFEST)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = place.read_json(MANIFEST)
+        if not isinstance(found, dict | None):
+            raise ValueError("no JSON object")
+        return found
+    except (ValueError, RecursionError) as error:
         raise SparseKVError(f"{str(place)!r} holds a damaged {MANIFEST}; delete that folder or choose another "
                             "--output") from error
 

@@ -226,9 +226,9 @@ def _check(config: EvalConfig) -> Checked:
     output = Path(config.output)
     goes_on = config.resume and (bool(_own_cells(output)) or not any((output / name).exists() for name in REPORTED))
     if config.save_requests is None and not goes_on:
-        kind = OutputKind("results of sparsekv eval", (*_own_cells(output), "cells*.new", *REPORTED, "figures/*.png"),
+        mine = OutputKind("results of sparsekv eval", (*_own_cells(output), "cells*.new", *REPORTED, "figures/*.png"),
                           lambda folder: bool(_own_cells(folder)))
-        kind.found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
+        mine.found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, lengths, depths,
                    None if config.router is None else RouterArtifact.load(config.router),
                    None if config.phi is None else PhiArtifact.load(config.phi))

@@ -100,8 +100,8 @@ def check_checkpoint(path: Path) -> None:
     except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
         problem = type(error).__name__
     if problem:
-        raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with --resume "
-                            f"trains that part from its beginning ({problem})")
+        raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with "
+                            f"--resume trains that part from its beginning ({problem})")
 
 
 class Heads(LightningModule):
@@ -231,6 +231,8 @@ class Draws(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         first = self.trainer.global_step  # type: ignore[union-attr]
         count = min(self.size, self.steps - first)
+        if count <= 0:  # resumed from the checkpoint of the last step
+            return DataLoader([], batch_size=None)  # type: ignore[arg-type]
         rate = torch.tensor([cosine_factor(s, self.steps) for s in range(first, first + count)])
         return DataLoader([{**self.task.draws(first, count), "rate": rate}], batch_size=None)  # type: ignore[arg-type]
 
@@ -280,9 +282,10 @@ class Bar(Callback):
 
     def __init__(self, description: str, steps: int):
         self.bar = progress(description, steps, "steps")
+        self.shown = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.advance = self.bar.__enter__()
+        self.advance, self.shown = self.bar.__enter__(), True
         self.advance(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
@@ -293,7 +296,8 @@ class Bar(Callback):
         self.bar.__exit__(None, None, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+        if self.shown:
+            self.on_train_end(trainer, pl_module)
 
 
 class Metrics(Logger):
