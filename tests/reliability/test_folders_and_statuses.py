@@ -132,7 +132,8 @@ def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monk
                 train("phi", str(store.path), str(output), max_steps=5, overwrite=True)
         assert content(old) == first and PhiArtifact.load(old) and not (output / "config.json").exists()
     resumed = train("phi", str(store.path), str(output), max_steps=5, resume=True)  # from its last step's checkpoint
-    for one, other in zip(resumed.maps, train("phi", str(store.path), str(tmp_path / "b"), max_steps=5).maps, strict=True):
+    again = train("phi", str(store.path), str(tmp_path / "b"), max_steps=5)
+    for one, other in zip(resumed.maps, again.maps, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not old.exists() and PhiArtifact.load(output).config.provenance["options"]["max_steps"] == 5
     link = tmp_path / "link"
