@@ -4,8 +4,10 @@ function of that stage. No logic lives here."""
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import inspect
+import signal
 import sys
 import typing
 from collections.abc import Callable
@@ -14,34 +16,49 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import Interrupted, SparseKVError
+
+NOTHING = "nothing was finished; run the same command again"
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR,
+        errno.EISDIR)
+RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
 
 
 class Command(NamedTuple):
-    """Where a command's config and function live; the module is imported when the command is asked for."""
+    """Where a command's config and function live; the module is imported when the command is asked for.
+    interrupted: how to go on after Ctrl-C or SIGTERM."""
 
     help: str
     module: str
     config: str
     run: str
+    interrupted: str = NOTHING
+
+
+class Stopped(BaseException):
+    """Ctrl-C or SIGTERM. No KeyboardInterrupt, which typer would answer with silence."""
+
+    def __init__(self, signal: int, advice: str = NOTHING):
+        self.signal, self.advice = signal, advice
 
 
 COMMANDS = {
     "capture": Command(
         "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
-        "sparsekv.capture.run", "CaptureConfig", "run_capture"),
+        "sparsekv.capture.run", "CaptureConfig", "run_capture",
+        "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
         "Train a router on a capture: buckets of keys by k-means, and the query model that picks them.",
-        "sparsekv.trainers.router", "RouterConfig", "train_router"),
+        "sparsekv.trainers.router", "RouterConfig", "train_router", RESUME),
     "train-phi": Command(
         "Train positive feature maps on a capture: they estimate the attention that is not read.",
-        "sparsekv.trainers.phi", "PhiConfig", "train_phi"),
+        "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME),
     "generate": Command(
         "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
         "sparsekv.runtime.generate", "GenerateConfig", "generate"),
     "eval": Command(
         "Measure quality per byte read: tasks, selectors and budgets, with a report.",
-        "sparsekv.evaluation.run", "EvalConfig", "run_eval"),
+        "sparsekv.evaluation.run", "EvalConfig", "run_eval", RESUME),
     "eval diagnostics": Command(
         "What every head does on captured held-out text: errors by method, entropy, mass, router recall; figures.",
         "sparsekv.evaluation.diagnose", "DiagnosticsConfig", "run_diagnostics"),
@@ -53,7 +70,8 @@ COMMANDS = {
         "sparsekv.inspection", "InspectConfig", "inspect_path"),
     "demo": Command(
         "All of the above on a small real model, in minutes, on a CPU; writes report.html.",
-        "sparsekv.demo", "DemoConfig", "run_demo"),
+        "sparsekv.demo", "DemoConfig", "run_demo",
+        "run the same command with --overwrite to start again"),
 }
 
 
@@ -118,7 +136,12 @@ def _command_function(row: Command) -> Callable[..., None]:
             default=default))
 
     def command(**options: Any) -> None:
-        result = getattr(module, row.run)(config_type(**options))
+        try:
+            result = getattr(module, row.run)(config_type(**options))
+        except Stopped as stopped:
+            raise Stopped(stopped.signal, row.interrupted) from None
+        except EOFError as error:
+            raise SparseKVError(f"a file ended too early: {error}; it is damaged, write it again") from error
         summary = getattr(result, "summary", None)
         if callable(summary):
             typer.echo(summary())
@@ -129,14 +152,17 @@ def _command_function(row: Command) -> Callable[..., None]:
 
 
 def main() -> None:
-    """Entry point: an error is one line on standard error and exit status 1; `--debug` shows its traceback."""
+    """Entry point: an error is one line on standard error and exit status 1, after Ctrl-C 130 and after SIGTERM 143;
+    `--debug` shows its traceback."""
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         app()
-    except KeyboardInterrupt:
-        _fail("interrupted; finished parts are kept, and the same command goes on where it stopped (training: with "
-              "--resume)", 130)
+    except Stopped as stopped:
+        _fail(f"interrupted: {stopped.advice}", 128 + stopped.signal)
+    except Interrupted as error:
+        _fail(str(error), 128 + error.signal)
     except SparseKVError as error:
         if debug:
             raise
@@ -144,7 +170,21 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)
+        _fail(_unexpected(error), 1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _unexpected(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in DISK:
+        where = f" at {str(error.filename)!r}" if error.filename else ""
+        return f"{error.strerror}{where}; expected a place that exists, can be written and has space"
+    return f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)"
+
+
+def _stop(number: int, _: Any) -> None:
+    raise Stopped(number)
 
 
 def _fail(message: str, status: int) -> typing.NoReturn:

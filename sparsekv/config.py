@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+SEEDS = {"min": 0, "max": 2**32 - 1}
+"""What every random generator in use takes."""
+
 
 def option(default: Any = dataclasses.MISSING, *, help: str, group: str | None = None, **extra: Any) -> Any:
     """A dataclass field that is also a command-line option.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparsekv.config import option
-from sparsekv.errors import SparseKVError
+from sparsekv.config import SEEDS, option
+from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import progress
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
 CURVE_REQUESTS = 4
+MARKER = "demo.json"
 TABLE: tuple[tuple[str, float | None], ...] = (
     ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
     ("router+phi", 0.05))
@@ -45,7 +46,7 @@ class DemoConfig:
     phi_width: int = option(64, group="Sizes", help="Hidden width of a feature map [units].", min=8)
     dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", group="Running", help="auto, cpu or cuda.")
-    seed: int = option(0, group="Running", help="Seed of every random choice.")
+    seed: int = option(0, group="Running", help="Seed of every random choice.", **SEEDS)
     overwrite: bool = option(False, group="Running", help="Replace an existing output folder.")
     save_results: Path | None = option(None, group="Running", help="Also write the table's rows to this JSON file.")
 
@@ -73,7 +74,10 @@ def run_demo(config: DemoConfig) -> DemoResult:
     from sparsekv.trainers.router import RouterConfig, train_router
 
     started = time.perf_counter()
-    out = _prepare_output(config)
+    kind = _demo_output()
+    out = kind.prepare(config.output, config.overwrite)
+    (out / MARKER).write_text(json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n",
+                              encoding="utf-8")
     with progress("load model", 1, "models") as advance:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         advance()
@@ -102,22 +106,18 @@ def run_demo(config: DemoConfig) -> DemoResult:
         Path(config.save_results).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(out / "results.json", config.save_results)
     report = _write_report(config, rows, heldout, out, trained, time.perf_counter() - started)
+    kind.done(out)
     return DemoResult(rows, table, report)
 
 
-def _prepare_output(config: DemoConfig) -> Path:
-    """A new folder. One that exists is only ever replaced with `overwrite`, and only if a demo made it."""
-    out = Path(config.output)
-    marker = out / "demo.json"
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not config.overwrite:
-            raise SparseKVError(f"the output {str(out)!r} already exists; add --overwrite to replace it")
-        if not marker.is_file():
-            raise SparseKVError(f"{str(out)!r} holds something else than a demo's output; choose another --output")
-        shutil.rmtree(out)
-    out.mkdir(parents=True, exist_ok=True)
-    marker.write_text(json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n", encoding="utf-8")
-    return out
+def _demo_output() -> OutputKind:
+    from sparsekv.capture.prepare import OWN as STORE
+    from sparsekv.trainers.work import OWN as ARTIFACT
+
+    parts = [f"{folder}/{name}" for folders, names in ((("capture", "heldout"), STORE), (("router", "phi"), ARTIFACT))
+             for folder in folders for name in names]
+    return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl", *parts),
+                      lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 
 def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path) -> list[dict[str, Any]]:

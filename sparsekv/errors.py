@@ -1,7 +1,15 @@
-"""The one exception a user meets: what was found, what was expected, what to do."""
+"""The exceptions a user meets: what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
 
 class SparseKVError(Exception):
     """A problem with the user's input. The message is one clear sentence; the CLI prints it without a traceback."""
+
+
+class Interrupted(SparseKVError):
+    """Work that a signal stopped, at a place from which it can go on; the CLI exits with 128 + `signal`."""
+
+    def __init__(self, message: str, signal: int):
+        super().__init__(message)
+        self.signal = signal

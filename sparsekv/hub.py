@@ -35,7 +35,7 @@ def load_model(
         with _quiet(bool(extra)):
             return _load(spec, source, extra, dtype, device, rope_scaling)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
+        raise SparseKVError(f"could not load a model from {spec!r}: {_reason(error)}") from error
 
 
 def attention_modules(model: Any) -> dict[int, Any]:
@@ -54,9 +54,9 @@ def load_config(spec: str) -> Any:
 
     source, extra = _locate(spec)
     try:
-        return AutoConfig.from_pretrained(source, **extra)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise SparseKVError(f"could not load a model from {spec!r}: {_first_line(error)}") from error
+        raise SparseKVError(f"could not load a model from {spec!r}: {_reason(error)}") from error
 
 
 def _load(
@@ -65,7 +65,7 @@ def _load(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source, **extra)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
     if getattr(config, "is_encoder_decoder", False):
         raise SparseKVError(f"{spec} is an encoder-decoder model; sparsekv works on decoder-only models")
     if rope_scaling:
@@ -75,10 +75,10 @@ def _load(
         text.sliding_window = None  # Phi-3's 128k models name a window that no context reaches
     chosen = "float32" if dtype == "auto" and device == "cpu" else dtype
     model: Any = AutoModelForCausalLM.from_pretrained(
-        source, config=config, dtype=chosen if chosen == "auto" else getattr(torch, chosen),
+        source, config=config, trust_remote_code=False, dtype=chosen if chosen == "auto" else getattr(torch, chosen),
         **({"device_map": "balanced"} if device == "balanced" else {}), **extra,
     )
-    tokenizer = AutoTokenizer.from_pretrained(source, **extra)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **extra)
     if extra:
         _repair_gguf_tokens(model, tokenizer)
     if device != "balanced":
@@ -184,5 +184,9 @@ def _quiet(gguf: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The first line of an error of transformers."""
+    if "trust_remote_code" in str(error):
+        return ("it brings code of its own, which sparsekv never runs (trust_remote_code is off); use a model whose "
+                "architecture is part of transformers")
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +58,6 @@ def read_config(path: Path) -> dict[str, Any]:
         raise SparseKVError(f"the artifact {str(path)!r} has format {version}; this version of sparsekv reads up to "
                             f"{FORMAT_VERSION}. Upgrade sparsekv.")
     return config
-
-
-def prepare_output(output: str | Path, overwrite: bool) -> Path:
-    """An empty folder for a new artifact. Refuses one that exists, unless `overwrite` and it is an artifact's."""
-    path = Path(output)
-    if path.exists() and not path.is_dir():
-        raise SparseKVError(f"the output {str(path)!r} is a file; expected a new folder")
-    if path.exists() and any(path.iterdir()):
-        if not overwrite:
-            raise SparseKVError(f"the output {str(path)!r} already exists; add --overwrite to replace it")
-        ours = (path / CONFIG).exists() or (path / "metrics.csv").exists() or (path / "training.json").exists()
-        if not ours:
-            raise SparseKVError(f"{str(path)!r} holds something else than an artifact; choose another --output")
-        shutil.rmtree(path)
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int | None, ...], where: str) -> Tensor:

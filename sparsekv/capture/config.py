@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsekv.config import option
+from sparsekv.config import SEEDS, option
 from sparsekv.corpus import SPLITS
 from sparsekv.errors import SparseKVError
 
@@ -42,7 +42,7 @@ class CaptureConfig:
     rope_scaling: str | None = option(
         None, group=TEXT, help='Replace rotary parameters, as JSON: {"rope_type": "yarn", "factor": 4.0}; for contexts '
                                'past the trained length.')
-    seed: int = option(0, group=TEXT, help="Seed of windows and query positions.")
+    seed: int = option(0, group=TEXT, help="Seed of windows and query positions.", **SEEDS)
 
     layers: str | None = option(
         None, group=STORED, help="Layers to store, for example 0-3,8,11; without it all that can be.")

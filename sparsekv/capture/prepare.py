@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
+from fnmatch import fnmatchcase
 from typing import Any
 
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
 from sparsekv.errors import SparseKVError
+from sparsekv.output import files_below, refuse_others, strangers
 from sparsekv.store.place import Place
 from sparsekv.store.store import FORMAT_VERSION, MANIFEST, storage_bytes
+
+OWN = (MANIFEST, f".{MANIFEST}.tmp", *(
+    f"{doc}/{name}" for doc in ("doc[0-9]*", ".doc[0-9]*.tmp") for name in ("*.safetensors", "document.json")))
 
 
 def check_output(place: Place, config: CaptureConfig) -> None:
@@ -20,8 +24,10 @@ def check_output(place: Place, config: CaptureConfig) -> None:
     names = [n for n in place.names() if n != f".{MANIFEST}.tmp"]
     begun = _manifest(place)
     if config.overwrite and names:
-        if begun is None:
-            raise SparseKVError(f"{str(place)!r} holds something else than a capture store; choose another --output")
+        ours = begun is not None and isinstance(begun.get("config"), dict) and {"format_version", "model"} <= set(begun)
+        found = (strangers(names, (*OWN, "doc[0-9]*"), ours) if place.root is None else
+                 strangers(files_below(place.root), OWN, ours))
+        refuse_others(str(place), "a capture store", found)
     elif begun is not None and begun.get("complete", True):
         raise SparseKVError(f"the output {str(place)!r} already holds a capture store; add --overwrite to replace it")
     elif begun is not None:
@@ -47,7 +53,7 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
         place.make()
         for name in place.names():
             # the manifest goes last: an overwriting that is interrupted can be asked for again
-            if name != MANIFEST and (config.overwrite or name.endswith(".tmp")):
+            if name != MANIFEST and (config.overwrite or fnmatchcase(name, ".doc[0-9]*.tmp")):
                 place.remove(name)
         place.write_json(MANIFEST, {"format_version": FORMAT_VERSION, "complete": False, "config": config.content(),
                                     "model": model})
@@ -58,8 +64,11 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
 
 def _manifest(place: Place) -> dict[str, Any] | None:
     try:
-        return place.read_json(MANIFEST)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        found = place.read_json(MANIFEST)
+        if not isinstance(found, dict | None):
+            raise ValueError("no JSON object")
+        return found
+    except (ValueError, RecursionError) as error:
         raise SparseKVError(f"{str(place)!r} holds a damaged {MANIFEST}; delete that folder or choose another "
                             "--output") from error
 

@@ -8,10 +8,13 @@ from typing import Any, NamedTuple
 
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
-from sparsekv.evaluation.diagnostics import Diagnostics
+from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
+from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import progress
+
+TABLES = "diagnostics.json"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class DiagnosticsResult(NamedTuple):
     output: Path
 
     def summary(self) -> str:
-        files = ", ".join(str(self.output / name) for name in ("diagnostics.json", "report.html", "figures/"))
+        files = ", ".join(str(self.output / name) for name in (TABLES, "report.html", "figures/"))
         return f"\n{self.table}\n\nwritten: {files}"
 
 
@@ -57,8 +60,8 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)
-    if output.exists() and any(output.iterdir()) and not config.overwrite:
-        raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results")
+    OutputKind("the results of eval diagnostics", (TABLES, "table.md", "report.html", "figures/*.png"),
+               lambda folder: read_marker(folder / TABLES).get("format") == FORMAT).found(output, config.overwrite)
     budgets = sorted(set(numbers(config.budgets, float, lambda b: 0 <= b <= 1, "budgets",
                                  "fractions of the context from 0 to 1, as 0,0.01,0.05")))
     store = CaptureStore.open(config.capture)
@@ -72,7 +75,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     for label, other in others.items():
         add_task(made, label, other)
     output.mkdir(parents=True, exist_ok=True)
-    made.save(output / "diagnostics.json")
+    made.save(output / TABLES)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
     (output / "table.md").write_text(f"{text}\n\n{more}\n", encoding="utf-8")

@@ -11,7 +11,8 @@ import torch
 from sparsekv.config import option
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnostics import Diagnostics
-from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.output import read_marker
+from sparsekv.runtime.settings import FORMAT, LayerSetting, Settings
 
 SHOWN_HEADS = 8
 
@@ -61,6 +62,9 @@ def run_recommend(config: RecommendConfig) -> RecommendResult:
         raise SparseKVError("expected exactly one of --max-error and --min-mass")
     if config.output.exists() and not config.overwrite:
         raise SparseKVError(f"the output {str(config.output)!r} already exists; add --overwrite to replace it")
+    if config.output.exists() and read_marker(config.output).get("format") != FORMAT:
+        raise SparseKVError(f"the output {str(config.output)!r} is something else than a settings file; choose another "
+                            "--output")
     try:
         dense = [int(x) for x in config.dense_layers.split(",") if x.strip()]
     except ValueError as error:

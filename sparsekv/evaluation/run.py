@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.config import option
+from sparsekv.config import SEEDS, option
 from sparsekv.errors import SparseKVError
+from sparsekv.output import OutputKind
 from sparsekv.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
 OWN = "needle,perplexity"
+REPORTED = ("results.json", "table.md", "report.html")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class EvalConfig:
                                                              "them; needs no lm-eval.")
     skip_missing: bool = option(False, group=PROMPTS, help="Leave out tasks whose data cannot be fetched here, or "
                                                            "whose packages are not installed.")
-    seed: int = option(0, group=PROMPTS, help="Seed of prompts and intervals.")
+    seed: int = option(0, group=PROMPTS, help="Seed of prompts and intervals.", **SEEDS)
 
     resume: bool = option(False, group=RUNNING, help="Go on after an interruption: finished cells are kept.")
     overwrite: bool = option(False, group=RUNNING, help="Replace existing results.")
@@ -116,8 +118,8 @@ def run_eval(config: EvalConfig) -> EvalResult:
         if artifact is not None:
             artifact.check(model)
     if config.overwrite and not config.resume:
-        for old in output.glob("cells*.jsonl"):
-            old.unlink()
+        for name in _own_cells(output):
+            (output / name).unlink()
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
                           accounting=config.accounting, max_new_tokens=config.max_new_tokens, resume=config.resume,
                           said={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
@@ -222,12 +224,29 @@ def _check(config: EvalConfig) -> Checked:
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
     output = Path(config.output)
-    if output.exists() and any(output.iterdir()) and not (config.overwrite or config.resume or config.save_requests):
-        raise SparseKVError(f"the output {str(output)!r} already exists; add --overwrite to replace its results, or "
-                            "--resume to go on after an interruption")
+    goes_on = config.resume and (bool(_own_cells(output)) or not any((output / name).exists() for name in REPORTED))
+    if config.save_requests is None and not goes_on:
+        mine = OutputKind("results of sparsekv eval", (*_own_cells(output), "cells*.new", *REPORTED, "figures/*.png"),
+                          lambda folder: bool(_own_cells(folder)))
+        mine.found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, lengths, depths,
                    None if config.router is None else RouterArtifact.load(config.router),
                    None if config.phi is None else PhiArtifact.load(config.phi))
+
+
+def _own_cells(folder: Path) -> list[str]:
+    """Names of the files of cells that `sparsekv eval` wrote, known by their first line."""
+    from sparsekv.evaluation.cells import FORMAT
+
+    def header(path: Path) -> Any:
+        try:
+            with path.open(encoding="utf-8") as file:
+                return json.loads(file.readline(100_000))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    return [path.name for path in sorted(folder.glob("cells*.jsonl"))
+            if isinstance(found := header(path), dict) and found.get("format") == FORMAT]
 
 
 def numbers(text: str, kind: Callable[[str], Any], good: Callable[[Any], bool], what: str, expected: str) -> list[Any]:

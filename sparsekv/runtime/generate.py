@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.config import option
+from sparsekv.config import SEEDS, option
 from sparsekv.errors import SparseKVError
+
+LIKELIEST = 1e-4
+"""Up to this temperature the likeliest token is taken: logits divided by less overflow."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class GenerateConfig:
                                        group="What is read")
     max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1, group="Answer")
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
-    seed: int = option(0, help="Seed of sampling.", group="Answer")
+    seed: int = option(0, help="Seed of sampling.", group="Answer", **SEEDS)
     chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.", group="Answer")
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.", group="Machine")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).", group="Machine")
@@ -50,15 +54,18 @@ def generate(config: GenerateConfig) -> None:
     from sparsekv.runtime.attach import attach
 
     text = read_prompt(config)
+    if not math.isfinite(config.temperature):
+        raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
+    tokens = budget(config.token_budget)
     selector = config.selector or ("router" if config.router else "dense")
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
     torch.manual_seed(config.seed)
     sampling: dict[str, Any] = {"do_sample": False}
-    if config.temperature:
+    if config.temperature > LIKELIEST:
         sampling = {"do_sample": True, "temperature": config.temperature}
     with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
-                token_budget=budget(config.token_budget), sink_size=config.sink_size,
+                token_budget=tokens, sink_size=config.sink_size,
                 window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
         out = model.generate(**inputs, max_new_tokens=config.max_new_tokens, **sampling,
@@ -81,7 +88,11 @@ def read_prompt(config: GenerateConfig) -> str:
     if config.prompt_file is not None:
         if not config.prompt_file.is_file():
             raise SparseKVError(f"no prompt file at {str(config.prompt_file)!r}")
-        text = config.prompt_file.read_text(encoding="utf-8")
+        try:
+            text = config.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text (byte {error.start}); "
+                                "convert it") from error
     else:
         text = sys.stdin.read() if config.prompt == "-" else str(config.prompt)
     if not text.strip():
@@ -93,7 +104,7 @@ def budget(value: float | None) -> int | float | None:
     """The command line's one number as the library's two types: a fraction below 1, else a count of tokens."""
     if value is None or value < 1:
         return value
-    if value != int(value):
+    if not math.isfinite(value) or value != int(value):
         raise SparseKVError(f"a token budget from 1 on is a whole number of tokens, found {value}")
     return int(value)
 

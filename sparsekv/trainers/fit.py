@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import pickle
 import signal
 import sys
 import threading
@@ -30,7 +31,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.progress import progress
 from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
 from sparsekv.trainers.muon import Muon
@@ -53,23 +54,26 @@ def fit(
 
     `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
     `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
-    says so. Raises SparseKVError after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
+    says so. Raises Interrupted after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
     """
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
     found = checkpoint if resume and checkpoint.is_file() else None
+    if found:
+        check_checkpoint(found)
     heads = Heads(task, lr)
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
     every = max(1, blocks // VALIDATIONS)
+    interruption = Interruption(checkpoint)
     callbacks: list[Callback] = [
         ModelCheckpoint(output / "checkpoints", name, every_n_epochs=CHECKPOINT_BLOCKS, save_on_train_epoch_end=True,
                         enable_version_counter=False),
-        Interruption(checkpoint)]
+        interruption]
     if max_seconds is not None:
         callbacks.append(Timer(timedelta(seconds=max_seconds), verbose=False))
     if not quiet:
         callbacks.append(Bar(description, steps))
-    with _quietly(device):
+    with _quietly(device), interruption.noted():
         trainer = Trainer(
             max_epochs=blocks, reload_dataloaders_every_n_epochs=1, check_val_every_n_epoch=every,
             accelerator="gpu" if device.startswith("cuda") else "cpu",
@@ -81,10 +85,23 @@ def fit(
         try:
             trainer.fit(heads, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
         except SIGTERMException as error:
-            raise SparseKVError(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
-                                "the same command with --resume goes on from there") from error
+            stopped, interruption.received = interruption.received or signal.SIGTERM, None
+            raise Interrupted(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
+                              "the same command with --resume goes on from there", stopped) from error
     heads.restore_best()
     task.to(device).eval().requires_grad_(False)
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raises SparseKVError for what is no whole checkpoint of `fit`; no code in it is run."""
+    try:
+        found = set(torch.load(path, map_location="cpu", weights_only=True))
+        problem = None if {"state_dict", "best", "loops"} <= found else "it is none of a training"
+    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        problem = type(error).__name__
+    if problem:
+        raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with "
+                            f"--resume trains that part from its beginning ({problem})")
 
 
 class Heads(LightningModule):
@@ -214,6 +231,8 @@ class Draws(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         first = self.trainer.global_step  # type: ignore[union-attr]
         count = min(self.size, self.steps - first)
+        if count <= 0:  # resumed from the checkpoint of the last step
+            return DataLoader([], batch_size=None)  # type: ignore[arg-type]
         rate = torch.tensor([cosine_factor(s, self.steps) for s in range(first, first + count)])
         return DataLoader([{**self.task.draws(first, count), "rate": rate}], batch_size=None)  # type: ignore[arg-type]
 
@@ -226,11 +245,32 @@ class Interruption(Callback):
 
     def __init__(self, checkpoint: Path):
         self.checkpoint = checkpoint
+        self.received: int | None = None
+
+    def note(self, number: int, _: Any) -> None:
+        self.received = number
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A signal within is noted, here and by Lightning's own handler; one that stopped nothing is sent again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self.received is not None:
+            signal.raise_signal(self.received)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning stops after the batch on SIGTERM and puts the handlers back afterwards; on Ctrl-C it stops within it
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
+            if self.received is not None:
+                signal.raise_signal(self.received)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
@@ -242,9 +282,10 @@ class Bar(Callback):
 
     def __init__(self, description: str, steps: int):
         self.bar = progress(description, steps, "steps")
+        self.shown = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.advance = self.bar.__enter__()
+        self.advance, self.shown = self.bar.__enter__(), True
         self.advance(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int,
@@ -255,7 +296,8 @@ class Bar(Callback):
         self.bar.__exit__(None, None, None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+        if self.shown:
+            self.on_train_end(trainer, pl_module)
 
 
 class Metrics(Logger):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from sparsekv.config import option
+from sparsekv.config import SEEDS, option
 from sparsekv.errors import SparseKVError
 
 DEFAULT = "default"
@@ -23,7 +23,7 @@ class TrainingOptions:
                                   "[DD:HH:MM:SS or HH:MM:SS].")
     layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "
                               "[layers].")
-    seed: int = option(0, group="Run", help="Seed of every random choice.")
+    seed: int = option(0, group="Run", help="Seed of every random choice.", **SEEDS)
     resume: bool = option(False, group="Run", help="Go on from the last checkpoint of an interrupted run in --output.")
     overwrite: bool = option(False, group="Run", help="Replace an existing artifact.")
     device: str = option("auto", group="Run", help="auto, cpu or cuda.")

@@ -102,7 +102,7 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
                             f"tail of {window}; capture longer contexts")
-    run = Run(config, recipe, store)
+    run = Run("phi", config, recipe, store)
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue

@@ -104,7 +104,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     if keys < recipe.num_buckets:
         raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
                             "head; use fewer buckets or a larger capture")
-    run = Run(config, recipe, store)
+    run = Run("router", config, recipe, store)
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
-from sparsekv.artifacts.format import CONFIG, prepare_output
+from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.errors import SparseKVError
+from sparsekv.output import OutputKind, read_marker
 from sparsekv.ranks import Ranks, join
 from sparsekv.store.store import CaptureStore
+from sparsekv.trainers.metrics import FILE
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part
 from sparsekv.trainers.task import Task
@@ -32,15 +35,29 @@ from sparsekv.trainers.task import Task
 MARK = "training.json"
 FREE = ("capture", "preset", "output", "resume", "overwrite", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
+OWN = (CONFIG, TENSORS, f".{CONFIG}.tmp", f".{TENSORS}.tmp", MARK, FILE, "parts/*.safetensors", "parts/*.tmp",
+       "checkpoints/*.ckpt")
+
+
+def artifact_output(kind: str) -> OutputKind:
+    """The folder of a finished or interrupted training of this kind of artifact."""
+    def made(folder: Path) -> bool:
+        config, mark = read_marker(folder / CONFIG), read_marker(folder / MARK)
+        if (folder / CONFIG).is_file():
+            return "format_version" in config and config.get("kind") == kind
+        return "options" in mark and "documents" in mark and mark.get("kind", kind) == kind
+
+    return OutputKind(f"a {kind} artifact", OWN, made)
 
 
 class Run:
     """One training command. `groups` are the parts this rank trains, those of a group at once."""
 
-    def __init__(self, options: TrainingOptions, recipe: Any, store: CaptureStore):
+    def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
         from sparsekv.hub import resolve_device
 
         self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
+        self.kind, self.output = kind, artifact_output(kind)
         self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
         self.ranks.first_does(self._begin)
@@ -58,10 +75,12 @@ class Run:
         """A new output folder, or the one of the run that is resumed."""
         mark = self.out / MARK
         options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
-        mine = self._mark = json.loads(json.dumps({"options": options, "model": self.store.model,
+        mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
                                                    "documents": [d["sha256"] for d in self.store.documents]}))
         if self.options.resume and mark.is_file():
-            theirs = json.loads(mark.read_text(encoding="utf-8"))
+            theirs = read_marker(mark)
+            if not {"model", "options", "documents"} <= set(theirs):
+                raise SparseKVError(f"{str(mark)!r} is damaged; delete that folder and train again")
             name = f"the interrupted training in {str(self.out)!r}"
             check_fingerprint(theirs["model"], mine["model"], name)
             differ = [k for k, v in theirs["options"].items() if v != mine["options"].get(k)]
@@ -81,7 +100,7 @@ class Run:
                                 "--overwrite to start again")
         if self.options.resume and not (self.out.exists() and any(self.out.iterdir())):
             print(f"nothing to resume in {str(self.out)!r}: starting from the beginning", file=sys.stderr)
-        prepare_output(self.out, self.options.overwrite)
+        self.output.prepare(self.out, self.options.overwrite)
 
     def start(self) -> None:
         """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
@@ -125,7 +144,7 @@ class Run:
     def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""
         path = self._file(name)
-        return load_file(str(path), device=self.device) if self.options.resume and path.is_file() else None
+        return _read(path, self.device) if self.options.resume and path.is_file() else None
 
     def _file(self, name: str) -> Path:
         return self.out / "parts" / f"{name}.safetensors"
@@ -134,13 +153,22 @@ class Run:
         """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            files = [load_file(str(self._file(p.name))) for p in self.parts()]
+            files = [_read(self._file(p.name)) for p in self.parts()]
             layers = [files[i:i + self.pieces] for i in range(0, len(files), self.pieces)]
             assemble({k: torch.stack([torch.cat([f[k] for f in layer]) for layer in layers]) for k in files[0]})
             for folder in ("parts", "checkpoints"):
                 shutil.rmtree(self.out / folder, ignore_errors=True)
             (self.out / MARK).unlink(missing_ok=True)
+            self.output.done(self.out)
         self.ranks.barrier()
+
+
+def _read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    try:
+        return load_file(str(path), device=device)
+    except SafetensorError as error:
+        raise SparseKVError(f"{str(path)!r} is damaged; delete it, and the same command with --resume trains that part "
+                            "again") from error
 
 
 def pieces(layers: int, heads: int, ranks: int) -> int:

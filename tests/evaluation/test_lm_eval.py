@@ -215,7 +215,7 @@ def test_downloaded_tasks_become_requests(tmp_path, tokenizer, task: str) -> Non
     ({"tasks": "infinitebench", "skip-missing": None}, "none of the tasks .* has data that can be fetched"),
     ({"requests": "gone.jsonl"}, "no requests at 'gone.jsonl'; make them with `sparsekv eval --save-requests"),
     ({"requests": "r.jsonl", "output": "old", "resume": None}, "cells.jsonl' has format 0, this version reads 1"),
-    ({"tasks": "needle", "output": "old"}, "already exists; add --overwrite to replace its results, or --resume"),
+    ({"tasks": "needle", "output": "old"}, "already exists; add --overwrite to replace it, or --resume"),
     ({"tasks": "needle", "needle-depths": "2"}, "depths of needles '2' not understood; expected shares of the text"),
 ])
 def test_what_is_wrong_is_one_sentence(

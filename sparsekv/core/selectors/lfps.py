@@ -115,7 +115,7 @@ class LFPS(Selector):
         found = (v > self.vertical.threshold(self.alpha)).logical_or_(s > self.slash.threshold(self.alpha))
         if bool(bypass.any()):
             found &= ~bypass.reshape(-1, 1)
-        found = found.view(-1, group, high - low)
+        found = found.view(found.shape[0] // group, group, high - low)
         found = found[:, 0] if group == 1 else found.any(1)
         near = found.clone()
         near[:, :-1] |= found[:, 1:]
