@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +32,30 @@ def save_artifact(path: str | Path, config: dict[str, Any], tensors: dict[str, T
     config = {"format_version": FORMAT_VERSION, **config}
     config["sha256"] = digest(config, tensors)
     write_tensors(path / TENSORS, tensors)
-    temporary = path / f".{CONFIG}.tmp"
-    temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path / CONFIG)
+    with _placed(path / CONFIG) as temporary:
+        temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file of CPU tensors, whole or not at all. Raises SparseKVError where it cannot be written."""
+    with _placed(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+
+
+@contextlib.contextmanager
+def _placed(path: Path) -> Iterator[Path]:
+    """A name beside the path, renamed to it when the block has written it whole."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+        yield temporary
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise SparseKVError(f"could not write {str(path)!r} ({error}); choose a folder that can be written to and has "
                             "room") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -90,9 +90,8 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
     check_fingerprint(made.model, fingerprint, where)
     if made.length < 1:
         raise damaged(where, f"its length is {made.length} tokens")
-    shape = (None, made.model["num_kv_heads"], made.length, made.model["head_dim"])
-    shape = tuple(take(tensors, "0.keys", shape, where).shape)
-    states = [_layer(made, i, shape, tensors, where) for i in range(len(cache.layers))]
+    first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
     tables = {name: _table(made, name, tensors, where) for name in made.rope}
     for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):
         layer.update(keys.to(device), values.to(device))  # type: ignore[union-attr]

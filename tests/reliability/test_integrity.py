@@ -272,6 +272,7 @@ def test_damaged_prefixes_are_refused(hashed: bool, tmp_path) -> None:
     for text in ("", "[1]", "{", "[" * 100_000):
         save_file(tensors, path, {"sparsekv": text})
         refused("prefix", path)
+    refused("prefix", tmp_path)
     for content in (b"", b"\0" * 8, b"\xff" * 100, path.read_bytes()[:500]):
         path.write_bytes(content)
         refused("prefix", path)
