@@ -16,7 +16,7 @@ from sparsekv.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
-FINGERPRINT = {"architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int,
+FINGERPRINT: dict[str, type] = {"architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int,
                "rope": dict, "weights": str}
 
 
@@ -63,7 +63,7 @@ def digest(record: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -118,7 +118,7 @@ def check_model_record(model: dict[str, Any], where: str) -> None:
     """Refuse a fingerprint that is incomplete, or whose heads make no model."""
     for name, kind in FINGERPRINT.items():
         value = model.get(name)
-        if type(value) is not kind or (kind is int and value < 1):
+        if type(value) is not kind or (isinstance(value, int) and value < 1):
             expected = "a count of at least 1" if kind is int else kind.__name__
             raise damaged(where, f"its model's {name} is {brief(value)}, expected {expected}")
     if model["num_query_heads"] % model["num_kv_heads"]:
