@@ -16,8 +16,9 @@ from sparsekv.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
-FINGERPRINT: dict[str, type] = {"architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int,
-               "rope": dict, "weights": str}
+FINGERPRINT: dict[str, type] = {
+    "architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int, "rope": dict,
+    "weights": str}
 
 
 def damaged(where: str, what: str) -> SparseKVError:
