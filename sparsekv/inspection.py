@@ -52,8 +52,11 @@ def inspect_path(config: InspectConfig) -> None:
     print(artifact.summary())
     _describe_model(artifact.config.model)
     origin = artifact.config.provenance
-    print(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
-          f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
+    try:
+        print(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
+              f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
+    except (KeyError, TypeError):
+        print("what it was trained on is not recorded")
     if "disjoint_by" in origin:
         print(f"training and validation are disjoint by {origin['disjoint_by']} ({origin['hash']})")
     dense = heads_best_dense(kind, artifact.config.layers, artifact.config.quality)

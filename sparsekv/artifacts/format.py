@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,61 +13,94 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sparsekv.artifacts.checks import check_digest, check_finite, check_version, damaged, digest, parse_object
 from sparsekv.errors import SparseKVError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no checksum."""
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
 def save_artifact(path: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write both files under a temporary folder name each, then put them in place; `config` gains `format_version`."""
+    """Write both files under a temporary name each, then put them in place; `config` gains `format_version` and
+    `sha256`, over itself and the tensors. Raises SparseKVError for values that are not finite, and a disk that fails.
+    """
     path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    temporary = path / f".{TENSORS}.tmp"
-    save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, str(temporary))
-    os.replace(temporary, path / TENSORS)
-    temporary = path / f".{CONFIG}.tmp"
-    temporary.write_text(json.dumps({"format_version": FORMAT_VERSION, **config}, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path / CONFIG)
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    check_finite(tensors, f"the artifact for {str(path)!r}", "the training diverged; train with a lower learning rate")
+    config = {"format_version": FORMAT_VERSION, **config}
+    config["sha256"] = digest(config, tensors)
+    write_tensors(path / TENSORS, tensors)
+    with _placed(path / CONFIG) as temporary:
+        temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file of CPU tensors, whole or not at all. Raises SparseKVError where it cannot be written."""
+    with _placed(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+
+
+@contextlib.contextmanager
+def _placed(path: Path) -> Iterator[Path]:
+    """A name beside the path, renamed to it when the block has written it whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        raise SparseKVError(f"could not write {str(path)!r} ({error}); choose a folder that can be written to and has "
+                            "room") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read and check an artifact. Raises SparseKVError naming what is missing, damaged, newer or of another kind."""
     path = Path(path)
     config = read_config(path)
-    if kind is not None and config.get("kind") != kind:
-        raise SparseKVError(f"{str(path)!r} is a {config.get('kind')!r} artifact; expected a {kind!r} artifact")
+    where = f"the artifact {str(path)!r}"
+    if kind is not None and config["kind"] != kind:
+        raise SparseKVError(f"{str(path)!r} is a {config['kind']!r} artifact; expected a {kind!r} artifact")
     try:
-        return config, load_file(str(path / TENSORS))
-    except (SafetensorError, OSError) as error:
-        raise SparseKVError(f"the artifact {str(path)!r} is damaged: {TENSORS} could not be read ({error}); train it "
-                            "again or fetch it anew") from error
+        tensors = load_file(str(path / TENSORS))
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise damaged(where, f"{TENSORS} could not be read ({error})") from error
+    check_digest(config, tensors, where)
+    check_finite(tensors, where, "its training diverged; train it again")
+    return config, tensors
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The artifact's `config.json`, checked."""
+    """The artifact's `config.json`, checked as far as it stands alone."""
     if not (path / CONFIG).is_file():
         what = "a capture store" if (path / "manifest.json").is_file() else "not an artifact" if path.exists() else None
         raise SparseKVError(f"{str(path)!r} is {what}; expected a folder with {CONFIG} and {TENSORS}" if what else
                             f"no artifact at {str(path)!r}: expected a folder with {CONFIG} and {TENSORS}")
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-        version, _ = config["format_version"], config["kind"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
-        raise SparseKVError(f"{str(path / CONFIG)!r} is not the config of a sparsekv artifact "
-                            f"({type(error).__name__}: {error})") from error
-    if version > FORMAT_VERSION:
-        raise SparseKVError(f"the artifact {str(path)!r} has format {version}; this version of sparsekv reads up to "
-                            f"{FORMAT_VERSION}. Upgrade sparsekv.")
+        text = (path / CONFIG).read_bytes()
+    except OSError as error:
+        raise SparseKVError(f"{str(path / CONFIG)!r} could not be read ({error}); expected an artifact's config"
+                            ) from error
+    config = parse_object(text, f"the artifact's config {str(path / CONFIG)!r}")
+    if "format_version" not in config or not isinstance(config.get("kind"), str):
+        raise SparseKVError(f"{str(path / CONFIG)!r} is not the config of a sparsekv artifact: expected format_version "
+                            "and kind")
+    check_version(config["format_version"], FORMAT_VERSION, f"the artifact {str(path)!r}")
     return config
 
 
 def take(tensors: dict[str, Tensor], name: str, shape: tuple[int | None, ...], where: str) -> Tensor:
-    """A tensor of the expected shape (None: any size). Raises SparseKVError."""
+    """A floating-point tensor of the expected shape (None: any size); where as in `the artifact 'x'`. Raises
+    SparseKVError."""
     tensor = tensors.get(name)
     found = None if tensor is None else tuple(tensor.shape)
     fits = found is not None and len(found) == len(shape) and all(
         e is None or e == f for e, f in zip(shape, found, strict=True))
     if tensor is None or not fits:
-        raise SparseKVError(f"the artifact {where!r} is damaged: tensor {name} has shape {found}, expected {shape}")
+        raise damaged(where, f"tensor {name} has shape {found}, expected {shape}")
+    if not tensor.is_floating_point():
+        raise damaged(where, f"tensor {name} has {tensor.dtype}, expected floating point")
     return tensor

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sparsekv.artifacts.card import describe
+from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.core.estimators.phi import phi_tokens
@@ -117,9 +118,13 @@ class PhiArtifact:
     def load(cls, path: str | Path) -> PhiArtifact:
         """Raises SparseKVError for a missing, damaged, newer or foreign artifact."""
         raw, tensors = load_artifact(path, KIND)
-        names = {f.name for f in fields(PhiArtifactConfig)}
-        config = PhiArtifactConfig(**{k: v for k, v in raw.items() if k in names})
-        layers, where = len(config.layers), str(path)
+        where = f"the artifact {str(path)!r}"
+        config = from_record(PhiArtifactConfig, raw, where)
+        check_scope(config, where, num_features=1, width=1)
+        shares = config.read_shares
+        if not shares or sorted(set(shares)) != shares or not 0 <= shares[0] <= shares[-1] <= 1:
+            raise damaged(where, f"read_shares are {brief(shares)}, expected shares between 0 and 1, ascending")
+        layers = len(config.layers)
         d, w, r = config.model["head_dim"], config.width, config.num_features
         half = r // 2 if config.centred else 0
         heads_q, heads_kv = config.model["num_query_heads"], config.model["num_kv_heads"]
@@ -132,6 +137,8 @@ class PhiArtifact:
                                                  for k, shape in shapes.items()}))
         shift = take(tensors, "shift", (layers, len(config.read_shares), heads_q), where)
         gate = take(tensors, "gate", (layers, heads_q), where)
+        if (gate < 0).any():
+            raise damaged(where, "a gate is negative")
         return cls(config, Maps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:

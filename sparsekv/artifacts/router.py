@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sparsekv.artifacts.card import describe
+from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.errors import SparseKVError
@@ -74,13 +75,17 @@ class RouterArtifact:
         """Raises SparseKVError for a missing, damaged, newer or foreign artifact, and for one of a kind that is no
         longer made."""
         raw, tensors = load_artifact(path, KIND)
-        if raw["scores"] == "hybrid" or raw.get("router_scope", "kv_head") != "kv_head":
-            kind = "hybrid scores" if raw["scores"] == "hybrid" else "one query model a query head"
+        where = f"the artifact {str(path)!r}"
+        if raw.get("scores") == "hybrid" or raw.get("router_scope", "kv_head") != "kv_head":
+            kind = "hybrid scores" if raw.get("scores") == "hybrid" else "one query model a query head"
             raise SparseKVError(f"the router {str(path)!r} has {kind}, which sparsekv no longer reads: expected scores "
                                 "mean_key, or mlp with one query model a KV head; train it again")
-        names = {f.name for f in fields(RouterArtifactConfig)}
-        config = RouterArtifactConfig(**{k: v for k, v in raw.items() if k in names})
-        where, layers, buckets = str(path), len(config.layers), config.num_buckets
+        config = from_record(RouterArtifactConfig, raw, where)
+        check_scope(config, where, num_buckets=1)
+        if config.key_space not in ("pre", "rot") or config.scores not in ("mean_key", "mlp"):
+            raise damaged(where, f"it has keys {brief(config.key_space)} and scores {brief(config.scores)}, expected "
+                                 "pre or rot, and mean_key or mlp")
+        layers, buckets = len(config.layers), config.num_buckets
         heads, dim = config.model["num_kv_heads"], config.model["head_dim"]
         centroids = take(tensors, "centroids", (layers, heads, buckets, dim), where)
         weights = None

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from sparsekv.artifacts.checks import (
+    brief,
+    check_digest,
+    check_finite,
+    check_model_record,
+    check_version,
+    damaged,
+    digest,
+    from_record,
+    parse_object,
+)
+from sparsekv.artifacts.fingerprint import check_fingerprint
+from sparsekv.artifacts.format import take, write_tensors
+from sparsekv.core.rope import LAYOUTS
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no checksum."""
+
+
+@dataclass(frozen=True)
+class PrefixRecord:
+    """The file's metadata. length: tokens. rope: kind of layer and layout, by the table's number. recent_end: the
+    position after a layer's last queries, by layer."""
+
+    model: dict[str, Any]
+    length: int
+    rope: dict[str, Any]
+    recent_end: dict[str, Any]
 
 
 def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any]) -> None:
     """Write a cache of full-attention layers to one safetensors file: keys and values, recent queries, rotary tables.
-    Raises SparseKVError for sliding-window layers or an empty cache."""
+    Raises SparseKVError for sliding-window layers, an empty cache, one with NaN, and a disk that fails."""
     tensors: dict[str, Tensor] = {}
     meta: dict[str, Any] = {"format_version": FORMAT_VERSION, "model": fingerprint, "length": cache.get_seq_length(),
                             "rope": {}, "recent_end": {}}
@@ -35,39 +61,66 @@ def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
     for n, (key, table) in enumerate(cache.rope.items()):
         meta["rope"][str(n)] = [key, table.layout]
         tensors |= {f"rope.{n}.cos": table.cos.view, f"rope.{n}.sin": table.sin.view}
-    save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, str(path),
-              metadata={"sparsekv": json.dumps(meta)})
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    check_finite(tensors, "this cache", "the model overflowed; prefill it with the model in bfloat16 or float32")
+    write_tensors(Path(path), tensors, {"sparsekv": json.dumps({**meta, "sha256": digest(meta, tensors)})})
 
 
 def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any], device: Any) -> SparseCache:
     """Fill an empty cache from a file; index and estimates are built when decoding begins.
 
-    Raises SparseKVError for a missing, damaged or foreign file.
+    Raises SparseKVError for a missing, damaged or foreign file, before the cache is changed.
     """
+    where = f"the prefix {str(path)!r}"
+    if any(not isinstance(layer, SparseLayer) for layer in cache.layers):
+        raise SparseKVError("this model has sliding-window layers, for which no prefix can be loaded")
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            meta = json.loads((file.metadata() or {})["sparsekv"])
+            text = (file.metadata() or {})["sparsekv"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise SparseKVError(f"no prefix could be read from {str(path)!r} ({error}); expected a file of save_prefix"
                             ) from error
-    if meta["format_version"] > FORMAT_VERSION:
-        raise SparseKVError(f"the prefix {str(path)!r} has format {meta['format_version']}; this version reads up to "
-                            f"{FORMAT_VERSION}. Upgrade sparsekv.")
-    if any(not isinstance(layer, SparseLayer) for layer in cache.layers):
-        raise SparseKVError("this model has sliding-window layers, for which no prefix can be loaded")
-    differ = [k for k, v in meta["model"].items() if fingerprint.get(k) != v]
-    if differ:
-        raise SparseKVError(f"the prefix {str(path)!r} was made by a model with "
-                            + ", ".join(f"{k} {meta['model'][k]}" for k in differ) + "; this model has "
-                            + ", ".join(f"{k} {fingerprint.get(k)}" for k in differ))
-    for i, layer in enumerate(cache.layers):
-        layer.update(tensors[f"{i}.keys"].to(device), tensors[f"{i}.values"].to(device))  # type: ignore[union-attr]
-        if f"{i}.recent" in tensors:
-            layer.recent = tensors[f"{i}.recent"].to(device)  # type: ignore[union-attr]
-            layer.recent_end = meta["recent_end"][str(i)]  # type: ignore[union-attr]
-    for n, (key, layout) in meta["rope"].items():
+    meta = parse_object(text, where)
+    check_version(meta.get("format_version"), FORMAT_VERSION, where)
+    check_digest(meta, tensors, where)
+    check_finite(tensors, where, "make it again")
+    made = from_record(PrefixRecord, meta, where)
+    check_model_record(made.model, where)
+    check_fingerprint(made.model, fingerprint, where)
+    if made.length < 1:
+        raise damaged(where, f"its length is {made.length} tokens")
+    first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
+    tables = {name: _table(made, name, tensors, where) for name in made.rope}
+    for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):
+        layer.update(keys.to(device), values.to(device))  # type: ignore[union-attr]
+        if recent is not None:
+            layer.recent, layer.recent_end = recent.to(device), end  # type: ignore[union-attr]
+    for key, layout, cos, sin in tables.values():
         table = cache.rope[key] = GrowingRope(layout)
-        table.append(tensors[f"rope.{n}.cos"].to(device), tensors[f"rope.{n}.sin"].to(device), 0)
+        table.append(cos.to(device), sin.to(device), 0)
     return cache
 
+
+def _layer(
+    made: PrefixRecord, i: int, shape: tuple[int, ...], tensors: dict[str, Tensor], where: str,
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Keys and values `[B, Hkv, N, d]` of a layer, its last queries `[B, Hq, T, d]` and the position after them."""
+    keys, values = (take(tensors, f"{i}.{name}", shape, where) for name in ("keys", "values"))
+    if f"{i}.recent" not in tensors:
+        return keys, values, None, 0
+    recent = take(tensors, f"{i}.recent", (shape[0], made.model["num_query_heads"], None, shape[3]), where)
+    end = made.recent_end.get(str(i))
+    if type(end) is not int or not recent.shape[2] <= end <= made.length:
+        raise damaged(where, f"the last queries of layer {i} end at {brief(end)}, expected a position of {made.length}")
+    return keys, values, recent, end
+
+
+def _table(made: PrefixRecord, name: str, tensors: dict[str, Tensor], where: str) -> tuple[Any, Any, Tensor, Tensor]:
+    """Key, layout, cos and sin `[B or 1, N, rotary_dim]` of a rotary table."""
+    entry = made.rope[name]
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str | None) and entry[1] in LAYOUTS):
+        raise damaged(where, f"the rotary table {name} is {brief(entry)}, expected a kind of layer and a layout")
+    cos = take(tensors, f"rope.{name}.cos", (None, made.length, None), where)
+    return entry[0], entry[1], cos, take(tensors, f"rope.{name}.sin", tuple(cos.shape), where)

@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsekv.artifacts.checks import (
+    brief,
+    check_model_record,
+    check_version,
+    damaged,
+    from_record,
+    parse_object,
+)
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.errors import SparseKVError
@@ -68,44 +77,47 @@ class Settings:
     def load(cls, path: str | Path) -> Settings:
         """Raises SparseKVError for a file that is missing, damaged, of another kind or of a newer version."""
         path = Path(path)
-        where = repr(str(path))
+        where = f"the settings file {str(path)!r}"
         if not path.is_file():
-            raise SparseKVError(f"no settings at {where}; expected a file of `sparsekv eval recommend`")
+            raise SparseKVError(f"no settings at {str(path)!r}; expected a file of `sparsekv eval recommend`")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise SparseKVError(f"{where} is no JSON ({error}); expected a file of `sparsekv eval recommend`"
+            text = path.read_bytes()
+        except OSError as error:
+            raise SparseKVError(f"{where} could not be read ({error}); expected a file of `sparsekv eval recommend`"
                                 ) from error
-        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raw = parse_object(text, where)
+        if raw.get("format") != FORMAT:
             raise SparseKVError(f"{where} is no settings file; expected one of `sparsekv eval recommend`")
-        if raw.get("format_version") != FORMAT_VERSION:
-            raise SparseKVError(f"{where} has format {raw.get('format_version')}, this version reads {FORMAT_VERSION}; "
-                                "run `sparsekv eval recommend` again")
-        try:
-            layers = {int(i): LayerSetting(float(s["budget"]), s["gate"]) for i, s in raw["layers"].items()}
-            beside = {k: None if raw[k] is None else str(path.parent / raw[k]) for k in ("router", "phi")}
-            made = cls(raw["model"], raw["selector"], raw["completion"], int(raw["sink_size"]),
-                       int(raw["window_size"]), layers, **beside, goal=raw["goal"], measured=raw["measured"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SparseKVError(f"the settings {where} are damaged ({type(error).__name__}: {error}); run `sparsekv "
-                                "eval recommend` again") from error
+        check_version(raw.get("format_version"), FORMAT_VERSION, where)
+        layers = raw.get("layers")
+        if not isinstance(layers, dict) or not all(
+                re.fullmatch("0|[1-9][0-9]{,5}", i) and isinstance(s, dict) for i, s in layers.items()):
+            raise damaged(where, f"layers is {brief(layers)}, expected a setting by layer")
+        raw["layers"] = {int(i): from_record(LayerSetting, s, f"layer {i} of {where}") for i, s in layers.items()}
+        made = from_record(cls, raw, where)
+        beside = {k: None if raw.get(k) is None else str(path.parent / raw[k]) for k in ("router", "phi")}
+        made = replace(made, **beside)
         made.check(where)
         return made
 
-    def check(self, where: str = "given") -> None:
+    def check(self, where: str = "the settings object") -> None:
         """Refuse values that mean nothing. Raises SparseKVError."""
-        heads, count = self.model.get("num_query_heads"), self.model.get("num_layers", 0)
+        check_model_record(self.model, where)
+        heads, count = self.model["num_query_heads"], self.model["num_layers"]
+        if min(self.sink_size, self.window_size) < 0:
+            raise damaged(where, f"sink_size is {self.sink_size} and window_size {self.window_size}, expected none "
+                                 "below 0")
         for layer, s in self.layers.items():
             if not 0 <= layer < count:
-                raise SparseKVError(f"the settings {where} name layer {layer}; their model has layers 0 to {count - 1}")
+                raise SparseKVError(f"{where} names layer {layer}; their model has layers 0 to {count - 1}")
             if not 0 <= s.budget <= 1:
-                raise SparseKVError(f"the settings {where} give layer {layer} the budget {s.budget}; expected a share "
+                raise SparseKVError(f"{where} gives layer {layer} the budget {s.budget}; expected a share "
                                     "of the context between 0 and 1")
             if s.gate is not None and (len(s.gate) != heads or not all(0 <= g <= 1 for g in s.gate)):
-                raise SparseKVError(f"the settings {where} have a gate of {len(s.gate)} values in layer {layer}; "
+                raise SparseKVError(f"{where} has a gate of {len(s.gate)} values in layer {layer}; "
                                     f"expected {heads} between 0 and 1, one a query head")
         if self.completion not in ("none", "phi"):
-            raise SparseKVError(f"the settings {where} name completion {self.completion!r}; expected none or phi")
+            raise SparseKVError(f"{where} names completion {self.completion!r}; expected none or phi")
 
 
 def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:

@@ -10,7 +10,8 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
 from sparsekv.models.feature_map import FeatureMap, Maps
 
-MODEL = {"num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MODEL = {"architecture": "LlamaForCausalLM", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8,
+         "rope": {}, "weights": "0"}
 COMMON = {"model": MODEL, "layers": [0, 1], "sink_size": 4, "window_size": 16}
 
 

@@ -79,10 +79,11 @@ def test_bad_settings_are_refused_in_one_sentence(tmp_path) -> None:
     layer = good["layers"]["1"]
     other = {**good["model"], "num_layers": 30}
     cases = {
-        "no JSON": "{", "no settings file": "[]", "format 9, this version reads 1": {**good, "format_version": 9},
-        "are damaged": {k: v for k, v in good.items() if k != "layers"},
-        "name layer 7": {**good, "layers": {"7": layer}},
-        "the budget 3.0": {**good, "layers": {"1": {**layer, "budget": 3}}},
+        "no JSON": "{", "its JSON is no object": "[]", "no settings file": "{}",
+        "has format 9; this version of sparsekv reads up to 1": {**good, "format_version": 9},
+        "layers is None, expected a setting": {k: v for k, v in good.items() if k != "layers"},
+        "names layer 7": {**good, "layers": {"7": layer}},
+        "the budget 3;": {**good, "layers": {"1": {**layer, "budget": 3}}},
         "gate of 2 values": {**good, "layers": {"1": {**layer, "gate": [1, 1]}}},
         "completion 'magic'": {**good, "completion": "magic"},
         "unknown selector 'best'": {**good, "selector": "best", "completion": "none"},
