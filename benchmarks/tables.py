@@ -22,8 +22,8 @@ def decode() -> str:
     """Microseconds a step by shape, how many times faster than the best dense peer, and what goes with it."""
     rows = load("decode")
     values = {(r["case"], r["method"]): r["value"] for r in rows}
-    methods = [m for m in ("floor", "route_only", "attention_only", "buckets_only", "sparse", "sparse_phi", "sparse_mlp",
-                           "sparse_probes", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
+    methods = [m for m in ("floor", "route_only", "attention_only", "buckets_only", "sparse", "sparse_phi",
+                           "sparse_mlp", "sparse_probes", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
                if any(r["method"] == m for r in rows)]
     peers = [m for m in methods if m.startswith("sdpa") or m in ("flashinfer", "flex")]
 
