@@ -81,7 +81,7 @@ class Selection:
 
     tokens `[Q, H, K]`, `H` = Hkv (shared by the group) or Hq; -1 = none, no token twice, all in the mid region.
     buckets `[Q, Hkv, L]` with `order [B, Hkv, M]`, `offsets [B, Hkv, C + 1]`, the CSR of the index.
-    log_weights `[Q, H, K]`: added to the scores of `tokens` (sampling estimators).
+    log_weights `[Q, H, K]`: added to the scores of `tokens` (MagicPIG).
     """
 
     tokens: Tensor | None = None
@@ -143,11 +143,6 @@ class LayerView:
     @property
     def length(self) -> int:
         return self.regions.length
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of the key and the value of one token and KV head."""
-        return 2 * self.keys.shape[-1] * self.keys.element_size()
 
     def keys_pre(self, first: int, last: int) -> Tensor:
         """Keys `first..last` with RoPE removed, `[B, Hkv, last − first, d]`."""

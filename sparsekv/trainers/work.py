@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
-from sparsekv.artifacts.format import CONFIG, TENSORS
+from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
 from sparsekv.errors import SparseKVError
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.ranks import Ranks, join
@@ -135,11 +135,7 @@ class Run:
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         """A file of this run's own, written whole or not at all."""
-        path = self._file(name)
-        path.parent.mkdir(exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, str(temporary))
-        temporary.replace(path)
+        write_tensors(self._file(name), {k: t.cpu() for k, t in tensors.items()})
 
     def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""

@@ -56,10 +56,6 @@ class Estimator:
         D)."""
         raise NotImplementedError
 
-    def cost_bytes(self, view: LayerView) -> float:
-        """The same in bytes."""
-        return self.cost_tokens(view) * view.token_bytes
-
     def fork(self) -> Self:
         return copy.copy(self)
 

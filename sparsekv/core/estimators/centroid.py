@@ -12,6 +12,7 @@ from sparsekv.core.estimators.base import BLOCK, Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import assign_buckets, gather_rows
+from sparsekv.kernels.launch import acc_dtype
 
 ITERATIONS = 5
 
@@ -41,7 +42,7 @@ class CentroidEstimator(Estimator):
             spherical_kmeans(view.keys[b, :, int(regions.mid_first[b]):int(regions.mid_last[b])], self.num_buckets,
                              iterations=ITERATIONS) for b in range(view.keys.shape[0])])
         shape = (*view.keys.shape[:2], self.num_buckets)
-        kind = torch.float64 if view.keys.dtype == torch.float64 else torch.float32
+        kind = acc_dtype(view.keys)
         self.assignment = torch.zeros(*shape[:2], 0, dtype=torch.int32, device=view.keys.device)
         self.counts = torch.zeros(shape, dtype=kind, device=view.keys.device)
         self.sums = torch.zeros(*shape, 2 * view.keys.shape[-1], dtype=kind, device=view.keys.device)

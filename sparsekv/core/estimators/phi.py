@@ -26,6 +26,7 @@ from sparsekv.kernels import (
     read_bound,
     remainder,
 )
+from sparsekv.kernels.launch import acc_dtype
 
 
 class Maps(Protocol):
@@ -215,13 +216,9 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return features.sum(2, dtype=dtype), s
 
 
-def _arithmetic(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def key_mean(view: LayerView, first: Tensor, last: Tensor) -> Tensor:
     """Mean `[B, Hkv, d]`, float32 at least, of the keys `first[b] <= i < last[b]`; zero where there are none."""
-    total = torch.zeros(*view.keys.shape[:2], view.keys.shape[-1], device=view.device, dtype=_arithmetic(view.keys))
+    total = torch.zeros(*view.keys.shape[:2], view.keys.shape[-1], device=view.device, dtype=acc_dtype(view.keys))
     for block, inside in blocks(first, last):
         total += torch.where(inside, view.keys[:, :, block], 0).sum(2, dtype=total.dtype)
     return total / (last - first).clamp(min=1)[:, None, None]

@@ -29,7 +29,7 @@ class Selector:
     spends_budget: ClassVar[bool] = True
     """Whether `token_budget` decides how much is read."""
     needs_budget: ClassVar[bool] = True
-    """Whether it cannot do without one."""
+    """Whether one that spends it cannot do without."""
     scores_keys: ClassVar[bool] = False
     """A step reads keys to choose among them: no use where they lie in CPU memory and the choice is the GPU's."""
     artifact_kind: ClassVar[str | None] = None
@@ -46,7 +46,7 @@ class Selector:
         """Refuse impossible options before any work. Raises SparseKVError."""
         if self.accounting not in ACCOUNTINGS:
             raise SparseKVError(f"unknown accounting {self.accounting!r}: expected one of {', '.join(ACCOUNTINGS)}")
-        if self.needs_budget and self.token_budget is None:
+        if self.spends_budget and self.needs_budget and self.token_budget is None:
             raise SparseKVError(f"selector {self.name} needs token_budget: tokens (an integer) or a share of the "
                                 "context (a float)")
         check_budget(self.token_budget)

@@ -18,7 +18,6 @@ class Dense(Selector):
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "baseline: full attention"
     spends_budget: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = False
 
     def serves(self, layer_idx: int) -> bool:
         return False

@@ -20,12 +20,12 @@ from sparsekv.kernels import (
     QueryModel,
     RouterScores,
     assign_buckets,
-    bucket_logits,
     build_index,
     extend_index,
     route,
     route_tokens,
 )
+from sparsekv.kernels.launch import acc_dtype
 
 SCORES = ("mlp", "mean_key")
 DEFAULT_BUDGET = 0.05
@@ -128,12 +128,6 @@ class Router(Selector):
         chosen = route(q, scores, self.counts, min(self.probes, self.counts.shape[-1]))
         return Selection(buckets=chosen, order=self.order, offsets=self.offsets)
 
-    def bucket_probability(self, view: LayerView, queries: Queries) -> Tensor:
-        """Probability of every bucket, summed over the group: `[Q, Hkv, C]`."""
-        q = queries.folded_pre if self.weights is not None and self.space == "pre" else queries.folded
-        logits = bucket_logits(q, self._scores(view, q), self.counts)
-        return logits.softmax(-1).nan_to_num(0.0).unflatten(1, (view.num_kv_heads, -1)).sum(2)
-
     def _scores(self, view: LayerView, q: Tensor) -> RouterScores:
         if self.weights is not None:
             if self.weights.w1.dtype != q.dtype:
@@ -154,7 +148,7 @@ class Router(Selector):
     def _sum_keys(self, view: LayerView, first: Tensor, low: int, end: int) -> None:
         """Add the rotated keys of the tokens from `first[b]` on to the sums of their buckets, `[B, Hkv, C, d]`."""
         self.means = None
-        kind = torch.float64 if view.keys.dtype == torch.float64 else torch.float32
+        kind = acc_dtype(view.keys)
         for a in range(low, end, BLOCK):
             part = slice(a, min(a + BLOCK, end))
             columns = torch.arange(part.start, part.stop, device=view.device)

@@ -18,7 +18,6 @@ class Streaming(Selector):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM (Xiao et al. 2023)"
     spends_budget: ClassVar[bool] = False
-    needs_budget: ClassVar[bool] = False
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         rows = queries.lengths.shape[0]
