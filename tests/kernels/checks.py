@@ -25,6 +25,12 @@ from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sort_by_bucket
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
+from sparsekv.kernels.decode import (
+    append_token_reference,
+    decode_attention_reference,
+    launch_append,
+    launch_decode,
+)
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
 from sparsekv.kernels.paged import launch_paged, paged_scores_reference
@@ -365,3 +371,24 @@ def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, featur
         s.q.shape[1], device=device), state
 
 
+
+
+def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Append and full attention on storage with room to spare, of which what is not yet there is poison."""
+    heads_q, heads_kv, dim, room, batch = shape
+    torch.manual_seed(0)
+    keys, values = (torch.randn(batch, heads_kv, room, dim, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(batch, heads_kv, 1, dim, device=device, dtype=dtype) for _ in range(2))
+    lengths = torch.randint(1, room + 1, (batch,), device=device)
+    starts = (lengths * torch.rand(batch, device=device) * 0.5).long()
+    lengths[0], starts[0] = room, 0
+    for b in range(batch):
+        keys[b, :, lengths[b] - 1:], values[b, :, lengths[b] - 1:] = float("nan"), float("nan")
+    mine, truth = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+    launch_append(k, v, *mine, lengths)
+    append_token_reference(k, v, *truth, lengths)
+    for x, y in zip(mine, truth, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+    q = torch.randn(batch, heads_q, dim, device=device, dtype=dtype)
+    agree(launch_decode(q, *mine, starts, lengths, scale=0.2),
+          decode_attention_reference(q.double(), *mine, starts, lengths, scale=0.2), LIMITS[dtype], "decode")

@@ -8,12 +8,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing
+from sparsekv.kernels import attend, attention_mass, completion, decode, indexing, paged, routing
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import decode_triton as d
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
@@ -31,8 +32,8 @@ KINDS = {
     "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part bracket",
     "fp32": "scale eps depth goal0 goal1",
-    "half": "q k v out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a w_b "
-            "alpha w_out b_out",
+    "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
+            "w_b alpha w_out b_out",
 }
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
@@ -95,6 +96,10 @@ def main() -> None:
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.cache_kernel, {"SPLITS": 64, "MASKED": True, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
+    for dim in (64, 128, 256):
+        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": decode.BLOCK,
+                                "STAGES": decode.stages_of(dim, 2)}, decode.WARPS, "bf16", SHARED)
+    check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
           (90,))
     check(p.page_kernel, {"PAGED": True, "GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,

@@ -43,6 +43,7 @@ class Router(Selector):
 
     name: ClassVar[str] = "router"
     source: ClassVar[str] = "Saap §4"
+    replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
                                             "means")
     needs_budget: ClassVar[bool] = False
