@@ -11,8 +11,8 @@ drawn keys and values. Every method goes on from the same cache.
 - dense: attached, full attention; router: 1024 buckets, mean_key scores, 1/32 of the context, sink 1, window 2047;
   router_phi: the same completed by maps of the trained shape (128 features, centred, capped).
 
-`generate_ms`, `loop_ms`: median of the last tokens. `first_s`: the steps before, in which index, compilation and capture
-fall; `index_s`: the index alone. `peak_gb`: most memory held.
+`generate_ms`, `loop_ms`: median of the last tokens. `first_s`: the steps before, in which index, compilation and
+capture fall; `index_s`: the index alone. `peak_gb`: most memory held.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def theirs(model: Any, method: str, cache: SparseCache, ids: Tensor, tokens: int
 
 
 def measure(case: str, methods: list[str], tokens: int, device: str, model: Any) -> None:
-    shape, length, rows = CASES[case]
+    _, length, rows = CASES[case]
     torch.manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (rows, length + 1), device=device)
     trained = artifacts(model, device)
