@@ -253,7 +253,8 @@ class Attachment:
         if not isinstance(cache, SparseCache):
             return inner(*args, **kwargs)
         if self._is_step(args, kwargs):
-            logits = self._replayed(*(kwargs.get(n) for n in ("input_ids", "attention_mask", "position_ids")), cache)
+            logits = self._replayed(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"),
+                                    cache)
             if logits is not None:
                 return CausalLMOutputWithPast(
                     logits=logits.clone(), past_key_values=cache)  # type: ignore[arg-type]

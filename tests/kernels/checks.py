@@ -23,6 +23,12 @@ from sparsekv.kernels import (
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sort_by_bucket
+from sparsekv.kernels.bucket_sums import (
+    against_bucket_reference,
+    bucket_sums_reference,
+    launch_against,
+    launch_sums,
+)
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
 from sparsekv.kernels.decode import (
@@ -392,3 +398,20 @@ def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     q = torch.randn(batch, heads_q, dim, device=device, dtype=dtype)
     agree(launch_decode(q, *mine, starts, lengths, scale=0.2),
           decode_attention_reference(q.double(), *mine, starts, lengths, scale=0.2), LIMITS[dtype], "decode")
+
+
+def check_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Sums over buckets, of which some are empty, and every row against its own; rows of a longer storage."""
+    batch, heads, length, dim, buckets = shape
+    torch.manual_seed(0)
+    x = torch.randn(batch, heads, length + 9, dim, device=device, dtype=dtype)[:, :, 4:length + 4]
+    bucket = torch.randint(0, max(1, buckets - 2), (batch, heads, length), device=device, dtype=torch.int32)
+    for used in (None, torch.rand(batch, 1, length, device=device) < 0.7):
+        mine, truth = launch_sums(x, bucket, used, buckets), bucket_sums_reference(x.double(), bucket, used, buckets)
+        assert torch.equal(mine[0].double(), truth[0])
+        assert error(mine[1], truth[1]) < 1e-6
+    table = torch.randn(batch, heads, buckets, dim, device=device, dtype=dtype)
+    for apart in (False, True):
+        mine, truth = (f(a, b, bucket, apart=apart) for f, a, b in (
+            (launch_against, x, table), (against_bucket_reference, x.double(), table.double())))
+        assert error(mine, truth) < 1e-5

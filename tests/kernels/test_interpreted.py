@@ -99,3 +99,9 @@ def test_collisions(shape: tuple[int, ...]) -> None:
 ], ids=str)
 def test_a_step_on_storage_with_room(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_decode(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 71, 24, 9), (1, 2, 1, 80, 1), (1, 1, 200, 16, 300)], ids=str)
+def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_bucket_sums(shape, dtype, "cpu")
