@@ -156,7 +156,6 @@ def _steps(
     """Steps at every budget, alone and completed by every estimator: errors, mass and share read. Returns what was
     selected."""
     view, queries, full = request.view, request.queries, request.full
-    selector.validate()
     request.build(selector, None)
     lse = scores(view, queries).logsumexp(-1)
     tables: dict[tuple[str, str], list[Tensor]] = {}

@@ -112,6 +112,16 @@ def test_topk_layer_budgets_have_the_same_total(tmp_path):
         SELECTORS["topk"](token_budget=1, layer_budgets="nowhere.json").validate()
 
 
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("topk", {}, "topk needs token_budget"), ("topk", {"token_budget": 3, "accounting": "none"}, "accounting 'none'"),
+    ("topk", {"token_budget": 3, "layer_budgets": "nowhere.json"}, "could not be read"),
+    ("token_select", {"token_budget": 3, "vote": "loud"}, "vote 'loud'"), ("router", {}, "needs a trained router")])
+def test_options_are_checked_wherever_a_selector_is_built(name, options, message):
+    before, _, _ = make_view()
+    with pytest.raises(SparseKVError, match=message):
+        built(SELECTORS[name](**options), before)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_faiss_flat_is_exact(case):
     _, step, queries, own = run("faiss", case, token_budget=8, per_query_head=True)

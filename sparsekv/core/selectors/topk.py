@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -75,7 +76,12 @@ class TopK(Selector):
 
     def validate(self) -> None:
         super().validate()
-        self.table = None if self.layer_budgets in ("uniform", "linear") else read_layer_budgets(self.layer_budgets)
+        _ = self.table
+
+    @cached_property
+    def table(self) -> list[float] | None:
+        """What the file named by `layer_budgets` holds; read once."""
+        return None if self.layer_budgets in ("uniform", "linear") else read_layer_budgets(self.layer_budgets)
 
     def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
         if self.layer_budgets == "linear":
