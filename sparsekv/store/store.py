@@ -28,14 +28,14 @@ from sparsekv.core.rope import Layout, rotate
 from sparsekv.errors import SparseKVError
 from sparsekv.store.place import Place, place
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had two statistics more, which are not read."""
 MANIFEST = "manifest.json"
 OPEN_SHARDS = 256
 DTYPE = torch.bfloat16
 STATISTICS = {
     "lse": torch.float32, "lse_mid": torch.float32, "top1_position": torch.int32, "top1_score": torch.float32,
     "mass_sink": torch.float32, "mass_tail": torch.float32, "mass_mid": torch.float32, "entropy_mid": torch.float32,
-    "cover75": torch.int32, "cover95": torch.int32,
 }
 
 

@@ -29,8 +29,8 @@ KINDS = {
     "*i8": "mask",
     "*i16": "codes queries",
     "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
-             "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part bracket",
-    "fp32": "scale eps depth goal0 goal1",
+             "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part",
+    "fp32": "scale eps",
     "half": "q k v out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a w_b "
             "alpha w_out b_out",
 }
@@ -39,7 +39,7 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
-    am.narrow_kernel: {"found": "*i32"}, p.page_kernel: {"table": "*i64"},
+    p.page_kernel: {"table": "*i64"},
 }
 
 
@@ -106,13 +106,9 @@ def main() -> None:
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
-    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS,
-             "FIRST": False}
+    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
-    check(am.above_kernel, {**whole, "BLOCK": attention_mass.ABOVE_BLOCK}, attention_mass.ABOVE_WARPS, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
-    check(am.narrow_kernel, whole, 4, "bf16", (80,))
-    check(am.narrow_kernel, {**whole, "FIRST": True}, 4, "bf16", (80,))
 
 
 if __name__ == "__main__":
