@@ -28,8 +28,7 @@ from sparsekv.core.rope import Layout, rotate
 from sparsekv.errors import SparseKVError
 from sparsekv.store.place import Place, place
 
-FORMAT_VERSION = 2
-"""1 had two statistics more, which are not read."""
+FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 OPEN_SHARDS = 256
 DTYPE = torch.bfloat16
