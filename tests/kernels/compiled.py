@@ -26,7 +26,6 @@ KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
             "positions",
-    "*i8": "mask",
     "*i16": "codes queries",
     "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part",
@@ -39,7 +38,6 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
-    p.page_kernel: {"table": "*i64"},
 }
 
 
@@ -93,13 +91,13 @@ def main() -> None:
     check(r.fill_kernel, {"LISTS": 1, "STEPS": 11, "BLOCK": routing.FILL_BLOCK}, routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
-    check(c.cache_kernel, {"SPLITS": 64, "MASKED": True, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
+    check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
     check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
           (90,))
-    check(p.page_kernel, {"PAGED": True, "GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
+    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
           "bf16")
-    check(p.vote_kernel, {"GROUP": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
+    check(p.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
     check(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
     check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
           "bf16")
