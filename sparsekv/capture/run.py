@@ -56,7 +56,8 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_options=dataset_options(config)),
         tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
-        seed=config.seed, pack=config.pack, chat_template=config.chat_template)
+        seed=config.seed, pack=config.pack, chat_template=config.chat_template,
+        remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
     if config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
             model, tokenizer, length=config.context_length, count=config.generated_documents,
