@@ -16,8 +16,8 @@ from torch import Tensor
 from sparsekv.artifacts.checks import check_digest, check_finite, check_version, damaged, digest, parse_object
 from sparsekv.errors import SparseKVError
 
-FORMAT_VERSION = 2
-"""1 had no checksum."""
+FORMAT_VERSION = 3
+"""1 had no checksum, 2 one that a single core takes."""
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 

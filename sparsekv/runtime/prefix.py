@@ -27,8 +27,8 @@ from sparsekv.core.rope import LAYOUTS
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
-FORMAT_VERSION = 2
-"""1 had no checksum."""
+FORMAT_VERSION = 3
+"""1 had no checksum, 2 one that a single core takes."""
 
 
 @dataclass(frozen=True)
