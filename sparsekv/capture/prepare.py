@@ -12,8 +12,9 @@ from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
 from sparsekv.errors import SparseKVError
 from sparsekv.output import files_below, refuse_others, strangers
+from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
-from sparsekv.store.store import FORMAT_VERSION, MANIFEST, storage_bytes
+from sparsekv.store.store import storage_bytes
 
 OWN = (MANIFEST, f".{MANIFEST}.tmp", *(
     f"{doc}/{name}" for doc in ("doc[0-9]*", ".doc[0-9]*.tmp") for name in ("*.safetensors", "document.json")))
@@ -64,11 +65,8 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
 
 def _manifest(place: Place) -> dict[str, Any] | None:
     try:
-        found = place.read_json(MANIFEST)
-        if not isinstance(found, dict | None):
-            raise ValueError("no JSON object")
-        return found
-    except (ValueError, RecursionError) as error:
+        return place.read_json(MANIFEST)
+    except SparseKVError as error:
         raise SparseKVError(f"{str(place)!r} holds a damaged {MANIFEST}; delete that folder or choose another "
                             "--output") from error
 

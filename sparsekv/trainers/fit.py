@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +62,7 @@ def fit(
     found = checkpoint if resume and checkpoint.is_file() else None
     if found:
         check_checkpoint(found)
-    heads = Heads(task, lr)
+    heads = Heads(task, lr, name)
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
     every = max(1, blocks // VALIDATIONS)
@@ -93,11 +95,18 @@ def fit(
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises SparseKVError for what is no whole checkpoint of `fit`; no code in it is run."""
+    """Raises SparseKVError for what is no whole checkpoint of `fit`, or one of another part; no code in it is run.
+
+    Its bytes are compared with the CRC-32 that a file of torch holds of each of its records."""
     try:
-        found = set(torch.load(path, map_location="cpu", weights_only=True))
-        problem = None if {"state_dict", "best", "loops"} <= found else "it is none of a training"
-    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        with zipfile.ZipFile(path) as records:
+            flipped = records.testzip()
+        found = {} if flipped else torch.load(path, map_location="cpu", weights_only=True)
+        problem = (f"checksum of {flipped}" if flipped else
+                   "it is none of a training" if not {"state_dict", "best", "loops", "name"} <= set(found) else
+                   f"it is of {found['name']}" if found["name"] != path.stem else None)
+    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, NotImplementedError,
+            UnicodeDecodeError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
         problem = type(error).__name__
     if problem:
         raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with "
@@ -107,10 +116,10 @@ def check_checkpoint(path: Path) -> None:
 class Heads(LightningModule):
     """A task, its optimisers, and every head's best weights."""
 
-    def __init__(self, task: Task, lr: float):
+    def __init__(self, task: Task, lr: float, part: str):
         super().__init__()
         self.automatic_optimization = False
-        self.task, self.lr = task, lr
+        self.task, self.lr, self.part = task, lr, part
         self.best: dict[str, Tensor] = {}
         self.best_error = torch.empty(0)
         self.validated = -1
@@ -214,6 +223,7 @@ class Heads(LightningModule):
             self.task.load_state_dict(self.best)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["name"] = self.part
         checkpoint["best"] = {"weights": self.best, "error": self.best_error, "step": self.validated}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
 from sparsekv.errors import SparseKVError
@@ -33,7 +33,7 @@ from sparsekv.trainers.pool import Part
 from sparsekv.trainers.task import Task
 
 MARK = "training.json"
-FREE = ("capture", "preset", "output", "resume", "overwrite", "device", "devices", "max_time")
+FREE = ("capture", "preset", "output", "resume", "overwrite", "verify", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
 OWN = (CONFIG, TENSORS, f".{CONFIG}.tmp", f".{TENSORS}.tmp", MARK, FILE, "parts/*.safetensors", "parts/*.tmp",
        "checkpoints/*.ckpt")
@@ -72,7 +72,8 @@ class Run:
         return [Part(layer, a, size) for layer in self.store.layers for a in range(0, self.store.num_kv_heads, size)]
 
     def _begin(self) -> None:
-        """A new output folder, or the one of the run that is resumed."""
+        """A store that is sound, and a new output folder or the one of the run that is resumed."""
+        self.store.check(self.options.verify, self.options.seed)
         mark = self.out / MARK
         options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
         mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
@@ -134,13 +135,31 @@ class Run:
             past.unlink(missing_ok=True)
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """A file of this run's own, written whole or not at all."""
-        write_tensors(self._file(name), {k: t.cpu() for k, t in tensors.items()})
+        """A file of this run's own, written whole or not at all, with its checksum."""
+        held = {k: t.cpu() for k, t in tensors.items()}
+        write_tensors(self._file(name), held, {"sha256": digest(self._whose(name), held)})
 
     def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""
+        return self._read(name, self.device) if self.options.resume and self._file(name).is_file() else None
+
+    def _whose(self, name: str) -> dict[str, Any]:
+        """What a part's checksum is over beside its tensors: name, kind, model and text."""
+        return {"part": name, **{k: self._mark[k] for k in ("kind", "model", "documents")}}
+
+    def _read(self, name: str, device: str = "cpu") -> dict[str, Tensor]:
         path = self._file(name)
-        return _read(path, self.device) if self.options.resume and path.is_file() else None
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                said = (file.metadata() or {}).get("sha256")
+                tensors = {k: file.get_tensor(k) for k in file.keys()}
+            problem = None if said == digest(self._whose(name), tensors) else "its checksum differs"
+        except (OSError, SafetensorError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            raise SparseKVError(f"{str(path)!r} is damaged ({problem}); delete it, and the same command with --resume "
+                                "trains that part again")
+        return {k: t.to(device) for k, t in tensors.items()}
 
     def _file(self, name: str) -> Path:
         return self.out / "parts" / f"{name}.safetensors"
@@ -149,7 +168,7 @@ class Run:
         """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            files = [_read(self._file(p.name)) for p in self.parts()]
+            files = [self._read(p.name) for p in self.parts()]
             layers = [files[i:i + self.pieces] for i in range(0, len(files), self.pieces)]
             assemble({k: torch.stack([torch.cat([f[k] for f in layer]) for layer in layers]) for k in files[0]})
             for folder in ("parts", "checkpoints"):
@@ -157,14 +176,6 @@ class Run:
             (self.out / MARK).unlink(missing_ok=True)
             self.output.done(self.out)
         self.ranks.barrier()
-
-
-def _read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    try:
-        return load_file(str(path), device=device)
-    except SafetensorError as error:
-        raise SparseKVError(f"{str(path)!r} is damaged; delete it, and the same command with --resume trains that part "
-                            "again") from error
 
 
 def pieces(layers: int, heads: int, ranks: int) -> int:
