@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsekv.artifacts.checks import check_digest, check_finite, check_version, damaged, digest, parse_object
+from sparsekv.disk import disk_error, placed, write_text
 from sparsekv.errors import SparseKVError
 
 FORMAT_VERSION = 3
@@ -31,30 +29,16 @@ def save_artifact(path: str | Path, config: dict[str, Any], tensors: dict[str, T
     config = {"format_version": FORMAT_VERSION, **config}
     config["sha256"] = digest(config, tensors)
     write_tensors(path / TENSORS, tensors)
-    with _placed(path / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_text(path / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file of CPU tensors, whole or not at all. Raises SparseKVError where it cannot be written."""
-    with _placed(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
-
-
-@contextlib.contextmanager
-def _placed(path: Path) -> Iterator[Path]:
-    """A name beside the path, renamed to it when the block has written it whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise SparseKVError(f"could not write {str(path)!r} ({error}); choose a folder that can be written to and has "
-                            "room") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with placed(path) as temporary:
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+        except SafetensorError as error:
+            raise disk_error(error, path) from error
 
 
 def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:

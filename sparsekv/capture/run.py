@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import generated_windows
-from sparsekv.capture.prepare import begin_output, check_output, check_space, choose_layers
+from sparsekv.capture.prepare import STORE, begin_output, check_output, check_space, choose_layers
 from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope
 from sparsekv.corpus import Window, make_windows, read_documents
+from sparsekv.disk import free_space, only_writer
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
 from sparsekv.progress import progress
@@ -38,7 +41,13 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     check_options(config)
     store = place(config.output)
     ranks = join(config.device, config.devices)
+    with contextlib.ExitStack() as held:
+        if (folder := store.root) is not None:
+            ranks.first_does(lambda: held.enter_context(only_writer(folder)))
+        return _capture(config, store, ranks, model, tokenizer)
 
+
+def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any) -> CaptureStore:
     def check() -> None:
         check_output(store, config)
         about = load_config(config.model) if model is None else model.config
@@ -75,8 +84,9 @@ def _told(store: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error}. Finished documents are "
-                            "kept; free some space and run the same command again.") from error
+        raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error} "
+                            f"({free_space(store.root or Path(tempfile.gettempdir()))}). Finished documents are kept; "
+                            "make room and run the same command again.") from error
 
 
 def capture_documents(
@@ -167,3 +177,5 @@ def complete_store(
         "context_length": config.context_length, "documents": [d["document"] for d in documents],
         "shards": {k: v for d in documents for k, v in d["shards"].items()},
     }))
+    if store.root is not None:
+        STORE.done(store.root)

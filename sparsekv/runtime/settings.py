@@ -1,5 +1,5 @@
 """A settings file: per-layer budgets and per-head completion gates that `sparsekv eval recommend` writes and
-`sparsekv.attach(model, settings=...)` obeys. Plain JSON."""
+`sparsekv.attach(model, settings=...)` obeys. Plain JSON, with a checksum that whoever edits it removes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from sparsekv.artifacts.checks import (
     check_model_record,
     check_version,
     damaged,
+    digest,
     from_record,
     parse_object,
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
@@ -69,8 +71,7 @@ class Settings:
         for kind in ("router", "phi"):
             if raw[kind] is not None:
                 raw[kind] = Path(os.path.relpath(raw[kind], path.parent)).as_posix()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps({**raw, "sha256": digest(raw)}, indent=1) + "\n")
         return path
 
     @classmethod
@@ -89,6 +90,9 @@ class Settings:
         if raw.get("format") != FORMAT:
             raise SparseKVError(f"{where} is no settings file; expected one of `sparsekv eval recommend`")
         check_version(raw.get("format_version"), FORMAT_VERSION, where)
+        if "sha256" in raw and raw["sha256"] != digest({k: v for k, v in raw.items() if k != "sha256"}):
+            raise SparseKVError(f"{where} is damaged or was edited: its checksum is another than when it was written; "
+                                "remove its line sha256 if the change is meant")
         layers = raw.get("layers")
         if not isinstance(layers, dict) or not all(
                 re.fullmatch("0|[1-9][0-9]{,5}", i) and isinstance(s, dict) for i, s in layers.items()):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.checks import parse_object
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
 from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest
 
@@ -57,9 +58,7 @@ class Place:
         return parse_object(file.read_bytes(), repr(str(file))) if file.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        temporary = self.root / f".{name}.tmp"
-        temporary.write_text(encode(content), encoding="utf-8")
-        os.replace(temporary, self.root / name)
+        write_text(self.root / name, encode(content))
 
     def scratch(self, document: str) -> Path:
         """An empty local folder in which a document is put together."""

@@ -102,7 +102,14 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
                             f"tail of {window}; capture longer contexts")
-    run = Run("phi", config, recipe, store)
+    with Run("phi", config, recipe, store) as run:
+        return _train(run, config, recipe, store, train, validation)
+
+
+def _train(
+    run: Run, config: PhiConfig, recipe: PhiRecipe, store: CaptureStore, train: list[int], validation: list[int],
+) -> PhiArtifact:
+    sink, window = store.config["sink_size"], store.config["window_size"]
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue

@@ -7,6 +7,7 @@ heads it was dealt, and the first rank puts them together.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,6 +24,7 @@ from torch import Tensor
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
+from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import SparseKVError
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.ranks import Ranks, join
@@ -35,8 +37,8 @@ from sparsekv.trainers.task import Task
 MARK = "training.json"
 FREE = ("capture", "preset", "output", "resume", "overwrite", "verify", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
-OWN = (CONFIG, TENSORS, f".{CONFIG}.tmp", f".{TENSORS}.tmp", MARK, FILE, "parts/*.safetensors", "parts/*.tmp",
-       "checkpoints/*.ckpt")
+OWN = (*(x for name in (CONFIG, TENSORS, MARK, FILE) for x in (name, f".{name}.tmp")), "parts/*.safetensors",
+       "parts/.*.tmp", "checkpoints/*.ckpt", "checkpoints/.*.tmp")
 
 
 def artifact_output(kind: str) -> OutputKind:
@@ -51,7 +53,8 @@ def artifact_output(kind: str) -> OutputKind:
 
 
 class Run:
-    """One training command. `groups` are the parts this rank trains, those of a group at once."""
+    """One training command, the only one that writes to its output until its block ends. `groups` are the parts this
+    rank trains, those of a group at once."""
 
     def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
         from sparsekv.hub import resolve_device
@@ -60,6 +63,10 @@ class Run:
         self.kind, self.output = kind, artifact_output(kind)
         self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
+        chosen = {k: v for k, v in {**asdict(options), **asdict(recipe)}.items() if k not in FREE}
+        self._mark: dict[str, Any] = json.loads(json.dumps({
+            "kind": kind, "options": chosen, "model": store.model, "documents": [d["sha256"] for d in store.documents]}))
+        self._held = contextlib.ExitStack()
         self.ranks.first_does(self._begin)
         self.pieces = pieces(len(store.layers), store.num_kv_heads, self.ranks.size)
         mine = self.parts()[self.ranks.rank::self.ranks.size]
@@ -73,11 +80,21 @@ class Run:
 
     def _begin(self) -> None:
         """A store that is sound, and a new output folder or the one of the run that is resumed."""
-        self.store.check(self.options.verify, self.options.seed)
+        with contextlib.ExitStack() as held:
+            held.enter_context(only_writer(self.out))
+            self.store.check(self.options.verify, self.options.seed)
+            self._open_folder()
+            self._held = held.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._held.close()
+
+    def _open_folder(self) -> None:
         mark = self.out / MARK
-        options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
-        mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
-                                                   "documents": [d["sha256"] for d in self.store.documents]}))
+        mine = self._mark
         if self.options.resume and mark.is_file():
             theirs = read_marker(mark)
             if not {"model", "options", "documents"} <= set(theirs):
@@ -106,7 +123,7 @@ class Run:
     def start(self) -> None:
         """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
         if self.ranks.rank == 0 and not (self.out / MARK).is_file():
-            (self.out / MARK).write_text(json.dumps(self._mark, indent=1) + "\n", encoding="utf-8")
+            write_text(self.out / MARK, json.dumps(self._mark, indent=1) + "\n")
 
     def fit(self, task: Task, group: int, kind: str, description: str, steps: int, lr: float) -> None:
         """Train the task of a group of parts; it gets its share of what is left of --max-time."""

@@ -301,6 +301,9 @@ def test_damaged_settings_are_refused(tmp_path) -> None:
     path = written("settings", tmp_path)
     assert loaded("settings", path).layers == settings().layers
     good = json.loads(path.read_text())
+    path.write_text(json.dumps({**good, "sink_size": 5}))
+    refused("settings", path, "remove its line sha256 if the change is meant")
+    del good["sha256"]  # as a person who edits the file
     layers = [{"1": value} for value in (None, [], {}, {"budget": None}, {"budget": "x"}, {"budget": float("nan")}, {
         "budget": True}, {"budget": 0.1, "gate": 1}, {"budget": 0.1, "gate": [1, 1]}, {"budget": 0.1, "gate": [
             1, 1, "1", 1]}, {"budget": 0.1, "gate": [1, 1, 1, float("nan")]})]
