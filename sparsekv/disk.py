@@ -22,12 +22,12 @@ FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
-def disk_error(error: Exception, path: str | Path) -> SparseKVError:
+def disk_error(error: Exception, path: str | Path, verb: str = "write") -> SparseKVError:
     """One sentence with the path, the reason and the free space there."""
     place = Path(path)
     reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    return SparseKVError(f"could not write {str(place)!r} ({reason}; {free_space(place)}); choose a place that exists, "
-                         "can be written to and has room, or free some")
+    return SparseKVError(f"could not {verb} {str(place)!r} ({reason}; {free_space(place)}); choose a place that "
+                         "exists, is yours to write to and has room")
 
 
 def free_space(path: Path) -> str:

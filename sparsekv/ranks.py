@@ -90,8 +90,8 @@ class FabricRanks(Ranks):
         try:
             self.fabric.barrier()
         except RuntimeError as error:
-            raise SparseKVError("another process of this run has ended; see its message, mend what it says, and run the "
-                                "same command again, with --resume if it trains") from error
+            raise SparseKVError("another process of this run has ended; mend what its message says, and run the same "
+                                "command again, with --resume if it trains") from error
 
 
 def join(device: str, devices: int, num_nodes: int = 1) -> Ranks:

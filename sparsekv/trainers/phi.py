@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -129,6 +130,9 @@ def _train(
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
         shift = by_case(card, "shift")
         gate = choose_gates(card) if recipe.calibrate else torch.ones_like(shift[:, 0])
+        if not gate.any():
+            print(f"warning: the maps of none of the {gate.numel()} heads lower the error on the held-out windows; "
+                  "completion is off in all of them; train longer, or with another --lr", file=sys.stderr)
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
         maps = Maps.from_named(tensors)

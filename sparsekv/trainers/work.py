@@ -64,8 +64,9 @@ class Run:
         self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
         chosen = {k: v for k, v in {**asdict(options), **asdict(recipe)}.items() if k not in FREE}
-        self._mark: dict[str, Any] = json.loads(json.dumps({
-            "kind": kind, "options": chosen, "model": store.model, "documents": [d["sha256"] for d in store.documents]}))
+        documents = [d["sha256"] for d in store.documents]
+        self._mark: dict[str, Any] = json.loads(json.dumps(
+            {"kind": kind, "options": chosen, "model": store.model, "documents": documents}))
         self._held = contextlib.ExitStack()
         self.ranks.first_does(self._begin)
         self.pieces = pieces(len(store.layers), store.num_kv_heads, self.ranks.size)
@@ -134,7 +135,8 @@ class Run:
             seconds = max(1.0, (self._ends - time.monotonic()) / (len(self.groups) - group))
         fit(task, steps=steps, lr=lr, output=self.out, name=f"{kind}-{self.groups[group][0].name}", group=group,
             description=description, device=self.device, resume=self.options.resume, max_seconds=seconds,
-            quiet=self.ranks.rank > 0)
+            quiet=self.ranks.rank > 0,
+            heads=[f"{part.layer}.{part.first + h}" for part in self.groups[group] for h in range(part.heads)])
 
     def finished(self, parts: list[Part]) -> bool:
         """Whether an earlier run has trained these."""
