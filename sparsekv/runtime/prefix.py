@@ -91,6 +91,10 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
     if made.length < 1:
         raise damaged(where, f"its length is {made.length} tokens")
     first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype != fingerprint.get("dtype", dtype):
+        raise SparseKVError(f"{where} holds keys in {dtype} and this model is in {fingerprint['dtype']}; load the "
+                            f"model in {dtype}, or prefill and save the prefix again")
     states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
     tables = {name: _table(made, name, tensors, where) for name in made.rope}
     for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):

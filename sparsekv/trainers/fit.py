@@ -9,6 +9,7 @@ other. An epoch is one block, which makes the end of every block a place to stop
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import pickle
@@ -152,8 +153,8 @@ class WholeCheckpoints(TorchCheckpointIO):
         with placed(Path(path)) as temporary:
             try:
                 torch.save(checkpoint, temporary)
-            except RuntimeError as error:  # what torch says of a full disk
-                raise disk_error(error, path) from error
+            except RuntimeError as error:  # torch's word for a full disk
+                raise disk_error(OSError(errno.ENOSPC, "not all of it was taken"), path) from error
 
 
 class Heads(LightningModule):
