@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels import assign_buckets
+from sparsekv.kernels import against_bucket, assign_buckets, bucket_sums
 
 RESTARTS = 3
 """How often the empty buckets of a request restart."""
 POINTS_PER_CENTROID = 512
-BLOCK = 8192
 
 
 def spherical_kmeans(
@@ -39,22 +38,11 @@ def spherical_kmeans(
     centroids = F.normalize(keys[:, order[torch.arange(num_buckets, device=keys.device) % keys.shape[1]]], dim=-1)
     for _ in range(iterations):
         centroids, nearest = restart_empty(keys, centroids, 1)
-        counts, sums = bucket_sums(keys, nearest, None, num_buckets)
+        counts, sums = (x[0] for x in bucket_sums(keys[None], nearest[None], None, num_buckets))
         centroids = torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1), centroids)
         if advance is not None:
             advance(1)
     return restart_empty(keys, centroids, RESTARTS)[0]
-
-
-def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """Count and sum of what falls into every bucket: x `[..., n, w]`, bucket `[..., n]`, used `[..., n]`
-    (broadcastable; what is not used counts nowhere) -> `[..., C]` and `[..., C, w]`, in the dtype of x."""
-    place = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
-    counts = x.new_zeros(*place.shape[:-1], num_buckets + 1)
-    counts.scatter_add_(-1, place, torch.ones_like(place, dtype=x.dtype))
-    sums = x.new_zeros(*place.shape[:-1], num_buckets + 1, x.shape[-1])
-    sums.scatter_add_(-2, place[..., None].expand(*place.shape, x.shape[-1]), x.expand(*place.shape, x.shape[-1]))
-    return counts[..., :-1], sums[..., :-1, :]
 
 
 def imbalance(sizes: Tensor) -> Tensor:
@@ -115,19 +103,14 @@ def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor
 
 
 def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:
-    """Inner product of every key with the centroid of its bucket, `[H, n]`, some keys at a time."""
-    kind = torch.promote_types(keys.dtype, torch.float32)
-    return torch.cat([(part.to(kind) * _take(centroids, own)).sum(-1)
-                      for part, own in zip(keys.split(BLOCK, dim=1), buckets.split(BLOCK, dim=1), strict=True)], dim=1)
+    """Inner product of every key with the centroid of its bucket, `[H, n]`."""
+    return against_bucket(keys[None], centroids[None], buckets[None], apart=False)[0]
 
 
 def _served_worst(keys: Tensor, buckets: Tensor, sizes: Tensor, used: Tensor, free: Tensor) -> Tensor:
     """The free keys by distance to the mean of their bucket, of the used ones, furthest first and as many as there are
     buckets: `[H, k]`. sizes `[H, C]`."""
-    parts = list(zip(*(x.split(BLOCK, dim=1) for x in (keys, buckets, used)), strict=True))
-    means = torch.zeros(*sizes.shape, keys.shape[2], device=keys.device)
-    for part, own, counts in parts:
-        means.scatter_add_(1, own[..., None].expand_as(part), part.float() * counts[..., None])
-    means /= sizes.clamp(min=1)[..., None]
-    apart = torch.cat([(part.float() - _take(means, own)).norm(dim=-1) for part, own, _ in parts], dim=1)
+    counts, sums = bucket_sums(keys[None], buckets[None], used[None], sizes.shape[1])
+    means = sums / counts.clamp(min=1)[..., None]
+    apart = against_bucket(keys[None], means, buckets[None], apart=True)[0]
     return apart.masked_fill(~free, -1.0).topk(min(sizes.shape[1], keys.shape[1]), dim=1).indices

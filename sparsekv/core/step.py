@@ -99,7 +99,18 @@ class LayerState:
 
     def outgrown(self, past: int) -> bool:
         """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
-        return past - self.window_size - self.decode_window > self._earliest
+        return past >= self.room
+
+    @property
+    def room(self) -> int:
+        """The length of a cache whose next step moves the region's border."""
+        return self._earliest + self.window_size + self.decode_window + 1
+
+    @property
+    def replayable(self) -> bool:
+        """Whether a step is the same work on the device every time."""
+        return self.selector.replayable and not self.selector.contiguous and (
+            self.estimator is None or self.estimator.in_kernel)
 
     def advance(self, past: int, length: int) -> None:
         """The cache has grown to `length` tokens, of which the first `past` may join the mid region: the oldest of the

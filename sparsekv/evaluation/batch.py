@@ -100,7 +100,6 @@ def _allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room
         for store, part in ((new._keys, old.keys), (new._values, old.values)):
             store.replace(part.new_zeros(rows, part.shape[1], width + room, part.shape[3]))
             store.crop(width)
-        new._sync()
         if old.recent is not None:
             new.recent = old.recent.new_zeros(rows, old.recent.shape[1], min(old.recent.shape[2], shortest),
                                               old.recent.shape[3])

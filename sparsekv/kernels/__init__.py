@@ -21,6 +21,7 @@ Conventions (all functions):
 from sparsekv.kernels.attend import attend_buckets, attend_tokens
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
     RANK,
@@ -36,6 +37,7 @@ from sparsekv.kernels.completion import (
     read_bound,
     remainder,
 )
+from sparsekv.kernels.decode import append_token, decode_attention
 from sparsekv.kernels.dense import dense_attention
 from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
@@ -63,10 +65,11 @@ from sparsekv.kernels.types import (
 
 __all__ = [
     "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
-    "RouterScores", "ScoreMoments", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
-    "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits", "bucket_mass", "bucket_tokens",
-    "build_index", "choose_tokens", "collisions", "dense_attention", "extend_index", "factored", "gather_from_host",
-    "gather_rows", "group_probability", "log_phi", "mass_cap", "mean_key_logits", "merge", "moments_cap",
-    "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "query_statistics", "read_bound",
-    "remainder", "route", "route_tokens", "router_logits", "top_buckets",
+    "RouterScores", "ScoreMoments", "add_centre", "against_bucket", "anchor_indices", "append_token",
+    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits",
+    "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode_attention",
+    "dense_attention", "extend_index", "factored", "gather_from_host", "gather_rows", "group_probability",
+    "log_phi", "mass_cap", "mean_key_logits", "merge", "moments_cap", "paged_scores", "phi_cache", "phi_extend",
+    "phi_features", "phi_query", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
+    "router_logits", "top_buckets",
 ]

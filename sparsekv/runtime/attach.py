@@ -6,6 +6,10 @@ interface, what reaches an attention module, and how `generate` gets its cache.
 
 from __future__ import annotations
 
+import functools
+import threading
+import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.estimators import Estimator
@@ -29,14 +34,19 @@ from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding, make_decoding
+from sparsekv.runtime.loop import decode_loop
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
+from sparsekv.runtime.replay import Layers, Replay, first_line, why_not
 from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.supported import check_cache, check_model, load_artifact
 
 NAME = "sparsekv"
 QUERY_BLOCK = 64
-_BOUND: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+MOST_NEW = 4096
+STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
+                          "logits_to_keep"})
+_SEATS: weakref.WeakKeyDictionary[nn.Module, Seat] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -89,58 +99,58 @@ class Attachment:
     compares = False
     """Full attention is computed beside every sparse step, and `report` has the relative error (evaluation)."""
 
+    replays: bool | None = None
+    """Single-token steps are captured once and replayed (`runtime/replay.py`); None: on a CUDA device."""
+
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding):
         self.model, self.modules, self.decoding = model, modules, decoding
-        self.counters = Counters()
-        self._undo: list[Any] = []
+        self.counters = Counters(max(modules) + 1)
+        self._entered = False
         self._seen: dict[nn.Module, tuple[Any, Any]] = {}
         self._ropes: dict[Any, LayerRope | None] = {}
         self._mask: tuple[Any, Tensor] | None = None
         self._prefilling = False
 
     def __enter__(self) -> Attachment:
-        if self._undo:
+        if self._entered:
             raise SparseKVError("this attachment is in use already; call attach again for another")
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, flash_attention_mask)
-        for module in self.modules.values():
-            before = _BOUND.get(module)
-            _BOUND[module] = self
-            self._undo.append(lambda m=module, b=before: _BOUND.pop(m, None) if b is None else _BOUND.__setitem__(m, b))
-            self._undo.append(module.register_forward_pre_hook(self._see, with_kwargs=True).remove)
-        for config in {id(m.config): m.config for m in self.modules.values()}.values():
-            self._undo.append(lambda c=config, n=config._attn_implementation: setattr(c, "_attn_implementation", n))
-            config._attn_implementation = NAME
-        self._undo.append(self.model.register_forward_pre_hook(self._give_cache, with_kwargs=True).remove)
-        if hasattr(self.model, "generate"):
-            held = self.model.__dict__.get("generate")
-            self._undo.append(lambda: self.model.__dict__.pop("generate", None) if held is None
-                              else self.model.__dict__.__setitem__("generate", held))
-            self.model.__dict__["generate"] = self._wrap_generate(self.model.generate)
+        seat = _SEATS.get(self.model)
+        if seat is None:
+            seat = _SEATS[self.model] = Seat(self.model, self.modules)
+        seat.enter(self)
+        self._entered = True
         return self
 
     def __exit__(self, *_: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
+        _SEATS[self.model].leave(self)
+        self._entered = False
         self._seen.clear()
         self._mask = None
 
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
         steps, dense layers included; selectivity_sparse without them), rel_err (mean relative L2 error of the sparse
-        layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers."""
+        layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers.
+        index_seconds: building index and estimates, after the prefill and before the second token [s]. replayed_steps,
+        captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was not could not
+        be, or None."""
         return self.counters.report()
 
-    def cache(self) -> SparseCache:
-        """An empty cache for this model."""
+    def cache(self, reserve: int = 0) -> SparseCache:
+        """An empty cache for this model, with room for `reserve` tokens from the first on."""
         host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
-        return SparseCache(self.model.config, host_layers=host)
+        return SparseCache(self.model.config, host_layers=host, reserve=reserve)
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
         """Run the prompt densely, in chunks of `chunk_size` tokens, and return its cache; the last token included."""
         cache = self.cache() if cache is None else cache
+        with _SEATS[self.model].lock:
+            return self._prefill(input_ids, attention_mask, chunk_size, cache)
+
+    def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
+                 ) -> SparseCache:
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
         self._prefilling = True
         try:
@@ -155,6 +165,53 @@ class Attachment:
             self._prefilling = False
         return cache
 
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
+        temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
+        seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
+    ) -> Tensor:
+        """Prompt and answer, `[B, N + n]`, as `model.generate` gives them, by a loop that costs the host next to
+        nothing a token.
+
+        temperature: 0 takes the likeliest token, above it samples, by `seed` if given. eos_token_id, pad_token_id:
+        without them the model's; rows that have ended are padded. streamer: as transformers' (`put`, `end`). cache: of
+        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError where
+        the device has too little memory for prompt and answer.
+        """
+        if cache is None:
+            cache = self._roomy(input_ids.shape[0], roomy(input_ids.shape[1], max_new_tokens))
+        config = self.model.generation_config
+        eos = config.eos_token_id if eos_token_id is None else eos_token_id
+        pad = config.pad_token_id if pad_token_id is None else pad_token_id
+        return decode_loop(self._logits, self._step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
+                           temperature=temperature, eos=eos, pad=pad, seed=seed, streamer=streamer)
+
+    def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+                          use_cache=True, logits_to_keep=1).logits
+
+    def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
+        """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
+        with _SEATS[self.model].lock:
+            logits = self._replayed(token, mask, place, cache)
+            return self._logits(token, mask, place, cache) if logits is None else logits
+
+    def _replayed(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor | None:
+        """The same by a replayed step, or None where there is none."""
+        replay = self._replay_of(cache, mask)
+        if replay is None:
+            return None
+        try:
+            if place is None:
+                replay.positions.fill_(replay.length)
+            return replay.step(token, place)
+        except Exception as error:  # whatever the model, the compiler or the driver raises
+            reason = f"its step failed: {first_line(error)}"
+            cache.replay, _SEATS[self.model].layers.failed = None, reason
+            warnings.warn(f"{type(self.model).__name__} decodes without CUDA graphs, {reason}", stacklevel=2)
+            return None
+
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
         """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
         layers."""
@@ -165,7 +222,7 @@ class Attachment:
         device = next(self.model.parameters()).device
         return load_prefix(self.cache(), path, model_fingerprint(self.model), device)
 
-    def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see(self, module: Any, kwargs: dict[str, Any]) -> None:
         """Note the cache and the rotary tables, which do not reach the attention function."""
         cache, tables = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         self._seen[module] = (cache, tables)
@@ -180,7 +237,7 @@ class Attachment:
                     table = cache.rope.setdefault(key, GrowingRope(rope.layout))
                     table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
 
-    def _give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Give a forward pass without a cache one of ours; refuse foreign ones."""
         cache = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache", getattr(module.config, "use_cache", True))
@@ -190,23 +247,122 @@ class Attachment:
             check_cache(cache)
         return args, kwargs
 
-    def _wrap_generate(self, inner: Any) -> Any:
-        def generate(*args: Any, **kwargs: Any) -> Any:
-            config = kwargs.get("generation_config") or self.model.generation_config
-            kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
-            if kind not in (None, "dynamic"):
-                raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
-                                    "brings its own cache")
-            if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
-                raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
-            if kwargs.get("past_key_values") is None:
-                kwargs.pop("cache_implementation", None)
-                kwargs["past_key_values"] = self.cache()
-            else:
-                check_cache(kwargs["past_key_values"])
+    def forward(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's forward: a step of one token replayed where it can be, anything else as it is."""
+        cache = kwargs.get("past_key_values")
+        if not isinstance(cache, SparseCache):
             return inner(*args, **kwargs)
+        if self._is_step(args, kwargs):
+            logits = self._replayed(kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("position_ids"),
+                                    cache)
+            if logits is not None:
+                return CausalLMOutputWithPast(
+                    logits=logits.clone(), past_key_values=cache)  # type: ignore[arg-type]
+        out = inner(*args, **kwargs)
+        first = cache.layers[0]
+        if isinstance(first, SparseLayer) and first.get_seq_length():
+            cache.settled = first.whole[0], first.get_seq_length()
+        return out
 
-        return generate
+    def _is_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is one token of every row after a cache, and asks for logits alone."""
+        ids = kwargs.get("input_ids")
+        return (not args and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
+                and all(name in STEP_OPTIONS or not value for name, value in kwargs.items() if value is not None)
+                and kwargs.get("return_dict") is not False and kwargs.get("use_cache") is not False)
+
+    def _replay_of(self, cache: SparseCache, mask: Tensor | None) -> Replay | None:
+        """The step of this cache, captured or about to be; None where this one is taken as it is."""
+        seat = _SEATS[self.model]
+        first: Any = cache.layers[0]
+        wanted = first.keys is not None and (first.keys.is_cuda if self.replays is None else self.replays)
+        if not wanted or self.compares or self._prefilling or torch.is_grad_enabled():
+            return None
+        reason = why_not(cache, seat.layers, self.model, seat.hooks)
+        if reason is not None:
+            self.counters.not_replayed = reason
+            return None
+        held, length = cache.replay, first.get_seq_length()
+        ours = held is not None and held.owner is self
+        if ours and held.fits(cache):
+            return held
+        cache.replay = None
+        steady = (ours and held.data is first.whole[0] and held.length == length) or (
+            cache.settled is not None and cache.settled[0] is first.whole[0] and cache.settled[1] == length)
+        if not steady or length >= first.room:
+            return None
+        states = self._states(cache, length)
+        if states is None:
+            return None
+        for state in states:
+            if state is not None and not state.replayable:
+                self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
+                return None
+        self._advance(cache, states, length)
+        starts = next((s.view.regions.starts for s in states if s is not None), None)
+        if starts is None:
+            starts = self._starts(mask, first.keys.shape[0], first.keys.device)
+        until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
+            self.decoding.short_until(first.keys))
+        ropes = {key: (table, how) for key, table in cache.rope.items() if (how := self._ropes.get(key)) is not None}
+        cache.replay = Replay(seat.forward, seat.layers, cache, states, starts, self.counters, ropes, until, self)
+        return cache.replay if cache.replay.fits(cache) else None
+
+    def _states(self, cache: SparseCache, length: int) -> list[LayerState | None] | None:
+        """What every layer decodes with, None: full attention. None for all where decoding has not begun."""
+        states: list[LayerState | None] = []
+        layers: list[Any] = cache.layers
+        for index, layer in enumerate(layers):
+            short = length + 1 < self.decoding.short_until(layer.keys)
+            if index in self.decoding.dense_layers or short:
+                states.append(None)
+                continue
+            state = layer.state
+            if state is None or state.owner is not self.decoding:
+                return None
+            states.append(state)
+        return states
+
+    def _advance(self, cache: SparseCache, states: list[LayerState | None], length: int) -> None:
+        """Let the mid regions grow that have to, before the step of the next token."""
+        layers: list[Any] = cache.layers
+        for layer, state in zip(layers, states, strict=True):
+            if state is not None:
+                state.view.keys, state.view.values = layer.keys, layer.values
+                state.advance(length, length + 1)
+
+    def _roomy(self, rows: int, tokens: int) -> SparseCache:
+        """A cache with room for so many tokens. Raises SparseKVError where the device has not."""
+        parameter = next(self.model.parameters())
+        if parameter.is_cuda and self.decoding.placement == "gpu":
+            heads = sum(getattr(m, "num_key_value_groups", 0) and m.config.num_key_value_heads
+                        for m in self.modules.values())
+            size = next(iter(self.modules.values())).head_dim * parameter.element_size()
+            needed = 2 * rows * tokens * heads * size
+            device = parameter.device
+            free = torch.cuda.mem_get_info(device)[0] + (
+                torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+            if needed > free:
+                raise SparseKVError(
+                    f"keys and values of {rows} x {tokens} tokens take {needed / 1e9:.1f} GB and the device has "
+                    f"{free / 1e9:.1f} GB left; shorten prompt or answer, or use placement='offload'")
+        return self.cache(tokens)
+
+    def wrap_generate(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`model.generate` with a cache of ours."""
+        config = kwargs.get("generation_config") or self.model.generation_config
+        kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+        if kind not in (None, "dynamic"):
+            raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
+                                "brings its own cache")
+        if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
+            raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
+        if kwargs.get("past_key_values") is None:
+            kwargs.pop("cache_implementation", None)
+            kwargs["past_key_values"] = self._roomy(*room_of(args, kwargs, config))
+        else:
+            check_cache(kwargs["past_key_values"])
+        return inner(*args, **kwargs)
 
     def _starts(self, mask: Tensor | None, batch: int, device: Any) -> Tensor:
         """First real token of every row, from the 2-D mask of a left-padded batch; checked once a mask."""
@@ -264,6 +420,7 @@ class Attachment:
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), past, self.decoding.sink_size,
                                          self.decoding.window_size)
         kind = HostView if on_host else LayerView
+        began = _now(device)
         view = kind(keys[:, :, :past], values[:, :, :past], regions, scale, query.shape[1], index, len(cache.layers),
                     cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end)
         state = LayerState(
@@ -271,6 +428,7 @@ class Attachment:
             window_size=self.decoding.window_size, decode_window=self.decoding.decode_window, owner=self.decoding)
         if isinstance(view, HostView):
             view.keep_anchors(keys, values)
+        self.counters.index_seconds += _now(device) - began
         return state
 
     def _decode(self, layer: SparseLayer, query: Tensor, past: int) -> Tensor:
@@ -295,16 +453,125 @@ class Attachment:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
+class Seat:
+    """What a model carries while attached: hooks, our attention function, wrapped `forward` and `generate`. The last
+    attachment that entered and has not left decodes; when none is left the model is as it was, whatever the order.
+    Attachments of several threads would decode with each other's settings: a model has those of one."""
+
+    def __init__(self, model: Any, modules: dict[int, Any]):
+        self.model, self.modules = model, modules
+        self.attachments: list[Attachment] = []
+        self.lock = threading.RLock()
+        self.thread = 0
+        self.hooks: frozenset[int] = frozenset()
+        self.layers: Layers
+        self._undo: list[Any] = []
+
+    @property
+    def forward(self) -> Any:
+        """The model's own."""
+        return self._own_forward
+
+    def enter(self, attachment: Attachment) -> None:
+        with self.lock:
+            if self.attachments and self.thread != threading.get_ident():
+                raise SparseKVError("this model is attached in another thread; share that attachment, or load the "
+                                    "model once a thread")
+            if not self.attachments:
+                self.thread = threading.get_ident()
+                self._take()
+            self.attachments.append(attachment)
+
+    def leave(self, attachment: Attachment) -> None:
+        with self.lock:
+            self.attachments.remove(attachment)
+            if not self.attachments:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _take(self) -> None:
+        model = self.model
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, flash_attention_mask)
+        self._own_forward, self.layers = model.forward, Layers(model, self.modules)
+        handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
+        handles.append(model.register_forward_pre_hook(self._give_cache, with_kwargs=True))
+        self.hooks = frozenset(h.id for h in handles)
+        self._undo += [h.remove for h in handles]
+        for module in self.modules.values():
+            _OF_MODULE[module] = self
+            self._undo.append(functools.partial(_OF_MODULE.pop, module, None))
+        for config in {id(m.config): m.config for m in self.modules.values()}.values():
+            self._undo.append(functools.partial(setattr, config, "_attn_implementation", config._attn_implementation))
+            config._attn_implementation = NAME
+        self._replace("forward", self._forward)
+        if hasattr(model, "generate"):
+            self._replace("generate", self._generate)
+
+    def _replace(self, name: str, call: Any) -> None:
+        """Let `model.name` be `call(own, args, kwargs)`, and the model's own again afterwards."""
+        own, instance = getattr(self.model, name), self.model.__dict__
+        before = instance.get(name)
+
+        @functools.wraps(own)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return call(own, args, kwargs)
+
+        instance[name] = wrapped
+        self._undo.append(functools.partial(instance.pop, name, None) if before is None
+                          else functools.partial(instance.__setitem__, name, before))
+
+    def _forward(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.lock:  # a step that is captured changes the model for its time
+            return self.attachments[-1].forward(own, args, kwargs)
+
+    def _generate(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.attachments[-1].wrap_generate(own, args, kwargs)
+
+    def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.attachments[-1].see(module, kwargs)
+
+    def _give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.attachments[-1].give_cache(module, args, kwargs)
+
+
+_OF_MODULE: weakref.WeakKeyDictionary[nn.Module, Seat] = weakref.WeakKeyDictionary()
+
+
+def roomy(prompt: int, new: int) -> int:
+    """Tokens to make room for at once: an answer that may be long grows later, in steps of an eighth."""
+    return prompt + min(new, max(MOST_NEW, prompt // 8))
+
+
+def room_of(args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> tuple[int, int]:
+    """Rows and tokens that a call of `generate` asks for, as far as its arguments say."""
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return 1, 0
+    new, longest = (kwargs.get(n, getattr(config, n, None)) for n in ("max_new_tokens", "max_length"))
+    copies = max(kwargs.get(n, getattr(config, n, None)) or 1 for n in ("num_beams", "num_return_sequences"))
+    if new is None:
+        new = 0 if longest is None else max(0, longest - ids.shape[1])
+    return ids.shape[0] * copies, roomy(ids.shape[1], new)
+
+
+def _now(device: torch.device) -> float:
+    """The time, when the device has done all it was given [s]."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls while a model is attached."""
-    attachment = _BOUND.get(module)
-    if attachment is None:
+    seat = _OF_MODULE.get(module)
+    if seat is None or not seat.attachments:
         raise SparseKVError("attention was called on a module that is not attached; attach the whole model")
     if kwargs.get("s_aux") is not None:
         raise SparseKVError(f"{type(module).__name__} has learned attention sinks, which sparsekv does not support")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attachment.attention(module, query, key, value, attention_mask, scale, sliding_window, softcap)
+    out = seat.attachments[-1].attention(module, query, key, value, attention_mask, scale, sliding_window, softcap)
     return out.transpose(1, 2).contiguous(), None

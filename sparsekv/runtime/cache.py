@@ -22,9 +22,9 @@ OBSERVED = 64
 class GrowingRope(RopeTable):
     """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, reserve: int = 0):
         self.layout: Layout = layout
-        self.cos, self.sin = Growing(), Growing()
+        self.cos, self.sin = Growing(reserve=reserve), Growing(reserve=reserve)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.cos.view, self.sin.view
@@ -41,6 +41,25 @@ class GrowingRope(RopeTable):
                 store.shared = True
             store.append(new.expand(max(held, batch), -1, -1).float())
 
+    @property
+    def room(self) -> int:
+        """How many tokens there is room for."""
+        return min(self.cos.room, self.sin.room)
+
+    def whole(self) -> RopeTable:
+        """All of the storage, as a replayed step reads it."""
+        assert self.cos.data is not None and self.sin.data is not None
+        return RopeTable(self.layout, self.cos.data, self.sin.data)
+
+    def write(self, cos: Tensor, sin: Tensor, lengths: Tensor) -> None:
+        """The tables `[B, 1, width]` of the last of `lengths [B]` tokens, in their place."""
+        for data, new in zip(self.whole().tables(), (cos, sin), strict=True):
+            data.index_copy_(1, lengths[:1] - 1, new[:data.shape[0]].to(data.dtype))
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written."""
+        self.cos.length = self.sin.length = length
+
     def fork(self) -> GrowingRope:
         other = GrowingRope(self.layout)
         other.cos, other.sin = self.cos.fork(), self.sin.fork()
@@ -56,19 +75,48 @@ class SparseLayer(DynamicLayer):
     """Keys and values `[B, Hkv, N, d]` of a full-attention layer, the last queries of its prefill, and the state of the
     attachment that decodes with it (index, completion cache, regions)."""
 
-    keys: Any
-    values: Any
-
-    def __init__(self) -> None:
+    def __init__(self, reserve: int = 0) -> None:
+        self._keys, self._values = Growing(reserve=reserve), Growing(reserve=reserve)
         super().__init__()
-        self._keys, self._values = Growing(), Growing()
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
         self.recent_end = 0
 
+    @property
+    def keys(self) -> Any:
+        """What is stored; None before the first token."""
+        return None if self._keys.data is None else self._keys.view
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """transformers' layers begin with None here."""
+
+    @property
+    def values(self) -> Any:
+        """As keys."""
+        return None if self._values.data is None else self._values.view
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """As for keys."""
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All of the storage of keys and of values, `[B, Hkv, room, d]`."""
+        assert self._keys.data is not None and self._values.data is not None
+        return self._keys.data, self._values.data
+
+    @property
+    def room(self) -> int:
+        """How many tokens there is room for."""
+        return min(self._keys.room, self._values.room)
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written into the storage."""
+        self._keys.length = self._values.length = length
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -78,8 +126,7 @@ class SparseLayer(DynamicLayer):
         if held != key_states.shape[0]:
             raise SparseKVError(f"this cache holds {held} sequences and was given {key_states.shape[0]}; use a new "
                                 "cache, or batch_repeat_interleave or batch_select_indices on this one")
-        self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
-        return self.keys, self.values
+        return self._keys.append(key_states), self._values.append(value_states)
 
     def get_seq_length(self) -> int:
         return self._keys.length
@@ -98,7 +145,6 @@ class SparseLayer(DynamicLayer):
             return
         self._keys.crop(keep)
         self._values.crop(keep)
-        self._sync()
         if self.state is not None:
             self.state = self.state.cropped(keep)
         if self.recent is not None and self.recent_end > keep:
@@ -109,7 +155,6 @@ class SparseLayer(DynamicLayer):
         """Forget everything; the object can be used for another request."""
         self._keys.clear()
         self._values.clear()
-        self.keys = self.values = None
         self.state = self.recent = None
         self.recent_end = 0
         self.is_initialized = False
@@ -120,7 +165,6 @@ class SparseLayer(DynamicLayer):
             return
         for store in (self._keys, self._values):
             store.replace(take_rows(store.view, index))
-        self._sync()
         if self.recent is not None:
             self.recent = take_rows(self.recent, index)
         if self.state is not None:
@@ -143,9 +187,6 @@ class SparseLayer(DynamicLayer):
         other.state = None if self.state is None else self.state.fork()
         return other
 
-    def _sync(self) -> None:
-        self.keys, self.values = self._keys.view, self._values.view
-
 
 class HostLayer(SparseLayer):
     """A layer whose keys and values lie in CPU memory, page-locked where there is a GPU.
@@ -153,10 +194,10 @@ class HostLayer(SparseLayer):
     The first chunk of a prefill is returned as it came, on the device; afterwards `update` returns the host tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reserve: int = 0) -> None:
         super().__init__()
         pinned = torch.cuda.is_available()
-        self._keys, self._values = Growing(pinned), Growing(pinned)
+        self._keys, self._values = Growing(pinned, reserve), Growing(pinned, reserve)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         first = self.get_seq_length() == 0
@@ -172,19 +213,29 @@ class SparseCache(Cache):
     Full-attention layers are `SparseLayer`s; sliding-window layers are transformers' own.
     """
 
-    def __init__(self, config: Any, host_layers: Collection[int] = ()):
-        """`host_layers` keep their keys and values in CPU memory."""
+    def __init__(self, config: Any, host_layers: Collection[int] = (), reserve: int = 0):
+        """`host_layers` keep their keys and values in CPU memory. reserve: tokens to make room for at once."""
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(layers=[
-            layer if type(layer) is not DynamicLayer else HostLayer() if i in host_layers else SparseLayer()
+            layer if type(layer) is not DynamicLayer else (HostLayer if i in host_layers else SparseLayer)(reserve)
             for i, layer in enumerate(layers)])
         self.rope: dict[Any, GrowingRope] = {}
+        self.reserve = reserve
+        self.replay: Any = None
+        """The step of this cache that is replayed."""
+        self.settled: tuple[Any, int] | None = None
+        """Storage and length after the last step that was not: what is moved in between is not worth capturing."""
 
     def fork(self) -> SparseCache:
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
         other = copy.copy(self)
+        other.replay = other.settled = None
         other.layers = [layer.fork() if isinstance(layer, SparseLayer) else _copy_plain(layer) for layer in self.layers]
         other.rope = {key: table.fork() for key, table in self.rope.items()}
+        for layer in other.layers:
+            if isinstance(layer, SparseLayer) and layer.state is not None:
+                view = layer.state.view
+                view.rope = next((other.rope[k] for k, table in self.rope.items() if table is view.rope), view.rope)
         return other
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -200,7 +251,7 @@ class SparseCache(Cache):
                 self.layers[index] = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
-        self.rope = {}
+        self.rope, self.replay, self.settled = {}, None, None
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)

@@ -1,12 +1,16 @@
-"""What an attachment counted: calls, share of the cache read, error against full attention."""
+"""What an attachment counted: calls, share of the cache read, error against full attention, how steps ran."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparsekv.core.layer import Selection
+from sparsekv.core.regions import Regions
 
 
 class Mean:
@@ -19,7 +23,7 @@ class Mean:
     def add(self, values: Tensor) -> None:
         self.add_sum(values.detach().sum(dtype=torch.float64), values.numel())
 
-    def add_sum(self, total: Tensor, count: int) -> None:
+    def add_sum(self, total: Tensor | float, count: int) -> None:
         self.total = self.total + total
         self.count += count
 
@@ -31,18 +35,24 @@ class Mean:
 class Counters:
     """Per-layer counts of one attachment."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
         self.sparse_calls: dict[int, int] = defaultdict(int)
         self.dense_calls: dict[int, int] = defaultdict(int)
         self.loaded: dict[int, Mean] = defaultdict(Mean)
         self.sparse_loaded: dict[int, Mean] = defaultdict(Mean)
         self.error: dict[int, Mean] = defaultdict(Mean)
         self.statistics: dict[int, dict[str, float]] = {}
+        self.index_seconds = 0.0
+        self.replayed_steps = self.captures = 0
+        self.capture_seconds = 0.0
+        self.not_replayed: str | None = None
+        self._shares: Tensor | None = None
 
     def dense(self, layer: int, tokens: int) -> None:
         """A decode step through full attention: everything was read."""
         self.dense_calls[layer] += tokens
-        self.loaded[layer].add(torch.ones(tokens))
+        self.loaded[layer].add_sum(float(tokens), tokens)
 
     def sparse(self, layer: int, share: Tensor) -> None:
         """`[B, T]`: share of the tokens in sight that were read, mean over heads."""
@@ -51,6 +61,27 @@ class Counters:
         for means in (self.loaded, self.sparse_loaded):
             means[layer].add_sum(total, share.numel())
 
+    def shares(self, device: torch.device) -> Tensor:
+        """`[layers]` float64: what replayed steps add their shares to, on the device."""
+        if self._shares is None:
+            self._shares = torch.zeros(self.layers, dtype=torch.float64, device=device)
+        return self._shares
+
+    def replayed(self, rows: int, sparse: Sequence[int], dense: Sequence[int]) -> None:
+        """A replayed step of so many rows; the shares of its sparse layers were added to `shares`."""
+        self.replayed_steps += 1
+        for layer in sparse:
+            self.sparse_calls[layer] += 1
+            self.loaded[layer].count += rows
+            self.sparse_loaded[layer].count += rows
+        for layer in dense:
+            self.dense(layer, 1)
+
+    def captured(self, seconds: float) -> None:
+        """A step was captured, which took so long [s]."""
+        self.captures += 1
+        self.capture_seconds += seconds
+
     def compare(self, layer: int, out: Tensor, full: Tensor) -> None:
         """Relative L2 error of the heads' outputs `[B, Hq, T, d]`."""
         out, full = out.float(), full.float()
@@ -58,6 +89,12 @@ class Counters:
 
     def report(self) -> dict[str, Any]:
         """Totals and per-layer values; None where nothing was measured."""
+        if self._shares is not None:
+            for layer, share in enumerate(self._shares.tolist()):
+                for means in (self.loaded, self.sparse_loaded):
+                    if share:
+                        means[layer].add_sum(share, 0)
+            self._shares.zero_()
         layers = sorted(set(self.sparse_calls) | set(self.dense_calls))
         return {
             "sparse_calls": sum(self.sparse_calls.values()),
@@ -66,6 +103,11 @@ class Counters:
             "selectivity_sparse": _mean(self.sparse_loaded),
             "rel_err": _mean(self.error),
             "selector": self._selector_means(),
+            "index_seconds": self.index_seconds,
+            "replayed_steps": self.replayed_steps,
+            "captures": self.captures,
+            "capture_seconds": self.capture_seconds,
+            "not_replayed": self.not_replayed,
             "layers": {i: {"sparse_calls": self.sparse_calls.get(i, 0), "dense_calls": self.dense_calls.get(i, 0),
                            "selectivity": self.loaded[i].value if i in self.loaded else None,
                            "rel_err": self.error[i].value if i in self.error else None} for i in layers},
@@ -76,6 +118,24 @@ class Counters:
         names = {name for layer in self.statistics.values() for name in layer}
         return {name: sum(v) / len(v) for name in sorted(names)
                 if (v := [layer[name] for layer in self.statistics.values() if name in layer])}
+
+
+def read_shares(selections: Sequence[Selection], regions: Regions, lengths: Tensor) -> Tensor:
+    """Share of the tokens in sight that a step of each layer read, summed over rows, `[layers]` float64: one selection
+    a layer, one query a row, the same regions in all; lengths `[B]`. A few launches for all layers."""
+    counts: list[Tensor] = [torch.empty(0)] * len(selections)
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, selection in enumerate(selections):
+        alike[None if selection.tokens is None else selection.tokens.shape].append(i)
+    for shape, members in alike.items():
+        if shape is None:
+            found = torch.stack([selections[i].counts() for i in members])
+        else:
+            found = (torch.stack([selections[i].as_tokens() for i in members]) >= 0).sum(-1)
+        for i, count in zip(members, found.to(torch.float64).mean(-1).unbind(0), strict=True):
+            counts[i] = count
+    context = lengths - regions.starts
+    return ((torch.stack(counts) + context - regions.mid_sizes) / context).sum(-1)
 
 
 def _mean(means: dict[int, Mean]) -> float | None:

@@ -43,11 +43,19 @@ class Decoding:
     placed: dict[Any, Any] = field(default_factory=dict)
     """Copies of what was trained, by device."""
 
+    def short_until(self, key: Tensor) -> int:
+        """The length from which a cache with such keys `[B, Hkv, N, d]` decodes sparsely [tokens]: below it full
+        attention is faster."""
+        if self.dense_below is not None:
+            return self.dense_below
+        if self.placement != "gpu":
+            return 0
+        token = 2 * key.shape[0] * key.shape[1] * key.shape[3] * key.element_size()
+        return -(-DENSE_BYTES.get(key.device.type, 0) // token)
+
     def is_short(self, key: Tensor) -> bool:
         """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
-        if self.dense_below is not None:
-            return key.shape[2] < self.dense_below
-        return self.placement == "gpu" and 2 * key.nbytes < DENSE_BYTES.get(key.device.type, 0)
+        return key.shape[2] < self.short_until(key)
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""

@@ -9,8 +9,9 @@ from torch import Tensor
 class Growing:
     """A tensor `[..., n, d]` that grows along its last but one dimension, amortised: a step copies one token."""
 
-    def __init__(self, pinned: bool = False) -> None:
-        self.pinned = pinned
+    def __init__(self, pinned: bool = False, reserve: int = 0) -> None:
+        """reserve: the first tensor has room for so many."""
+        self.pinned, self.reserve = pinned, reserve
         self.data: Tensor | None = None
         self.length = 0
         self.shared = False
@@ -26,6 +27,7 @@ class Growing:
         end = self.length + new.shape[-2]
         if self.data is None or self.shared or end > self.data.shape[-2]:
             room = end if self.data is None and end > 1 else end + max(64, end // 8)
+            room = max(room, self.reserve)
             data = torch.empty(*new.shape[:-2], room, new.shape[-1], dtype=new.dtype, device=new.device,
                                pin_memory=self.pinned)
             if self.data is not None and self.length:
@@ -34,6 +36,11 @@ class Growing:
         self.data[..., self.length:end, :] = new
         self.length = end
         return self.view
+
+    @property
+    def room(self) -> int:
+        """How many there is room for; none of them in a tensor that is shared."""
+        return 0 if self.data is None or self.shared else self.data.shape[-2]
 
     def crop(self, length: int) -> None:
         self.length = min(self.length, length)
@@ -44,7 +51,7 @@ class Growing:
 
     def fork(self) -> Growing:
         """A copy that shares the tensor; whoever appends first makes it its own."""
-        other = Growing(self.pinned)
+        other = Growing(self.pinned, self.reserve)
         other.data, other.length = self.data, self.length
         self.shared = other.shared = self.data is not None
         return other

@@ -23,8 +23,20 @@ from sparsekv.kernels import (
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sort_by_bucket
+from sparsekv.kernels.bucket_sums import (
+    against_bucket_reference,
+    bucket_sums_reference,
+    launch_against,
+    launch_sums,
+)
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
+from sparsekv.kernels.decode import (
+    append_token_reference,
+    decode_attention_reference,
+    launch_append,
+    launch_decode,
+)
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
 from sparsekv.kernels.paged import launch_paged, paged_scores_reference
@@ -365,3 +377,41 @@ def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, featur
         s.q.shape[1], device=device), state
 
 
+
+
+def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Append and full attention on storage with room to spare, of which what is not yet there is poison."""
+    heads_q, heads_kv, dim, room, batch = shape
+    torch.manual_seed(0)
+    keys, values = (torch.randn(batch, heads_kv, room, dim, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(batch, heads_kv, 1, dim, device=device, dtype=dtype) for _ in range(2))
+    lengths = torch.randint(1, room + 1, (batch,), device=device)
+    starts = (lengths * torch.rand(batch, device=device) * 0.5).long()
+    lengths[0], starts[0] = room, 0
+    for b in range(batch):
+        keys[b, :, lengths[b] - 1:], values[b, :, lengths[b] - 1:] = float("nan"), float("nan")
+    mine, truth = (keys.clone(), values.clone()), (keys.clone(), values.clone())
+    launch_append(k, v, *mine, lengths)
+    append_token_reference(k, v, *truth, lengths)
+    for x, y in zip(mine, truth, strict=True):
+        assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
+    q = torch.randn(batch, heads_q, dim, device=device, dtype=dtype)
+    agree(launch_decode(q, *mine, starts, lengths, scale=0.2),
+          decode_attention_reference(q.double(), *mine, starts, lengths, scale=0.2), LIMITS[dtype], "decode")
+
+
+def check_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Sums over buckets, of which some are empty, and every row against its own; rows of a longer storage."""
+    batch, heads, length, dim, buckets = shape
+    torch.manual_seed(0)
+    x = torch.randn(batch, heads, length + 9, dim, device=device, dtype=dtype)[:, :, 4:length + 4]
+    bucket = torch.randint(0, max(1, buckets - 2), (batch, heads, length), device=device, dtype=torch.int32)
+    for used in (None, torch.rand(batch, 1, length, device=device) < 0.7):
+        mine, truth = launch_sums(x, bucket, used, buckets), bucket_sums_reference(x.double(), bucket, used, buckets)
+        assert torch.equal(mine[0].double(), truth[0])
+        assert error(mine[1], truth[1]) < 1e-6
+    table = torch.randn(batch, heads, buckets, dim, device=device, dtype=dtype)
+    for apart in (False, True):
+        mine, truth = (f(a, b, bucket, apart=apart) for f, a, b in (
+            (launch_against, x, table), (against_bucket_reference, x.double(), table.double())))
+        assert error(mine, truth) < 1e-5

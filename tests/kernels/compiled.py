@@ -8,17 +8,21 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing
+from sparsekv.kernels import attend, attention_mass, completion, decode, indexing, paged, routing
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
+from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import decode_triton as d
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
 from sparsekv.kernels.bucket_mass import ROWS
+from sparsekv.kernels.bucket_sums import BLOCK as SUMS
+from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
@@ -29,10 +33,10 @@ KINDS = {
     "*i8": "mask",
     "*i16": "codes queries",
     "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
-             "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part bracket",
+             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part bracket",
     "fp32": "scale eps depth goal0 goal1",
-    "half": "q k v out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a w_b "
-            "alpha w_out b_out",
+    "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
+            "w_b alpha w_out b_out",
 }
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
@@ -95,11 +99,19 @@ def main() -> None:
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.cache_kernel, {"SPLITS": 64, "MASKED": True, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
+    for dim in (64, 128, 256):
+        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": decode.BLOCK,
+                                "STAGES": decode.stages_of(dim, 2)}, decode.WARPS, "bf16", SHARED)
+    check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
           (90,))
     check(p.page_kernel, {"PAGED": True, "GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
           "bf16")
     check(p.vote_kernel, {"GROUP": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
+    check(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
+    for apart in (False, True):
+        check(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
+              bucket="*i32", table="*fp32")
     check(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
     check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
           "bf16")

@@ -92,3 +92,16 @@ def test_statistics(shape: tuple[int, ...], block: int, monkeypatch: pytest.Monk
                                    (2, 2, 2, 1, 0, 5), (2, 2, 2, 0, 6, 5)], ids=str)
 def test_collisions(shape: tuple[int, ...]) -> None:
     checks.check_collisions(shape, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((6, 2, 24, 150, 3), torch.float32), ((4, 1, 80, 63, 1), torch.float16), ((3, 3, 16, 1, 2), torch.float32),
+], ids=str)
+def test_a_step_on_storage_with_room(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_decode(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 71, 24, 9), (1, 2, 1, 80, 1), (1, 1, 200, 16, 300)], ids=str)
+def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_bucket_sums(shape, dtype, "cpu")

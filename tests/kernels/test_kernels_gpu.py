@@ -92,6 +92,19 @@ def test_collisions(shape: tuple[int, ...]) -> None:
     checks.check_collisions(shape, DEVICE)
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(6, 2, 24, 150, 3), (4, 1, 80, 63, 1), (32, 8, 128, 10_001, 2), (9, 3, 64, 777, 4)],
+                         ids=str)
+def test_a_step_on_storage_with_room(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_decode(shape, dtype, DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 71, 24, 9), (1, 2, 1, 80, 1), (1, 8, 20_000, 128, 1024)], ids=str)
+def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_bucket_sums(shape, dtype, DEVICE)
+
+
 def test_rows_of_the_host() -> None:
     source = torch.randn(2, 3, 50, 80).pin_memory()
     index = torch.randint(0, 50, (4, 3, 19), device=DEVICE)

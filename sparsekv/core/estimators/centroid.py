@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.core.buckets import bucket_sums, spherical_kmeans
+from sparsekv.core.buckets import spherical_kmeans
 from sparsekv.core.estimators.base import BLOCK, Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.kernels import assign_buckets, gather_rows
+from sparsekv.kernels import assign_buckets, bucket_sums, gather_rows
 from sparsekv.kernels.launch import acc_dtype
 
 ITERATIONS = 5

@@ -32,6 +32,9 @@ class Selector:
     """Whether one that spends it cannot do without."""
     scores_keys: ClassVar[bool] = False
     """A step reads keys to choose among them: no use where they lie in CPU memory and the choice is the GPU's."""
+    replayable: ClassVar[bool] = False
+    """A step is the same work on the device every time: it decides nothing on the host and keeps nothing for the next,
+    so that a CUDA graph can hold it."""
     artifact_kind: ClassVar[str | None] = None
     """The artifact that its field `artifact` takes: `router`, or none."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.core.buckets import BLOCK, RESTARTS, bucket_sums, restart_empty
+from sparsekv.core.buckets import RESTARTS, restart_empty
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
@@ -20,12 +20,12 @@ from sparsekv.kernels import (
     QueryModel,
     RouterScores,
     assign_buckets,
+    bucket_sums,
     build_index,
     extend_index,
     route,
     route_tokens,
 )
-from sparsekv.kernels.launch import acc_dtype
 
 SCORES = ("mlp", "mean_key")
 DEFAULT_BUDGET = 0.05
@@ -43,6 +43,7 @@ class Router(Selector):
 
     name: ClassVar[str] = "router"
     source: ClassVar[str] = "Saap §4"
+    replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
                                             "means")
     needs_budget: ClassVar[bool] = False
@@ -148,13 +149,8 @@ class Router(Selector):
     def _sum_keys(self, view: LayerView, first: Tensor, low: int, end: int) -> None:
         """Add the rotated keys of the tokens from `first[b]` on to the sums of their buckets, `[B, Hkv, C, d]`."""
         self.means = None
-        kind = acc_dtype(view.keys)
-        for a in range(low, end, BLOCK):
-            part = slice(a, min(a + BLOCK, end))
-            columns = torch.arange(part.start, part.stop, device=view.device)
-            joins = (columns >= first[:, None]) & (columns < view.regions.mid_last[:, None])
-            sums = bucket_sums(view.keys[:, :, part].to(kind), self.assignment[..., part],
-                               joins[:, None].to(view.keys.device), self.centroids.shape[2])[1]
-            self.key_sums = sums if self.key_sums is None else self.key_sums + sums
-        if self.key_sums is None:
-            self.key_sums = torch.zeros(*self.centroids.shape, device=view.keys.device, dtype=kind)
+        columns = torch.arange(low, end, device=view.device)
+        joins = (columns >= first[:, None]) & (columns < view.regions.mid_last[:, None])
+        sums = bucket_sums(view.keys[:, :, low:end], self.assignment[..., low:end],
+                           joins[:, None].to(view.keys.device), self.centroids.shape[2])[1]
+        self.key_sums = sums if self.key_sums is None else self.key_sums + sums

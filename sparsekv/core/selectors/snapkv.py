@@ -43,6 +43,7 @@ class SnapKV(Selector):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "SnapKV (Li et al. 2024) §4"
+    replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("kept",)
 
     observation_window: int = option(32, help="Last prompt tokens that vote [tokens, at most 64].", min=1, max=64)

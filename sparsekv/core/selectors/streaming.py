@@ -17,6 +17,7 @@ class Streaming(Selector):
 
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "StreamingLLM (Xiao et al. 2023)"
+    replayable: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 
     def select(self, view: LayerView, queries: Queries) -> Selection:

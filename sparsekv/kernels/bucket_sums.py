@@ -1,0 +1,76 @@
+"""Sums over the keys of every bucket, and each key against what stands for its bucket: what restarting buckets and
+their means are made of. No atomics: a bucket's keys are found through an index, and sums are the same in every run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
+
+BLOCK, ROWS, WARPS = 32, 64, 4
+TWIN_BLOCK = 8192
+
+
+def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """Count and sum of what falls into every bucket: x `[B, H, n, w]`, bucket `[B, H, n]`, used (broadcastable to it;
+    what is not used counts nowhere) -> `[B, H, C]` and `[B, H, C, w]`, float32 at least."""
+    return (launch_sums if on_device(x) else bucket_sums_reference)(x, bucket, used, num_buckets)
+
+
+def bucket_sums_reference(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """`bucket_sums` in plain torch."""
+    acc = acc_dtype(x)
+    place = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
+    counts = torch.zeros(*place.shape[:-1], num_buckets + 1, dtype=acc, device=x.device)
+    counts.scatter_add_(-1, place, torch.ones_like(place, dtype=acc))
+    sums = torch.zeros(*place.shape[:-1], num_buckets + 1, x.shape[-1], dtype=acc, device=x.device)
+    for part, own in zip(x.split(TWIN_BLOCK, dim=-2), place.split(TWIN_BLOCK, dim=-1), strict=True):
+        sums.scatter_add_(-2, own[..., None].expand(*own.shape, x.shape[-1]), part.to(acc).expand(*own.shape, -1))
+    return counts[..., :-1], sums[..., :-1, :]
+
+
+def launch_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """`bucket_sums` through Triton: keys sorted by bucket, one program a bucket."""
+    from sparsekv.kernels.bucket_sums_triton import sums_kernel
+
+    x = dense_last(x)
+    batch, heads, length, width = x.shape
+    place = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
+    order = place.argsort(dim=-1, stable=True).to(torch.int32)
+    counts = torch.zeros(batch, heads, num_buckets + 1, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(-1, place, torch.ones_like(place))
+    offsets = torch.nn.functional.pad(counts[..., :-1].cumsum(-1), (1, 0)).to(torch.int32)
+    sums = torch.empty(batch, heads, num_buckets, width, dtype=torch.float32, device=x.device)
+    sums_kernel[(batch * heads * num_buckets,)](
+        x, order, offsets, sums, heads, num_buckets, length, *x.stride()[:3], DIM=width, WIDTH=padded(width),
+        BLOCK=BLOCK, num_warps=WARPS)
+    return counts[..., :-1].float(), sums
+
+
+def against_bucket(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:
+    """Every row's inner product with its bucket's row of the table or, `apart`, its distance from it: x `[B, H, n, w]`,
+    table `[B, H, C, w]`, bucket `[B, H, n]` -> `[B, H, n]`, float32 at least."""
+    return (launch_against if on_device(x) else against_bucket_reference)(x, table, bucket, apart=apart)
+
+
+def against_bucket_reference(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:
+    """`against_bucket` in plain torch."""
+    acc, parts = acc_dtype(x), []
+    for part, own in zip(x.split(TWIN_BLOCK, dim=2), bucket.split(TWIN_BLOCK, dim=2), strict=True):
+        mine = table.gather(2, own.long()[..., None].expand(*own.shape, x.shape[-1])).to(acc)
+        parts.append((part.to(acc) - mine).norm(dim=-1) if apart else (part.to(acc) * mine).sum(-1))
+    return torch.cat(parts, dim=2)
+
+
+def launch_against(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:
+    """`against_bucket` through Triton."""
+    from sparsekv.kernels.bucket_sums_triton import rows_kernel
+
+    x, table, bucket = dense_last(x), table.contiguous(), bucket.contiguous()
+    batch, heads, length, width = x.shape
+    out = torch.empty(batch, heads, length, dtype=torch.float32, device=x.device)
+    rows_kernel[(batch * heads, -(-length // ROWS))](
+        x, table, bucket, out, heads, table.shape[2], length, *x.stride()[:3], *table.stride()[:2], DIM=width,
+        WIDTH=padded(width), BLOCK=ROWS, APART=apart, num_warps=WARPS)
+    return out

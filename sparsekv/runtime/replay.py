@@ -1,0 +1,305 @@
+"""A decode step of the whole model, captured once as a CUDA graph and replayed: what `generate` runs at one token.
+
+The step is the model's own transformers code, from embedding to logits; its decoder layers are compiled, and attention
+calls back into `Replay.layer`, which appends the new token to storage of fixed capacity and takes the runtime's own
+step. Lengths and positions are counted on the device. Where the mid region grows or the storage is full, the next step
+is captured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.rope import LayerRope
+from sparsekv.core.step import LayerState, sparse_step
+from sparsekv.kernels import append_token, decode_attention
+from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.counters import Counters, read_shares
+
+NAME = "sparsekv_step"
+_CURRENT = threading.local()
+
+
+@torch.library.custom_op("sparsekv::decode_layer", mutates_args=())
+def decode_layer(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """One layer of the step that runs now: query `[B, Hq, 1, d]`, key, value `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`."""
+    return _CURRENT.step.layer(query, key, value, scale)
+
+
+@decode_layer.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in a pass of `Replay`."""
+    return decode_layer(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+
+
+class Passing:
+    """Stands for the cache in a pass: new keys and values go on to the attention function."""
+
+    is_compileable = False
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.length
+
+
+class Layers:
+    """The decoder layers of a model, and their forward compiled: one program for all layers that are alike."""
+
+    def __init__(self, model: nn.Module, modules: dict[int, Any]):
+        self.modules = [modules[i] for i in sorted(modules)]
+        names = {m: name for name, m in model.named_modules()}
+        self.decoders: list[Any] = [model.get_submodule(names[m].rpartition(".")[0]) for m in self.modules]
+        self.everything = list(model.modules())
+        self.compiled: dict[type, Any] | None = None
+        self.failed: str | None = None
+        """Why a step could not be taken or captured."""
+        self.first_of_kind: dict[Any, tuple[Any]] = {}
+        seen = set()
+        for module, decoder in zip(self.modules, self.decoders, strict=True):
+            kind = getattr(module, "layer_type", None)
+            if kind not in seen:
+                seen.add(kind)
+                self.first_of_kind[decoder] = (kind,)
+
+    def compile(self) -> None:
+        """Once; nothing is traced before it runs."""
+        if self.compiled is None:
+            self.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False)
+                             for kind in {type(d) for d in self.decoders}}
+
+    @contextlib.contextmanager
+    def entered(self, before_layer: Any) -> Iterator[None]:
+        """While a pass runs: compiled layers, our attention, no hooks but `before_layer`; then all as it was."""
+        configs = list({id(m.config): m.config for m in self.modules}.values())
+        names, numbers = [c._attn_implementation for c in configs], [m.layer_idx for m in self.modules]
+        hooks = [m._forward_pre_hooks for m in self.modules]
+        handles = [] if before_layer is None else [
+            d.register_forward_pre_hook(before_layer, with_kwargs=True) for d in self.first_of_kind]
+        AttentionInterface.register(NAME, _attention)
+        try:
+            for config in configs:
+                config._attn_implementation = NAME
+            for module in self.modules:
+                # a number of its own would compile every layer anew
+                module.layer_idx, module._forward_pre_hooks = 0, OrderedDict()
+            for decoder in self.decoders:
+                compiled = (self.compiled or {}).get(type(decoder))
+                if compiled is not None:
+                    decoder.__dict__["forward"] = functools.partial(compiled, decoder)
+            yield
+        finally:
+            for config, name in zip(configs, names, strict=True):
+                config._attn_implementation = name
+            for module, number, own in zip(self.modules, numbers, hooks, strict=True):
+                module.layer_idx, module._forward_pre_hooks = number, own
+            for decoder in self.decoders:
+                decoder.__dict__.pop("forward", None)
+            for handle in handles:
+                handle.remove()
+
+
+class Replay:
+    """The decode step of one cache, for one batch and one set of regions.
+
+    `states[i]`: the state of layer i, or None where it decodes with full attention. `until`: the length at which full
+    attention is no longer the faster one. ropes: the cache's rotary tables and how the model's become them, by kind of
+    layer.
+    """
+
+    def __init__(
+        self, forward: Any, layers: Layers, cache: SparseCache, states: list[LayerState | None], starts: Tensor,
+        counters: Counters, ropes: dict[Any, tuple[GrowingRope, LayerRope]], until: int | None,
+        owner: object,
+    ):
+        self.owner = owner
+        """The attachment that made it."""
+        self.forward, self.layers, self.states, self.counters = forward, layers, states, counters
+        self.stores: list[Any] = list(cache.layers)
+        first = self.stores[0]
+        self.data, self.length = first.whole[0], first.get_seq_length()
+        self.ropes, self.starts, self.device = ropes, starts, first.keys.device
+        self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
+        ends = [self.capacity, *(s.room for s in states if s is not None), *([] if until is None else [until - 1])]
+        self.end = min(ends)
+        rows, device = first.keys.shape[0], self.device
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.lengths = torch.full((rows,), self.length, dtype=torch.long, device=device)
+        self.sparse = [i for i, s in enumerate(states) if s is not None]
+        self.dense = [i for i, s in enumerate(states) if s is None]
+        self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
+        self.views = [None if s is None else self._whole(s) for s in states]
+        self.logits: Tensor | None = None
+        self.graph: Any = None
+        self._selections: list[Selection] = []
+        self._next = 0
+
+    def fits(self, cache: SparseCache) -> bool:
+        """Whether nothing happened to the cache since the last step, and this one still serves."""
+        first: Any = cache.layers[0]
+        return (first.room > 0 and first.whole[0] is self.data
+                and first.get_seq_length() == self.length < self.end)
+
+    def step(self, ids: Tensor | None, positions: Tensor | None) -> Tensor:
+        """One token of every row: ids, positions `[B, 1]`, None: those of the buffers. Returns logits `[B, 1, V]`,
+        overwritten by the next step."""
+        if ids is not None:
+            self.ids.copy_(ids)
+        if positions is not None:
+            self.positions.copy_(positions.expand_as(self.positions))
+        if self.graph is None:
+            self.logits = self._first()
+        else:
+            self.graph.replay()
+        self.length += 1
+        for layer in self.stores:
+            layer.grown_to(self.length)
+        for rope, _ in self.ropes.values():
+            rope.grown_to(self.length)
+        self.counters.replayed(len(self.ids), self.sparse, self.dense)
+        assert self.logits is not None
+        return self.logits
+
+    def _first(self) -> Tensor:
+        """The step as it is, and its capture for those that follow."""
+        if self.device.type != "cuda":
+            return self._pass()
+        began = time.perf_counter()
+        self.layers.compile()
+        here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            answer = self._tried()
+            graph, logits = self._captured()
+            logits.copy_(answer)
+        here.wait_stream(stream)
+        self.graph = graph
+        self.counters.captured(time.perf_counter() - began)
+        return logits
+
+    def _captured(self) -> tuple[Any, Tensor]:
+        """A pass as a graph, and where its logits will be."""
+        graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # what is freed inside a capture must be its own
+        try:
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                return graph, self._pass()
+            finally:
+                graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _tried(self) -> Tensor:
+        """A pass; with the layers as they are where they do not compile."""
+        if not self.layers.compiled:
+            return self._pass()
+        try:
+            return self._pass()
+        except Exception as error:  # whatever the compiler raises
+            self.layers.compiled = {}
+            answer = self._pass()
+            warnings.warn(f"the model's layers could not be compiled and decode slower: {first_line(error)}",
+                          stacklevel=2)
+            return answer
+
+    def _pass(self) -> Tensor:
+        """The model's own step, its attention ours."""
+        if self.graph is None and not capturing(self.device):
+            self.lengths.fill_(self.length)
+        self.lengths.add_(1)
+        self._next, self._selections = 0, []
+        _CURRENT.step = self
+        try:
+            with self.layers.entered(self._write_tables if self.ropes else None):
+                out = self.forward(input_ids=self.ids, position_ids=self.positions, attention_mask=None,
+                                   past_key_values=Passing(self.length), use_cache=True, return_dict=True)
+        finally:
+            _CURRENT.step = None
+        if self.sparse:
+            regions = self.views[self.sparse[0]].regions  # type: ignore[union-attr]
+            shares = read_shares(self._selections, regions, self.lengths)
+            self.counters.shares(self.device).index_add_(0, self.where, shares)
+        self.positions.add_(1)
+        return out.logits
+
+    def layer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """The next layer's attention."""
+        index, self._next = self._next, self._next + 1
+        state, view = self.states[index], self.views[index]
+        keys, values = self.stores[index].whole
+        append_token(key, value, keys, values, self.lengths)
+        if state is None or view is None:
+            return decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)[0][:, None]
+        step = sparse_step(view, Queries(query, self.lengths, view.rope), state.selector, state.estimator)
+        self._selections.append(step.selection)
+        return step.out.transpose(1, 2).contiguous()
+
+    def _whole(self, state: LayerState) -> LayerView:
+        """The layer's view over all of its storage: regions end it, not its length."""
+        view = state.view.fork()
+        view.keys, view.values = self.stores[view.layer_idx].whole
+        view.regions = view.regions.grown(view.keys.shape[2])
+        if isinstance(view.rope, GrowingRope):
+            view.rope = view.rope.whole()
+        return view
+
+    def _write_tables(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the first layer of a kind: the rotary tables of the new token, into their place."""
+        tables = kwargs.get("position_embeddings")
+        kind = self.layers.first_of_kind.get(decoder)
+        if tables is not None and kind is not None and kind[0] in self.ropes:
+            rope, how = self.ropes[kind[0]]
+            rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
+
+
+def why_not(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
+    """Why no step of this cache can be replayed; None where nothing speaks against it. ours: sparsekv's hooks by id."""
+    layers_of_cache: list[Any] = cache.layers
+    if layers.failed is not None:
+        return layers.failed
+    for layer in layers_of_cache:
+        if type(layer) is not SparseLayer:
+            return ("keys and values lie in CPU memory" if isinstance(layer, SparseLayer)
+                    else "the model has sliding-window layers")
+    if len({layer.keys.device for layer in layers_of_cache}) > 1:
+        return "the model is spread over devices"
+    for module in layers.everything:
+        if module._forward_hooks or not ours.issuperset(module._forward_pre_hooks) or (
+                "forward" in module.__dict__ and module is not model):
+            return f"a hook on {type(module).__name__} reads its values"
+    return None

@@ -1,0 +1,241 @@
+"""Replayed steps against steps taken as they are; without a GPU the same step on fixed storage, not captured."""
+
+import copy
+import functools
+import threading
+
+import pytest
+import torch
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.errors import SparseKVError
+
+SELECTORS = {
+    "dense": {"selector": "dense"}, "streaming": {"selector": "streaming"},
+    "quest": {"selector": "quest", "token_budget": 40, "page_size": 4},
+    "topk": {"selector": "topk", "token_budget": 0.2},
+    "snapkv": {"selector": "snapkv", "token_budget": 20},
+    "token_select": {"selector": "token_select", "token_budget": 20},
+    "router": {"token_budget": 0.2}, "router+phi": {"token_budget": 0.2, "phi": True}, "probes": {"probes": 2},
+}
+STEPS = 60
+
+
+@functools.cache
+def model_on(device: str):
+    return make_model() if device == "cpu" else copy.deepcopy(make_model()).to(device)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def model(request):
+    return model_on(request.param)
+
+
+def ids_on(model, *args, **how) -> torch.Tensor:
+    return prompt(*args, **how).to(model.device)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    """To rounding: compiled layers round elsewhere."""
+    limit = 1e-4 if a.device.type == "cpu" else 2e-3
+    torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+
+
+def attached(model, replays: bool, name: str, **options):
+    options = {**SELECTORS[name], **options}
+    router, phi = artifacts(model)
+    if name in ("router", "router+phi", "probes"):
+        options["router"] = router
+    if options.pop("phi", False):
+        options["phi"] = phi
+    attachment = sparsekv.attach(model, decode_window=16, **options)
+    attachment.replays = replays
+    return attachment
+
+
+@torch.no_grad()
+def logits_of(model, replays: bool, name: str, ids: torch.Tensor, after: int = 100, between=None, mask=None):
+    """Logits of the tokens from `after` on, one a step, and the report."""
+    with attached(model, replays, name) as attachment:
+        cache = attachment.prefill(ids[:, :after], None if mask is None else mask[:, :after])
+        found = []
+        for t in range(after, ids.shape[1]):
+            if between is not None:
+                cache = between(cache, t) or cache
+            how = {} if mask is None else {"attention_mask": mask[:, :t + 1],
+                                           "position_ids": mask[:, :t + 1].sum(-1, keepdim=True) - 1}
+            found.append(model(input_ids=ids[:, t:t + 1], past_key_values=cache, use_cache=True, **how).logits)
+        return torch.cat(found, 1), attachment.report()
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_replayed_step_is_the_step_across_growth_of_the_mid_region(model, name: str) -> None:
+    ids = ids_on(model, 100 + STEPS, batch=2)
+    plain, before = logits_of(model, False, name, ids)
+    replayed, report = logits_of(model, True, name, ids)
+    close(replayed, plain)
+    assert before["replayed_steps"] == 0
+    if name == "token_select":
+        assert report["replayed_steps"] == 0 and "host" in report["not_replayed"]
+        return
+    assert report["replayed_steps"] >= STEPS - 4
+    for key in ("sparse_calls", "dense_calls"):
+        assert report[key] == before[key]
+    assert report["selectivity"] == pytest.approx(before["selectivity"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["router+phi", "dense"])
+def test_rows_padded_on_the_left(model, name: str) -> None:
+    ids = ids_on(model, 130, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    plain, _ = logits_of(model, False, name, ids, mask=mask)
+    replayed, report = logits_of(model, True, name, ids, mask=mask)
+    close(replayed, plain)
+    assert report["replayed_steps"] > 20
+
+
+@pytest.mark.parametrize("change", ["crop", "fork", "reorder"])
+def test_what_happens_to_the_cache_between_steps_is_seen(model, change: str) -> None:
+    def between(cache, t):
+        if t == 110 and change == "crop":
+            cache.crop(-3)
+        if t == 115 and change == "fork":
+            return cache.fork()
+        if t == 120 and change == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0], device=cache.layers[0].keys.device))
+        return None
+
+    ids = ids_on(model, 140, batch=2)
+    plain, _ = logits_of(model, False, "router", ids, between=between)
+    replayed, report = logits_of(model, True, "router", ids, between=between)
+    close(replayed, plain)
+    assert report["replayed_steps"] > 20
+
+
+def test_both_doors_give_the_same_answer_and_a_second_turn_goes_on(model) -> None:
+    ids = ids_on(model, 90)
+    tokens = {}
+    for replays in (False, True):
+        with attached(model, replays, "router") as attachment, torch.no_grad():
+            whole = model.generate(ids, max_new_tokens=40, do_sample=False)
+            lean = attachment.generate(ids, max_new_tokens=40)
+            cache = attachment.cache()
+            first = attachment.generate(ids, max_new_tokens=20, cache=cache)
+            turn = torch.cat([first[:, -1:], ids_on(model, 7, seed=5)], 1)
+            second = attachment.generate(turn, max_new_tokens=20, cache=cache)
+            assert torch.equal(whole, lean)
+            tokens[replays] = torch.cat([first, second], 1)
+    assert torch.equal(tokens[True], tokens[False])
+
+
+def test_rows_end_by_themselves_and_text_is_streamed(model) -> None:
+    class Streamer:
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, value):
+            self.seen.append(value)
+
+        def end(self):
+            self.ended = True
+
+    ids = ids_on(model, 60, batch=2)
+    with attached(model, True, "router") as attachment:
+        free = attachment.generate(ids, max_new_tokens=12)
+        eos = int(free[0, 64])
+        for lean in (attachment.generate(ids, max_new_tokens=12, eos_token_id=eos, pad_token_id=3),
+                     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
+                                    eos_token_id=eos, pad_token_id=3)):
+            row = free[0, 60:].tolist()
+            assert lean[0, 60:60 + row.index(eos) + 1].tolist() == row[:row.index(eos) + 1]
+            assert set(lean[0, 61 + row.index(eos):].tolist()) <= {3}
+        streamer = Streamer()
+        alone = attachment.generate(ids[:1], max_new_tokens=12, eos_token_id=eos, streamer=streamer)
+        assert streamer.ended and torch.cat([x.reshape(-1) for x in streamer.seen]).equal(alone[0].cpu())
+        drawn = [attachment.generate(ids, max_new_tokens=8, temperature=1.5, seed=s) for s in (1, 1, 2)]
+        assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_a_hook_that_reads_values_is_told_and_obeyed(model) -> None:
+    ids = ids_on(model, 120)
+    seen = []
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *a: seen.append(1))
+    try:
+        _, report = logits_of(model, True, "router", ids)
+    finally:
+        handle.remove()
+    assert report["replayed_steps"] == 0 and "hook" in report["not_replayed"] and len(seen) > 20
+
+
+def test_beams_are_not_captured(model) -> None:
+    ids = ids_on(model, 80)
+    with attached(model, True, "router") as attachment:
+        beams = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
+        assert attachment.report()["replayed_steps"] == 0
+    with attached(model, False, "router"):
+        assert torch.equal(model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False), beams)
+
+
+def state_of(model):
+    return ({k: v for k, v in model.__dict__.items() if k in ("forward", "generate")},
+            model.config._attn_implementation, [len(m._forward_pre_hooks) for m in model.modules()],
+            [m.__dict__.get("layer_idx") for m in model.modules()], ["forward" in m.__dict__ for m in model.modules()])
+
+
+def test_attachments_nest_leave_in_any_order_and_leave_the_model_as_it_was(model) -> None:
+    ids = ids_on(model, 100)
+    before = state_of(model)
+    with attached(model, True, "router"):
+        alone = model.generate(ids, max_new_tokens=12, do_sample=False)
+    outer, inner = attached(model, True, "router"), attached(model, True, "streaming")
+    with outer:
+        with inner:
+            other = model.generate(ids, max_new_tokens=12, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), alone)
+    with attached(model, True, "streaming"):
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), other)
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__()
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), other)
+    inner.__exit__()
+    assert state_of(model) == before
+
+
+def test_a_step_that_fails_is_told_once_and_taken_as_it_is(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ids_on(model, 120)
+    before = state_of(model)
+    wanted, _ = logits_of(model, True, "router", ids)
+    monkeypatch.setattr("sparsekv.runtime.replay.sparse_step", lambda *a: 1 / 0)
+    with pytest.warns(UserWarning, match="without CUDA graphs, its step failed: division by zero") as told:
+        found, report = logits_of(model, True, "router", ids)
+    assert len(told) == 1 and report["replayed_steps"] == 0 and "division" in report["not_replayed"]
+    close(found, wanted)
+    assert state_of(model) == before
+
+
+def test_a_second_thread_is_refused_and_may_share(model) -> None:
+    ids = ids_on(model, 100)
+    said: list[str] = []
+    with attached(model, True, "router") as attachment:
+        alone = attachment.generate(ids, max_new_tokens=10)
+        shared = []
+
+        def other() -> None:
+            try:
+                attached(model, True, "streaming").__enter__()
+            except SparseKVError as error:
+                said.append(str(error))
+            shared.append(attachment.generate(ids, max_new_tokens=10))
+
+        threads = [threading.Thread(target=other) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        mine = attachment.generate(ids, max_new_tokens=10)
+        for thread in threads:
+            thread.join()
+    assert len(said) == 3 and all("another thread" in s for s in said)
+    assert all(torch.equal(x, alone) for x in [mine, *shared])
