@@ -132,6 +132,9 @@ def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:
     if conflicts:
         raise SparseKVError(f"settings bring their own {', '.join(conflicts)}; give settings, or these, not both")
     made = Settings.load(settings) if isinstance(settings, str | Path) else settings
+    if not isinstance(made, Settings):
+        raise SparseKVError(f"settings are a file of `sparsekv eval recommend` or a Settings, found "
+                            f"{type(made).__name__}")
     made.check()
     check_fingerprint(made.model, model_fingerprint(model), "the settings file", ignore=("rope",))
     return made

@@ -19,6 +19,10 @@ def check_model(model: Any) -> None:
                             "uncompiled model (model._orig_mod, or load it again)")
     if not hasattr(model, "config"):
         raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise SparseKVError(f"{type(model).__name__} has no weights in memory ({name} is on the meta device); load "
+                                "them, on a device or on devices that they fit on")
     if getattr(model.config, "is_encoder_decoder", False):
         raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
                             "models")
@@ -31,8 +35,11 @@ def check_cache(cache: Any) -> None:
 
 
 def load_artifact(artifact: Any, kind: str) -> Any:
-    """An artifact from its folder, or the object itself."""
+    """An artifact from its folder, or the object itself. Raises SparseKVError for what is neither."""
     if not isinstance(artifact, str | Path):
+        if artifact is not None and not hasattr(artifact, "layer"):
+            raise SparseKVError(f"{kind} is the folder of an artifact or the artifact itself, found "
+                                f"{type(artifact).__name__}")
         return artifact
     if kind == "router":
         from sparsekv.artifacts.router import RouterArtifact
