@@ -43,18 +43,22 @@ def free_space(path: Path) -> str:
 
 @contextlib.contextmanager
 def placed(path: Path) -> Iterator[Path]:
-    """A name beside the path, `.NAME.tmp`, renamed to it when the block has written it whole. Raises SparseKVError
-    where the disk fails."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """A name beside the path, `.NAME.tmp`, renamed to it when the block has written it whole; of a link, beside what
+    it points to; a device is written to as it is. Raises SparseKVError where the disk fails."""
+    path = path.resolve() if path.is_symlink() else path
+    device = path.exists() and not path.is_file() and not path.is_dir()
+    temporary = path if device else path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        os.replace(temporary, path)
+        if not device:
+            os.replace(temporary, path)
     except OSError as error:
         raise disk_error(error, path) from error
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        if not device:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

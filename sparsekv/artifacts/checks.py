@@ -35,7 +35,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise damaged(where, f"it is no JSON ({error})") from error
+        raise damaged(where, f"it is no JSON ({said(error)})") from error
     if not isinstance(found, dict):
         raise damaged(where, "its JSON is no object")
     level: list[Any] = [found]
@@ -156,6 +156,12 @@ def check_scope(made: Any, where: str, **least: int) -> None:
     for name, low in {"sink_size": 0, "window_size": 0, **least}.items():
         if getattr(made, name) < low:
             raise damaged(where, f"{name} is {getattr(made, name)}, expected at least {low}")
+
+
+def said(error: Any) -> str:
+    """What an exception says, on one line that a sentence can hold."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def brief(value: Any) -> str:

@@ -24,10 +24,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsekv.artifacts.checks import brief, damaged, digest
+from sparsekv.artifacts.checks import brief, damaged, digest, said
 from sparsekv.core.rope import Layout, rotate
 from sparsekv.errors import SparseKVError
-from sparsekv.store.manifest import MANIFEST, check_manifest, sample
+from sparsekv.store.manifest import MANIFEST, check_fields, check_manifest, sample
 from sparsekv.store.place import Place, place
 from sparsekv.store.shard import LocalShard, RemoteShard
 
@@ -240,7 +240,7 @@ class CaptureStore:
     def _broken(self, name: str, why: Any) -> SparseKVError:
         missing = self._place.size(name) is None
         return SparseKVError(f"shard {name} of the capture store {str(self.path)!r} is "
-                             f"{'missing' if missing else f'damaged ({why})'}; restore it, or capture again with "
+                             f"{'missing' if missing else f'damaged ({said(why)})'}; restore it, or capture again with "
                              "--overwrite")
 
     def summary(self) -> str:
@@ -267,7 +267,10 @@ def finished_document(store: Place, document: int) -> dict[str, Any] | None:
             return None
         if any(store.size(name) != about["bytes"] for name, about in found["shards"].items()):
             return None
-    except SparseKVError:
+        check_fields(found["document"], {"id": int, "sha256": str}, "document", "it")
+        for about in found["layers"].values():
+            check_fields(about, {"layout": str, "rotary": int, "scale": float}, "a layer", "it")
+    except (SparseKVError, KeyError, TypeError, AttributeError):
         return None
     return found
 

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsekv.artifacts.checks import digest
+from sparsekv.artifacts.checks import digest, said
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
 from sparsekv.disk import only_writer, write_text
@@ -170,11 +170,11 @@ class Run:
         path = self._file(name)
         try:
             with safe_open(str(path), framework="pt") as file:
-                said = (file.metadata() or {}).get("sha256")
+                sha = (file.metadata() or {}).get("sha256")
                 tensors = {k: file.get_tensor(k) for k in file.keys()}
-            problem = None if said == digest(self._whose(name), tensors) else "its checksum differs"
+            problem = None if sha == digest(self._whose(name), tensors) else "its checksum differs"
         except (OSError, SafetensorError, ValueError) as error:
-            problem = str(error)
+            problem = said(error)
         if problem:
             raise SparseKVError(f"{str(path)!r} is damaged ({problem}); delete it, and the same command with --resume "
                                 "trains that part again")
