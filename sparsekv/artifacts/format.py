@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsekv.artifacts.checks import (
+    brief,
     check_digest,
     check_finite,
     check_version,
@@ -67,7 +68,12 @@ def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The artifact's `config.json`, checked as far as it stands alone."""
-    if not (path / CONFIG).is_file():
+    try:
+        there = (path / CONFIG).is_file()
+    except OSError as error:
+        raise SparseKVError(f"no artifact can be at {brief(str(path))} ({error.strerror}): expected a folder with "
+                            f"{CONFIG} and {TENSORS}") from error
+    if not there:
         what = "a capture store" if (path / "manifest.json").is_file() else "not an artifact" if path.exists() else None
         raise SparseKVError(f"{str(path)!r} is {what}; expected a folder with {CONFIG} and {TENSORS}" if what else
                             f"no artifact at {str(path)!r}: expected a folder with {CONFIG} and {TENSORS}")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from sparsekv.config import SEEDS, option
 from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import SparseKVError
-from sparsekv.output import OutputKind
+from sparsekv.output import OutputKind, files_below
 from sparsekv.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
@@ -127,7 +127,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         if artifact is not None:
             artifact.check(model)
     kind = _kind(output)
-    if config.overwrite and not config.resume:
+    if config.overwrite and not config.resume and _own(output, "cells*.jsonl", CELLS):
         requests_there = _own(output, "*.jsonl*", REQUESTS)
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
@@ -238,7 +238,8 @@ def _check(config: EvalConfig) -> Checked:
     output = Path(config.output)
     goes_on = config.resume and (bool(_own(output, "cells*.jsonl", CELLS)) or not any(
         (output / name).exists() for name in REPORTED))
-    if config.save_requests is None and not goes_on:
+    only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
+    if config.save_requests is None and not goes_on and not only_requests:
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, lengths, depths,
                    None if config.router is None else RouterArtifact.load(config.router),

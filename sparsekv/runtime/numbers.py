@@ -35,7 +35,8 @@ def check_options(selector: Selector) -> None:
         value, name = getattr(selector, field.name), f"{field.name} of selector {selector.name}"
         kinds = get_args(hints[field.name]) or (hints[field.name],)
         number = type(value) in (int, float)
-        if not (type(value) in kinds or (number and float in kinds) or (str in kinds and isinstance(value, Path))):
+        if not (type(value) in kinds or (number and float in kinds) or (str in kinds and isinstance(value, Path))) or (
+                "\0" in str(value)):
             raise SparseKVError(f"{name} must be {' or '.join(WORDS.get(k, k.__name__) for k in kinds)}, found "
                                 f"{brief(value)}")
         about = field.metadata.get("typer", {})

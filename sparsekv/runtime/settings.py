@@ -79,9 +79,9 @@ class Settings:
         """Raises SparseKVError for a file that is missing, damaged, of another kind or of a newer version."""
         path = Path(path)
         where = f"the settings file {str(path)!r}"
-        if not path.is_file():
-            raise SparseKVError(f"no settings at {str(path)!r}; expected a file of `sparsekv eval recommend`")
         try:
+            if not path.is_file():
+                raise SparseKVError(f"no settings at {str(path)!r}; expected a file of `sparsekv eval recommend`")
             text = path.read_bytes()
         except OSError as error:
             raise SparseKVError(f"{where} could not be read ({error}); expected a file of `sparsekv eval recommend`"
