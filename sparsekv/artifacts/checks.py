@@ -84,6 +84,9 @@ def hashers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "sparsekv-hash")
 
 
+os.register_at_fork(after_in_child=hashers.cache_clear)  # threads stay behind in the parent
+
+
 def check_digest(record: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:
     """Compare with the record's own `sha256`, which files of format 1 have none of."""
     rest = {k: v for k, v in record.items() if k != "sha256"}
