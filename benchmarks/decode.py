@@ -5,7 +5,7 @@ attention.
 `sparse_probes` the best 32 buckets (Saap). Everything runs inside CUDA graphs over several buffer sets, so that no
 figure is the cache's. First the kernels are checked against their float64 twins. Writes docs/results/decode.json (or
 the folder given). FlashInfer is a peer where it can be imported. `--parts` chooses: steps, whale, growth, parts (index,
-votes, cache), e2e.
+votes, cache). What a token costs in a user's hands is `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
 """
@@ -440,18 +440,13 @@ def parts() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", default=["steps", "whale", "growth", "parts", "e2e"],
-                        choices=["steps", "whale", "growth", "parts", "e2e"])
+    parser.add_argument("--parts", nargs="+", default=["steps", "whale", "growth", "parts"],
+                        choices=["steps", "whale", "growth", "parts"])
     options = parser.parse_args()
     torch.manual_seed(0)
     check()
     for part in options.parts:
-        if part == "e2e":
-            from benchmarks.end_to_end import end_to_end
-
-            ROWS.extend(end_to_end())
-        else:
-            {"steps": steps, "whale": whale, "growth": growth, "parts": parts}[part]()
+        {"steps": steps, "whale": whale, "growth": growth, "parts": parts}[part]()
         torch.cuda.empty_cache()
         write_rows("decode", ROWS, options.output)
     print(write_rows("decode", ROWS, options.output))

@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._lanes import lanes_markdown
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -31,7 +32,7 @@ from sparsekv.evaluation.figures import score_by_budget
 from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import Request, load_requests
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.evaluation.tables import LANE_B, in_order, lanes_markdown, markdown, table
+from sparsekv.evaluation.tables import LANE_B, in_order, markdown, table
 from sparsekv.hub import load_model
 from sparsekv.progress import progress
 

@@ -5,10 +5,12 @@ that are not run stay as they are."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -16,12 +18,12 @@ sys.path += [str(Path(__file__).resolve().parent.parent / "tests" / room) for ro
     "reliability", "capture", "trainers", "runtime")]
 
 import attacks
-from _pages import take_over
-from _rows import row
+from _pages import fill, take_over
+from _rows import RESULTS, row
 
 from sparsekv.runtime import decoding
 
-GROUPS = {
+GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "flipped bits, every format": lambda folder: attacks.flip_bits(folder, 1100),
     "records with a fitting checksum": lambda folder: attacks.change_records(folder, 6000),
     "safetensors headers": lambda folder: attacks.change_headers(folder, 1500),
@@ -45,6 +47,17 @@ def main() -> None:
             row(name, "attacked", "cases", found.cases, "cases", seed=0, seconds=seconds),
             row(name, "passed", "cases", found.cases - len(found.failed), "cases", seed=0, seconds=seconds)])
         print(f"{name}: {found.cases - len(found.failed)} of {found.cases} passed, {seconds} s", flush=True)
+    table()
+
+
+def table() -> None:
+    """The page's table from all rows there are."""
+    rows = json.loads((RESULTS / "reliability.json").read_text())
+    passed = {r["case"]: int(r["value"]) for r in rows if r["method"] == "passed"}
+    lines = [f"| {r['case']} | {int(r['value']):,} | {passed[r['case']]:,} |"
+             for r in rows if r["method"] == "attacked"]
+    head = ["| attack | cases | passed |", "| --- | ---: | ---: |"]
+    fill(RESULTS.parent / "reliability.md", ["", *head, *lines, ""], "attacks")
 
 
 if __name__ == "__main__":

@@ -102,8 +102,6 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
         if name == "lfps":
             made["lfps-equal"] = cls(token_budget=BUDGET)
         made[name] = selector
-    for selector in made.values():
-        selector.validate()
     return {k: v for k, v in made.items() if wanted is None or k in wanted}
 
 
@@ -215,7 +213,6 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
         view = view_of(layer, length)
         router = SELECTORS["router"](token_budget=BUDGET, artifact=BenchRouter(layer, 1024))
-        router.validate()
         sync()
         start = time.perf_counter()
         build(view, router, None)

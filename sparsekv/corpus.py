@@ -73,13 +73,14 @@ def read_documents(
 
 def make_windows(
     documents: Iterator[Document], tokenizer: Any, *, length: int, count: int, seed: int = 0, pack: bool = True,
-    chat_template: bool = False,
+    chat_template: bool = False, remedy: str = "shorter or fewer windows",
 ) -> list[Window]:
     """Cut documents into `count` windows of exactly `length` tokens. The same seed gives the same windows anywhere.
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
     a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
-    order shuffled by `seed` (after the first 10,000 in their own).
+    order shuffled by `seed` (after the first 10,000 in their own). remedy: what else than
+    more text helps the caller's user, for the message.
     Raises SparseKVError where the corpus has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
@@ -112,8 +113,8 @@ def make_windows(
     found = len(windows) * body + len(tokens) if pack else longest
     what = (f"has {found} tokens, enough for {len(windows)} windows of {length}" if pack else
             f"has {len(windows)} documents of {length} tokens or more (the longest has {longest})")
-    raise SparseKVError(f"the corpus is too short: it {what}; {count} windows were asked for. Use more text, a smaller "
-                        "--context-length or --num-documents" + ("" if pack else ", or --pack") + ".")
+    raise SparseKVError(f"the corpus is too short: it {what}; {count} windows were asked for. Use more text, "
+                        f"or {remedy}.")
 
 
 def _as_chat(text: str, tokenizer: Any) -> str:

@@ -67,7 +67,8 @@ def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, toke
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_options=dataset_options(config)),
         tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
-        seed=config.seed, pack=config.pack, chat_template=config.chat_template)
+        seed=config.seed, pack=config.pack, chat_template=config.chat_template,
+        remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
     if config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
             model, tokenizer, length=config.context_length, count=config.generated_documents,

@@ -70,11 +70,12 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     router = None if config.router is None else RouterArtifact.load(config.router)
     phi = None if config.phi is None else PhiArtifact.load(config.phi)
     documents = min(config.documents or store.num_documents, store.num_documents)
+    device = resolve_device(config.device)
     with progress("diagnostics", len(store.layers) * documents, "layers") as advance:
         made = measure(store, router=router, phi=phi, budgets=budgets, count=config.requests, documents=documents,
-                       rivals=config.shoot_out, device=resolve_device(config.device), advance=advance)
+                       rivals=config.shoot_out, device=device, advance=advance)
     for label, other in others.items():
-        add_task(made, label, other)
+        add_task(made, label, other, device)
     made.save(output / TABLES)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))

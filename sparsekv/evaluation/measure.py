@@ -43,6 +43,7 @@ from sparsekv.models.feature_map import log_kernel
 from sparsekv.store.store import CaptureStore, LayerCapture
 
 BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+COVER_QUERIES = 32
 GAP_KEYS = 512
 SCATTER_POINTS = 2000
 
@@ -79,20 +80,19 @@ def measure(
                 _examine(total, request, made, placed, None if maps is None else maps.to(device), rivals)
             advance()
         sums.append(total)
-    made.tasks = {Path(str(store.config["corpus"])).name: _statistics(store, documents)}
     _assemble(made, sums)
-    rows = [_head_statistics(store, layer, documents) for layer in made.layers]
-    made.heads |= {name.removesuffix("_mid") if name == "entropy_mid" else name: torch.stack([r[name] for r in rows])
-                   for name in rows[0]}
+    statistics = _statistics(store, documents, device)
+    made.tasks = {Path(str(store.config["corpus"])).name: _by_layer(statistics)}
+    made.heads |= {"entropy" if name == "entropy_mid" else name: table for name, table in statistics.items()}
     return made
 
 
-def add_task(made: Diagnostics, label: str, store: CaptureStore) -> None:
+def add_task(made: Diagnostics, label: str, store: CaptureStore, device: str = "cpu") -> None:
     """Entropy and coverage by layer of another capture of the same model. Raises SparseKVError for another model's."""
     if store.model != made.model or sorted(store.layers) != made.layers:
         raise SparseKVError(f"the capture {str(store.path)!r} is of another model or other layers; expected those of "
                             "the first capture")
-    made.tasks[label] = _statistics(store, store.num_documents)
+    made.tasks[label] = _by_layer(_statistics(store, store.num_documents, device))
 
 
 class Sums:
@@ -156,7 +156,6 @@ def _steps(
     """Steps at every budget, alone and completed by every estimator: errors, mass and share read. Returns what was
     selected."""
     view, queries, full = request.view, request.queries, request.full
-    selector.validate()
     request.build(selector, None)
     lse = scores(view, queries).logsumexp(-1)
     tables: dict[tuple[str, str], list[Tensor]] = {}
@@ -225,19 +224,33 @@ def _examine_map(total: Sums, request: Request, phi: PhiLayer, estimator: Estima
     total.pairs.append(pairs[torch.linspace(0, len(pairs) - 1, min(64, len(pairs))).long()].cpu())
 
 
-def _statistics(store: CaptureStore, documents: int) -> dict[str, list[float]]:
-    """Means by layer of the store's own statistics, all captured queries."""
-    found: dict[str, list[float]] = {}
+def _statistics(store: CaptureStore, documents: int, device: str) -> dict[str, Tensor]:
+    """Where the attention of captured queries lies, by layer and head: `entropy_mid`, `cover75`, `cover95` and
+    `mass_mid`, `[L, Hq]` each."""
+    layers = []
     for layer in sorted(store.layers):
-        for name, table in _head_statistics(store, layer, documents).items():
-            found.setdefault(name, []).append(round(float(table.mean()), 4))
-    return found
+        rows = []
+        for item in (store.read(layer, d) for d in range(documents)):
+            kept = {name: item.statistics[name].double().mean(-1) for name in ("entropy_mid", "mass_mid")}
+            rows.append(kept | coverage(item.to(device)))
+        layers.append({name: torch.stack([r[name] for r in rows]).mean(0) for name in rows[0]})
+    return {name: torch.stack([table[name] for table in layers]) for name in layers[0]}
 
 
-def _head_statistics(store: CaptureStore, layer: int, documents: int) -> dict[str, Tensor]:
-    rows = [store.read(layer, d).statistics for d in range(documents)]
-    return {name: torch.stack([r[name].double().mean(-1) for r in rows]).mean(0)
-            for name in ("entropy_mid", "cover75", "cover95", "mass_mid") if name in rows[0]}
+def coverage(item: LayerCapture) -> dict[str, Tensor]:
+    """`cover75` and `cover95`: the fewest keys that hold 75 % and 95 % of a query's attention, mean over captured
+    queries, up to COVER_QUERIES of them, evenly spread: `[Hq]` float64."""
+    positions = item.query_positions
+    some = torch.linspace(0, len(positions) - 1, min(len(positions), COVER_QUERIES)).long().to(positions.device)
+    queries, keys = item.queries_rot()[:, some], item.keys_rot()
+    scores = (queries.reshape(len(keys), -1, keys.shape[-1]) @ keys.mT * item.scale).reshape(*queries.shape[:2], -1)
+    unseen = torch.arange(keys.shape[1], device=keys.device) > positions[some, None]
+    held = scores.masked_fill_(unseen, -math.inf).softmax(-1).sort(-1, descending=True).values.cumsum(-1)
+    return {f"cover{share}": ((held < share / 100).sum(-1) + 1).double().mean(-1).cpu() for share in (75, 95)}
+
+
+def _by_layer(statistics: dict[str, Tensor]) -> dict[str, list[float]]:
+    return {name: [round(x, 4) for x in table.mean(1).tolist()] for name, table in statistics.items()}
 
 
 def _assemble(made: Diagnostics, sums: list[Sums]) -> None:

@@ -32,7 +32,7 @@ def own_requests(
     if "perplexity" in tasks:
         for length in lengths:
             windows = make_windows(read_documents(corpus, split=split), tokenizer, length=length, count=samples,
-                                   seed=seed)
+                                   seed=seed, remedy="smaller --lengths or --samples")
             made += continuations([w.tokens for w in windows])
     return made
 

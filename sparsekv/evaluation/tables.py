@@ -14,8 +14,6 @@ LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+centroid", "rou
 LANE_B = (*BASELINES, "router", "router+phi", "topk", "topk+phi")
 SCORES = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. –: "
           "the budget cannot pay for what is always read.")
-AGREEMENT = ("How much of full attention's own answer is given before the first character that differs, points of 100: "
-             "what a method changes, whether or not the model can do the task.")
 GAINS = "Points above the same selector without completion, paired by sample: ± half the 95 % bootstrap interval."
 
 
@@ -31,7 +29,7 @@ def table(
     lines = []
     for method in in_order({m for m, _ in known}, ("full", *methods)):
         free = known.get((method, None))
-        lines.append([method, *(_cell(free or known.get((method, b))) for b in budgets)])
+        lines.append([method, *(cell_text(free or known.get((method, b))) for b in budgets)])
     return ["method", *map(percent, budgets)], lines
 
 
@@ -40,7 +38,7 @@ def in_order(found: set[str], wanted: Sequence[str]) -> list[str]:
     return [m for name in dict.fromkeys(wanted) for m in sorted(found) if plain(m) == name]
 
 
-def _cell(found: dict[str, Any] | None, sign: str = "") -> str:
+def cell_text(found: dict[str, Any] | None, sign: str = "") -> str:
     if found is None or found["value"] is None:
         return "–"
     return f"{found['value']:{sign}.1f} ± {(found['high'] - found['low']) / 2:.1f}"
@@ -58,31 +56,8 @@ def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[li
              and r["method"].startswith(f"{r['against']}+")}
     budgets = sorted({b for _, b in known if b is not None})
     methods = dict.fromkeys(m for m, _ in known)
-    shown = [[m, *(_cell(known.get((m, b)), "+") for b in budgets)] for m in methods]
+    shown = [[m, *(cell_text(known.get((m, b)), "+") for b in budgets)] for m in methods]
     return ["gain of", *map(percent, budgets)], shown
-
-
-def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
-    """What the project set out to reach, and whether these rows do: header and lines. A target is judged by the mean
-    difference; `-0.5 ± 1.0` is half the width of the interval of the difference, paired by sample."""
-    known = {(r["method"], r["against"], r["budget"]): r for r in rows
-             if r["case"] == case and r["metric"] == "difference"}
-    budgets = sorted({b for _, _, b in known if b is not None})
-    lines = []
-
-    def line(what: str, method: str, rival: str, budget: float, needed: float) -> None:
-        found = known.get((method, rival, budget))
-        if found is not None:
-            lines.append([f"{what} at {percent(budget)}", _cell(found, "+"),
-                          "yes" if found["value"] >= needed else "no"])
-
-    for b in budgets:
-        line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)
-    line("router+phi is within 2 points of full attention", "router+phi", "full", 0.05, -2.0)
-    for name in in_order({rival for _, rival, _ in known}, BASELINES):
-        for b in budgets:
-            line(f"router+phi is above {name}", "router+phi", name, b, 1e-9)
-    return ["target", "difference", "reached"], lines
 
 
 SUMMARY = ["read exactly", "needles found", "perplexity", "attention error", "selectivity"]
@@ -113,7 +88,7 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
     for length in dict.fromkeys(r["length"] for r in rows if r["task"] in OWN_TASKS):
         lines = summary([r for r in rows if r["length"] == length])
         made.append(Table(f"What every method reads and what it costs, {length} tokens", SUMMARY, lines))
-    means, single = _cases(rows)
+    means, single = cases_of(rows)
     for case in means:
         for title, names in lanes(rows).items():
             header, lines = table(rows, case, names)
@@ -122,40 +97,21 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
         header, lines = gains(rows, case)
         if lines:
             made.append(Table(f"{case}. What completion adds", header, lines, GAINS))
-    return made, [Table(c, *table(rows, c, _every(rows)), SCORES) for c in single]
+    return made, [Table(c, *table(rows, c, every_method(rows)), SCORES) for c in single]
 
 
-def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The same as a page of Markdown, with the project's targets and the agreement with full attention."""
-    means, single = _cases(rows)
-    parts = []
-    for case in means:
-        parts.append(f"## {case}")
-        (lane_a, of_a), (lane_b, of_b) = lanes(rows).items()
-        for title, note, (header, lines) in (
-                (lane_a, "", table(rows, case, of_a)), ("What completion adds", GAINS, gains(rows, case)),
-                (lane_b, "", table(rows, case, of_b)), ("Targets", "", targets(rows, case)),
-                ("Agreement with full attention", AGREEMENT, table(rows, case, _every(rows), "agreement"))):
-            if lines:
-                parts += [f"### {title}", *([note] if note else []), markdown(header, lines)]
-    parts += ["## Each task"] if single else []
-    for case in single:
-        parts += [f"### {case}", markdown(*table(rows, case, _every(rows)))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _every(rows: Sequence[dict[str, Any]]) -> list[str]:
+def every_method(rows: Sequence[dict[str, Any]]) -> list[str]:
     """All methods of the rows, those of the lanes first."""
     return list(dict.fromkeys((*LANE_A, *LANE_B, *(plain(r["method"]) for r in rows))))
 
 
 def lanes(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[str]]:
     """The two comparisons: titles and the methods of each, in order."""
-    others = [m for m in _every(rows) if m not in (*LANE_A, *LANE_B, "full")]
+    others = [m for m in every_method(rows) if m not in (*LANE_A, *LANE_B, "full")]
     return {"Lane A: aggregation at a fixed selector": LANE_A, "Lane B: systems": (*LANE_B, *others)}
 
 
-def _cases(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
+def cases_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:
     """The means of lm-eval's tasks, and their single tasks; where there is no mean, the tasks stand in its place."""
     cases = [c for c in dict.fromkeys(r["case"] for r in rows if r["metric"] == "score")
              if c.partition("@")[0] not in OWN_TASKS]

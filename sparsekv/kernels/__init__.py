@@ -29,7 +29,6 @@ from sparsekv.kernels.completion import (
     factored,
     log_phi,
     mass_cap,
-    moments_cap,
     phi_cache,
     phi_extend,
     phi_features,
@@ -43,13 +42,10 @@ from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
 from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.routing import (
-    bucket_logits,
     choose_tokens,
     group_probability,
-    mean_key_logits,
     route,
     route_tokens,
-    router_logits,
     top_buckets,
 )
 from sparsekv.kernels.types import (
@@ -66,10 +62,9 @@ from sparsekv.kernels.types import (
 __all__ = [
     "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
     "RouterScores", "ScoreMoments", "add_centre", "against_bucket", "anchor_indices", "append_token",
-    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts", "bucket_logits",
-    "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode_attention",
+    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts", "bucket_mass",
+    "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode_attention",
     "dense_attention", "extend_index", "factored", "gather_from_host", "gather_rows", "group_probability",
-    "log_phi", "mass_cap", "mean_key_logits", "merge", "moments_cap", "paged_scores", "phi_cache", "phi_extend",
-    "phi_features", "phi_query", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
-    "router_logits", "top_buckets",
+    "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query",
+    "query_statistics", "read_bound", "remainder", "route", "route_tokens", "top_buckets",
 ]

@@ -6,20 +6,14 @@ kernels put the stretches together, always in the same order, so that the same i
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from sparsekv.kernels.launch import NEG_INF, on_device, padded
 
 TILE_ELEMENTS = 4_000_000
-BINS = 512
-TARGETS = (0.75, 0.95)
 ROWS = 64
 BLOCK = 64
-ABOVE_BLOCK = 16
-ABOVE_WARPS = 4
 PROGRAMS = 2048
 SLOTS = 128
 STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
@@ -37,9 +31,7 @@ def query_statistics(
     - `lse`, `lse_mid`: log-sum-exp of the scores over all visible keys and over the mid region (−inf if empty) [nats];
     - `mass_sink`, `mass_tail`, `mass_mid`: shares of the attention, summing to one (a key in both counts as sink);
     - `top1_position` (int32), `top1_score`: the best key outside the sink, and its scaled score (−1 and −inf if none);
-    - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1;
-    - `cover75`, `cover95` (int32): the fewest keys that hold 75 % and 95 % of the attention, found by a search over
-      thresholds: exact but for keys whose scores lie within 0.3 nats of the last one counted.
+    - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1.
     """
     launch = launch_statistics if on_device(queries_rot) else query_statistics_reference
     return launch(queries_rot, keys_rot, positions, scale=scale, sink_size=sink_size, window_size=window_size)
@@ -70,7 +62,6 @@ def _tile(queries: Tensor, keys: Tensor, positions: Tensor, scale: float, sink: 
     relative = (scores - top).clamp_(min=-1e4)
     weights = torch.exp(relative)
     total = weights.sum(-1)
-    cover = _coverage(relative, weights, total)
     sink_sum = weights[..., :sink].sum(-1)
     score, best = (scores[..., sink:].max(-1) if visible > sink else
                    (total.new_full(total.shape, NEG_INF), total.long()))
@@ -81,7 +72,7 @@ def _tile(queries: Tensor, keys: Tensor, positions: Tensor, scale: float, sink: 
     energy = (weights.reshape(-1, 1, stop - start) @ relative[..., start:stop].reshape(-1, stop - start, 1)
               ).reshape(mid_sum.shape)
     size = (positions - window + 1 - sink).clamp(min=0).expand(heads_q, count)
-    return _finish(top[..., 0], total, sink_sum, mid_sum, energy, score, best + sink, size) | cover
+    return _finish(top[..., 0], total, sink_sum, mid_sum, energy, score, best + sink, size)
 
 
 def _finish(
@@ -103,57 +94,10 @@ def _finish(
     }
 
 
-def search_depth(visible: int) -> float:
-    """How far below the log-sum-exp the search looks [nats]: keys of a share under `0.05 / N` hold less than 5 %."""
-    return math.log(max(visible, 2)) + 3.05
-
-
-def _coverage(relative: Tensor, weights: Tensor, total: Tensor) -> dict[str, Tensor]:
-    """Coverage counts from a histogram of the depths `lse − s`; relative, weights `[Hq, t, N]`, total `[Hq, t]`."""
-    rows, visible = total.numel(), relative.shape[-1]
-    width = search_depth(visible) / BINS
-    bins = ((total.log()[..., None] - relative) * (1 / width)).clamp_(0, BINS).to(torch.int64).reshape(rows, visible)
-    bins += (torch.arange(rows, device=bins.device) * (BINS + 1))[:, None]
-    size = rows * (BINS + 1)
-    counts = torch.bincount(bins.reshape(-1), minlength=size).reshape(rows, -1)
-    masses = torch.bincount(bins.reshape(-1), weights.reshape(-1), minlength=size).reshape(rows, -1)
-    summed = masses.cumsum(-1)
-    found = {}
-    for target in TARGETS:
-        goal = (target * total.double()).reshape(rows, 1)
-        at = torch.searchsorted(summed, goal).clamp(max=BINS)
-        mass, count = masses.gather(1, at), counts.gather(1, at)
-        before = summed.gather(1, at) - mass
-        keys = counts.cumsum(-1).gather(1, at) - count
-        found[_name(target)] = _interpolate(keys, count, goal - before, mass).reshape(total.shape)
-    return found
-
-
-def _interpolate(keys: Tensor, count: Tensor, missing: Tensor, mass: Tensor) -> Tensor:
-    """`keys` counted, `missing` mass to be found among the `count` keys of a narrow bin that holds `mass`."""
-    more = torch.ceil(missing * count / mass.clamp(min=torch.finfo(mass.dtype).tiny) - 1e-6)
-    return (keys + more.clamp(min=0).minimum(count.to(more.dtype))).clamp(min=1).to(torch.int32)
-
-
-def _name(target: float) -> str:
-    return f"cover{round(100 * target)}"
-
-
 def launch_statistics(
-    queries_rot: Tensor, keys_rot: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
-) -> dict[str, Tensor]:
-    """`query_statistics` through Triton: one pass over the keys for the sums, two for the coverage counts."""
-    found = mass_summary(queries_rot, keys_rot, positions, scale=scale, sink_size=sink_size, window_size=window_size)
-    counts = coverage(queries_rot, keys_rot, positions, found["lse"], TARGETS, scale=scale,
-                      depth=search_depth(keys_rot.shape[1]))
-    return found | {_name(target): count for target, count in zip(TARGETS, counts, strict=True)}
-
-
-def mass_summary(
     queries: Tensor, keys: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
 ) -> dict[str, Tensor]:
-    """queries `[Hq, T, d]`, keys `[Hkv, N, d]` with RoPE, positions `[T]` -> the statistics of `query_statistics`, but
-    for the coverage counts, `[Hq, T]` each."""
+    """`query_statistics` through Triton: one pass over the keys."""
     from sparsekv.kernels.attention_mass_triton import merge_kernel, summary_kernel
 
     heads_q, count, dim = queries.shape
@@ -170,35 +114,6 @@ def mass_summary(
     merge_kernel[(-(-rows // SLOTS),)](
         part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=SLOTS, num_warps=4)
     return dict(zip(STATISTICS, out.unbind(0), strict=True)) | {"top1_position": best}
-
-
-def coverage(
-    queries: Tensor, keys: Tensor, positions: Tensor, lse: Tensor, targets: tuple[float, float], *, scale: float,
-    depth: float,
-) -> tuple[Tensor, Tensor]:
-    """For two shares of the attention the fewest keys that hold it, int32 `[Hq, T]` each, by two passes over the keys.
-
-    lse `[Hq, T]`. The first pass sums above eight edges, which cut the depths `lse − s` from 0 to `depth` [nats] into
-    ninths; the second cuts the ninth in which a share is reached into fifths. Within a fifth depths count as even."""
-    from sparsekv.kernels.attention_mass_triton import above_kernel, narrow_kernel
-
-    heads_q, count, dim = queries.shape
-    queries, positions, lse = queries.contiguous(), positions.to(torch.int32), lse.contiguous()
-    rows = heads_q * count
-    span, splits = _stretches(heads_q, count, keys.shape[1])
-    # low, high, and the mass and the number of keys above each of them
-    bracket = queries.new_empty(6, 2, heads_q, count, dtype=torch.float32)
-    part = queries.new_empty(splits, 16, rows, dtype=torch.float32)
-    found = queries.new_empty(2, heads_q, count, dtype=torch.int32)
-    for first in (True, False):
-        above_kernel[(-(-count // ROWS), heads_q, splits)](
-            queries, keys, positions, bracket, lse, part, scale, depth, count, rows, span, keys.stride(0),
-            keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=ABOVE_BLOCK,
-            FIRST=first, num_warps=ABOVE_WARPS, num_stages=2)
-        narrow_kernel[(-(-rows // SLOTS), 2)](
-            bracket, part, positions, found, *targets, depth, count, rows, splits, SLOTS=SLOTS, FIRST=first,
-            num_warps=4)
-    return found[0], found[1]
 
 
 def _stretches(heads: int, count: int, keys: int) -> tuple[int, int]:

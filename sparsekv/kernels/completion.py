@@ -51,27 +51,24 @@ def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
     return torch.exp(log_phi_k - finite(m)[:, :, None])
 
 
-def phi_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None = None) -> PhiCache:
-    """Sum features over the mid region: log_phi_k `[B, Hkv, M, r]`, v `[B, Hkv, M, d]`, mask `[B, Hkv or 1, M]` true =
-    counted. An empty region gives `m = -inf, z = 0, s = 0`. On CUDA one pass over features and values in half
-    precision."""
+def phi_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
+    """Sum features over the mid region: log_phi_k `[B, Hkv, M, r]`, -inf for keys not counted, v `[B, Hkv, M, d]`.
+    An empty region gives `m = -inf, z = 0, s = 0`. On CUDA one pass over features and values in half precision."""
     if on_device(v) and log_phi_k.shape[2]:
-        return launch_cache(log_phi_k, v, mask)
-    return phi_cache_reference(log_phi_k, v, mask)
+        return launch_cache(log_phi_k, v)
+    return phi_cache_reference(log_phi_k, v)
 
 
-def phi_cache_reference(log_phi_k: Tensor, v: Tensor, mask: Tensor | None = None) -> PhiCache:
+def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     """`phi_cache` in plain torch."""
     logs = log_phi_k.to(acc_dtype(log_phi_k))
-    if mask is not None:
-        logs = logs.masked_fill(~mask[..., None], NEG_INF)
     empty = logs.shape[2] == 0
     m = logs.new_full((*logs.shape[:2], logs.shape[3]), NEG_INF) if empty else logs.amax(dim=2)
     weights = phi_features(logs, m)
     return PhiCache(m, weights.sum(2), weights.mT @ v.to(logs.dtype))
 
 
-def launch_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None) -> PhiCache:
+def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     """`phi_cache` through Triton: slices of the keys, then their sums brought to one shift."""
     from sparsekv.kernels.completion_triton import cache_kernel
 
@@ -82,11 +79,9 @@ def launch_cache(log_phi_k: Tensor, v: Tensor, mask: Tensor | None) -> PhiCache:
     per_split = -(-length // (splits * BLOCK)) * BLOCK
     m, z = (torch.empty(batch, heads, splits, features, dtype=torch.float32, device=v.device) for _ in range(2))
     s = torch.empty(batch, heads, splits, features, dim, dtype=torch.float32, device=v.device)
-    counted = log_phi_k if mask is None else mask.expand(batch, heads, length).contiguous().to(torch.int8)
     cache_kernel[(batch * heads, splits)](
-        log_phi_k, v, counted, m, z, s, heads, length, per_split, *log_phi_k.stride()[:3], *v.stride()[:3], dim,
-        features, SPLITS=splits, MASKED=mask is not None, BLOCK=BLOCK, DIM=padded(dim), FEATURES=padded(features),
-        num_warps=CACHE_WARPS)
+        log_phi_k, v, m, z, s, heads, length, per_split, *log_phi_k.stride()[:3], *v.stride()[:3], dim, features,
+        SPLITS=splits, BLOCK=BLOCK, DIM=padded(dim), FEATURES=padded(features), num_warps=CACHE_WARPS)
     top = m.amax(2)
     part = torch.exp(m - finite(top)[:, :, None])
     return PhiCache(top, (z * part).sum(2), (s * part[..., None]).sum(2))

@@ -96,8 +96,8 @@ def query_kernel(
 
 @triton.jit
 def cache_kernel(
-    logs, v, mask, m, z, s, heads, length, per_split, l_row, l_head, l_token, v_row, v_head, v_token, dim, features,
-    SPLITS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
+    logs, v, m, z, s, heads, length, per_split, l_row, l_head, l_token, v_row, v_head, v_token, dim, features,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`(m, z, S)` of one slice of the keys, the shift raised as the blocks go by."""
     row = (tl.program_id(0) // heads).to(tl.int64)
@@ -111,8 +111,6 @@ def cache_kernel(
     for at in range(first, last, BLOCK):
         token = at + tl.arange(0, BLOCK)
         valid = token < last
-        if MASKED:
-            valid = valid & (tl.load(mask + (row * heads + head) * length + token, mask=valid, other=0) != 0)
         place = token.to(tl.int64)[:, None]
         log = tl.load(logs + row * l_row + head * l_head + place * l_token + feature[None, :],
                       mask=valid[:, None] & (feature < features)[None, :], other=float("-inf")).to(tl.float32)

@@ -11,60 +11,45 @@ BLOCK, WARPS = 128, 4
 VOTE_BLOCK = 256
 
 
-def paged_scores(
-    q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
-    per_group: bool = False,
-) -> Tensor:
+def paged_scores(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
     """Soft vote of the heads on every token: `Σ_h softmax(q_h·k·scale)` over tokens `first[q] <= n < last[q]`.
 
-    q `[Q, Hq, d]`; first, last `[Q]`; k `[B, Hkv, P, d]` with any strides (a pool shared by the batch: expanded);
-    table `[B, N]`: where in k token n lies (pages of one token), None: at n. Returns `[Q, 1, N]`, or `[Q, Hkv, N]` with
-    `per_group`: each group votes alone. Zero outside. On CUDA the scores are written once and read once.
+    q `[Q, Hq, d]`; first, last `[Q]`; k `[B, Hkv, N, d]` with any strides. Returns `[Q, 1, N]`, zero outside. On CUDA
+    the scores are written once and read once.
     """
     vote = launch_paged if on_device(q) else paged_scores_reference
-    return vote(q, k, first, last, scale=scale, table=table, per_group=per_group)
+    return vote(q, k, first, last, scale=scale)
 
 
-def paged_scores_reference(
-    q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
-    per_group: bool = False,
-) -> Tensor:
+def paged_scores_reference(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
     """`paged_scores` in plain torch."""
     count, _, dim = q.shape
     batch, heads_kv = k.shape[:2]
-    if table is not None:
-        k = k.gather(2, table.long()[:, None, :, None].expand(-1, heads_kv, -1, dim))
     acc = acc_dtype(q)
     query = q.to(acc).reshape(batch, count // batch, heads_kv, -1, dim).transpose(1, 2)
     scores = (query.reshape(batch, heads_kv, -1, dim) @ k.to(acc).mT) * scale
     scores = scores.reshape(batch, heads_kv, count // batch, -1, k.shape[2]).transpose(1, 2).flatten(0, 1)
     place = torch.arange(k.shape[2], device=q.device)
     inside = (place >= first[:, None]) & (place < last[:, None])
-    p = scores.masked_fill(~inside[:, None, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum(2)
-    return p if per_group else p.sum(1, keepdim=True)
+    return scores.masked_fill(~inside[:, None, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum((1, 2))[:, None]
 
 
-def launch_paged(
-    q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float, table: Tensor | None = None,
-    per_group: bool = False,
-) -> Tensor:
+def launch_paged(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
     """`paged_scores` through Triton."""
     from sparsekv.kernels.paged_triton import page_kernel, vote_kernel
 
     q, k = dense_last(q), dense_last(k)
     count, heads_q, dim = q.shape
-    heads_kv = k.shape[1]
-    length = k.shape[2] if table is None else table.shape[1]
+    heads_kv, length = k.shape[1:3]
     group, blocks = heads_q // heads_kv, -(-length // BLOCK)
     scores = torch.empty(count, heads_q, length, dtype=torch.float32, device=q.device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))
     page_kernel[(count * heads_kv, blocks)](
-        q, k, first if table is None else table.contiguous(), first.contiguous(), last.contiguous(), scores, tops,
-        masses, scale, heads_kv, count // k.shape[0], length, dim, *q.stride()[:2], *k.stride()[:3],
-        PAGED=table is not None, GROUP=group, ROWS=padded(group), BLOCK=BLOCK, DIM=padded(dim), num_warps=WARPS)
+        q, k, first.contiguous(), last.contiguous(), scores, tops, masses, scale, heads_kv, count // k.shape[0], length,
+        dim, *q.stride()[:2], *k.stride()[:3], GROUP=group, ROWS=padded(group), BLOCK=BLOCK, DIM=padded(dim),
+        num_warps=WARPS)
     lse = torch.logsumexp(tops + masses.clamp(min=1e-30).log(), -1)
-    voters = group if per_group else heads_q
-    votes = torch.empty(count, heads_q // voters, length, dtype=torch.float32, device=q.device)
-    vote_kernel[(votes.shape[0] * votes.shape[1], -(-length // VOTE_BLOCK))](
-        scores, lse, votes, heads_q, length, GROUP=voters, ROWS=power_of_two(voters), BLOCK=VOTE_BLOCK, num_warps=WARPS)
+    votes = torch.empty(count, 1, length, dtype=torch.float32, device=q.device)
+    vote_kernel[(count, -(-length // VOTE_BLOCK))](
+        scores, lse, votes, length, HEADS=heads_q, ROWS=power_of_two(heads_q), BLOCK=VOTE_BLOCK, num_warps=WARPS)
     return votes

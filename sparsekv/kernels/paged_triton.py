@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def page_kernel(
-    q, k, table, first, last, scores, tops, masses, scale, heads_kv, per_row, length, dim, q_row, q_head, k_row, k_head,
+    q, k, first, last, scores, tops, masses, scale, heads_kv, per_row, length, dim, q_row, q_head, k_row, k_head,
     k_token,
-    PAGED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):
     """Scores of a group's heads against BLOCK keys, with the block's largest score and its mass for every head."""
     row = (tl.program_id(0) // heads_kv).to(tl.int64)
@@ -16,14 +16,11 @@ def page_kernel(
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = (slot >= tl.load(first + row)) & (slot < tl.load(last + row))
     cache_row = row // per_row
-    token = slot
-    if PAGED:
-        token = tl.load(table + cache_row * length + slot, mask=valid, other=0).to(tl.int32)
     group, width = tl.arange(0, ROWS), tl.arange(0, DIM)
     inside = (width < dim)[None, :]
     query = tl.load(q + row * q_row + (head * GROUP + group)[:, None] * q_head + width[None, :],
                     mask=(group < GROUP)[:, None] & inside, other=0.0)
-    key = tl.load(k + cache_row * k_row + head * k_head + token[:, None].to(tl.int64) * k_token + width[None, :],
+    key = tl.load(k + cache_row * k_row + head * k_head + slot[:, None].to(tl.int64) * k_token + width[None, :],
                   mask=valid[:, None] & inside, other=0.0)
     score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
     score = tl.where(valid[None, :], score, float("-inf"))
@@ -37,13 +34,10 @@ def page_kernel(
 
 
 @triton.jit
-def vote_kernel(
-    scores, lse, votes, heads_q, length,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """`Σ_heads exp(score − lse)` for BLOCK tokens of one group of heads."""
-    at = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, ROWS)
-    used = tl.arange(0, ROWS) < GROUP
+def vote_kernel(scores, lse, votes, length, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """`Σ_heads exp(score − lse)` for BLOCK tokens of one query."""
+    at = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, ROWS)
+    used = tl.arange(0, ROWS) < HEADS
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     whole = tl.load(lse + at, mask=used, other=0.0)
     value = tl.load(scores + at[:, None] * length + slot[None, :], mask=used[:, None] & (slot < length)[None, :],

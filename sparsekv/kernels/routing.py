@@ -28,16 +28,9 @@ MAX_ROWS = 64
 MAX_BUCKETS = 4096
 
 
-def bucket_logits(q: Tensor, scores: RouterScores, counts: Tensor) -> Tensor:
-    """Scores of every bucket before the softmax, `[Q, Hq, C]`: q `[Q, Hq, d]` in the space of the scores, counts
-    `[B, Hkv, C]`. Empty buckets get -inf."""
-    if _fits(q, scores):
-        return launch_logits(q, scores, counts, offsets=False)
-    return bucket_logits_reference(q, scores, counts)
-
-
 def bucket_logits_reference(q: Tensor, scores: RouterScores, counts: Tensor) -> Tensor:
-    """`bucket_logits` in plain torch."""
+    """Scores of every bucket before the softmax, `[Q, Hq, C]`, in plain torch: q `[Q, Hq, d]` in the space of the
+    scores, counts `[B, Hkv, C]`. Empty buckets get -inf."""
     if isinstance(scores, BucketMeans):
         return mean_key_logits(q, scores, counts)
     empty = per_query(counts == 0, *q.shape[:2])
@@ -72,7 +65,8 @@ def group_probability(logits: Tensor, heads_kv: int) -> Tensor:
 
 def route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tensor:
     """The `probes` buckets of the largest probability summed over the group, `[Q, Hkv, probes]` int32, padded with -1
-    where fewer are non-empty (Saap §4.2). Arguments as for `bucket_logits`."""
+    where fewer are non-empty (Saap §4.2). Arguments as for
+    `bucket_logits_reference`."""
     if _fits(q, scores):
         return launch_route(q, scores, counts, probes)
     return top_buckets(group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1]), counts, probes)
@@ -138,8 +132,8 @@ def _fits(q: Tensor, scores: RouterScores) -> bool:
 
 
 def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool) -> Tensor:
-    """`bucket_logits` through Triton. table: counts, or with `offsets` the offsets of the index. The first launch
-    waits for everything before it, a second only for its inputs."""
+    """`bucket_logits_reference` through Triton. table: counts, or with `offsets` the offsets of the index. The first
+    launch waits for everything before it, a second only for its inputs."""
     from sparsekv.kernels.routing_triton import hidden_kernel, mean_kernel, score_kernel
 
     q, table = dense_last(q), table.contiguous()

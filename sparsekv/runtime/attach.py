@@ -464,7 +464,7 @@ class Seat:
         self.lock = threading.RLock()
         self.thread = 0
         self.hooks: frozenset[int] = frozenset()
-        self.layers: Layers
+        self.layers = Layers(model, modules)
         self._undo: list[Any] = []
 
     @property
@@ -493,7 +493,7 @@ class Seat:
         model = self.model
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, flash_attention_mask)
-        self._own_forward, self.layers = model.forward, Layers(model, self.modules)
+        self._own_forward, self.layers.everything = model.forward, list(model.modules())
         handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
         handles.append(model.register_forward_pre_hook(self._give_cache, with_kwargs=True))
         self.hooks = frozenset(h.id for h in handles)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.artifacts.checks import brief
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.errors import SparseKVError
@@ -33,7 +35,7 @@ class Decoding:
 
     selector: Selector
     estimator: Estimator | None
-    phi: Any
+    phi: PhiArtifact | None
     sink_size: int
     window_size: int
     decode_window: int
@@ -85,10 +87,10 @@ class Decoding:
 
 
 def make_decoding(
-    model: nn.Module, modules: dict[int, nn.Module], *, router: Any, phi: Any, selector: str | Selector | None,
-    token_budget: int | float | None, completion: str | Estimator | None, sink_size: int | None,
-    window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str, dense_below: int | None,
-    options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
+    model: nn.Module, modules: dict[int, nn.Module], *, router: RouterArtifact | None, phi: PhiArtifact | None,
+    selector: str | Selector | None, token_budget: int | float | None, completion: str | Estimator | None,
+    sink_size: int | None, window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str,
+    dense_below: int | None, options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
 ) -> Decoding:
     """How to decode. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -96,7 +98,7 @@ def make_decoding(
         token_budget = max((s.budget for s in layers.values()), default=0.0)
     chosen = _selector(selector, router, token_budget, options)
     for artifact in (router, phi):
-        if artifact is not None and hasattr(artifact, "check"):
+        if artifact is not None:
             artifact.check(model)
     estimator, phi = _estimator(completion, phi)
     if isinstance(estimator, CentroidEstimator):
@@ -124,7 +126,8 @@ def make_decoding(
 
 
 def _selector(
-    selector: str | Selector | None, router: Any, token_budget: int | float | None, options: dict[str, Any],
+    selector: str | Selector | None, router: RouterArtifact | None, token_budget: int | float | None,
+    options: dict[str, Any],
 ) -> Selector:
     if isinstance(selector, Selector):
         made = copy.copy(selector)
@@ -149,7 +152,9 @@ def _selector(
     return made
 
 
-def _estimator(completion: str | Estimator | None, phi: Any) -> tuple[Estimator | None, Any]:
+def _estimator(
+    completion: str | Estimator | None, phi: PhiArtifact | None,
+) -> tuple[Estimator | None, PhiArtifact | None]:
     """The estimator to copy, or the feature maps to make one of for every layer."""
     if isinstance(completion, Estimator):
         return completion, None
@@ -163,12 +168,14 @@ def _estimator(completion: str | Estimator | None, phi: Any) -> tuple[Estimator 
     return (CentroidEstimator() if completion == "centroid" else None), (phi if completion == "phi" else None)
 
 
-def _size(name: str, given: int | None, artifacts: tuple[Any, ...], default: int) -> int:
+def _size(
+    name: str, given: int | None, artifacts: tuple[RouterArtifact | PhiArtifact | None, ...], default: int,
+) -> int:
     """The option if given, else the artifacts' own (they must agree), else the default."""
     if given is not None:
         whole(name, given)
         return given
-    found = {getattr(a.config, name) for a in artifacts if hasattr(getattr(a, "config", None), name)}
+    found = {getattr(a.config, name) for a in artifacts if a is not None}
     if len(found) > 1:
         raise SparseKVError(f"the router and the feature maps were trained with different {name} "
                             f"({' and '.join(map(str, sorted(found)))} tokens); say which with {name}=...")

@@ -11,9 +11,6 @@ from typing import Any
 from sparsekv.config import SEEDS, option
 from sparsekv.errors import SparseKVError
 
-LIKELIEST = 1e-4
-"""Up to this temperature the likeliest token is taken: logits divided by less overflow."""
-
 
 @dataclass(frozen=True)
 class GenerateConfig:
@@ -47,7 +44,6 @@ def generate(config: GenerateConfig) -> None:
     """Print the answer as it is made, then one line: tokens/s and the share of the cache that was read."""
     import time
 
-    import torch
     from transformers import TextStreamer
 
     from sparsekv.hub import load_model
@@ -60,16 +56,13 @@ def generate(config: GenerateConfig) -> None:
     selector = config.selector or ("router" if config.router else "dense")
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
-    torch.manual_seed(config.seed)
-    sampling: dict[str, Any] = {"do_sample": False}
-    if config.temperature > LIKELIEST:
-        sampling = {"do_sample": True, "temperature": config.temperature}
     with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
                 token_budget=tokens, sink_size=config.sink_size,
                 window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
-        out = model.generate(**inputs, max_new_tokens=config.max_new_tokens, **sampling,
-                             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        out = attachment.generate(
+            inputs["input_ids"], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         seconds = time.perf_counter() - started
         report = attachment.report()
     prompt_tokens = inputs["input_ids"].shape[1]

@@ -30,6 +30,10 @@ from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters, read_shares
 
 NAME = "sparsekv_step"
+COMPILE_AFTER = 256
+"""Replayed steps of a model after which its layers are compiled: ten seconds that a short answer would not earn."""
+COMPILER: Any = {"coordinate_descent_tuning": True}
+"""Products with one row become reductions that are tuned: 4.9 for 5.6 ms a token of an 8B model at 8k on an H200."""
 _CURRENT = threading.local()
 
 
@@ -76,6 +80,8 @@ class Layers:
         self.decoders: list[Any] = [model.get_submodule(names[m].rpartition(".")[0]) for m in self.modules]
         self.everything = list(model.modules())
         self.compiled: dict[type, Any] | None = None
+        self.steps = 0
+        """Replayed so far."""
         self.failed: str | None = None
         """Why a step could not be taken or captured."""
         self.first_of_kind: dict[Any, tuple[Any]] = {}
@@ -86,10 +92,15 @@ class Layers:
                 seen.add(kind)
                 self.first_of_kind[decoder] = (kind,)
 
+    @property
+    def left(self) -> int | None:
+        """Steps until the layers are compiled; None once they were."""
+        return None if self.compiled is not None else max(0, COMPILE_AFTER - self.steps)
+
     def compile(self) -> None:
-        """Once; nothing is traced before it runs."""
-        if self.compiled is None:
-            self.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False)
+        """Once they have earned it; nothing is traced before it runs."""
+        if self.left == 0:
+            self.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False, options=COMPILER)
                              for kind in {type(d) for d in self.decoders}}
 
     @contextlib.contextmanager
@@ -144,7 +155,11 @@ class Replay:
         self.data, self.length = first.whole[0], first.get_seq_length()
         self.ropes, self.starts, self.device = ropes, starts, first.keys.device
         self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
-        ends = [self.capacity, *(s.room for s in states if s is not None), *([] if until is None else [until - 1])]
+        ends = [self.capacity, *(s.room for s in states if s is not None)]
+        if until is not None:
+            ends.append(until - 1)
+        if layers.left:
+            ends.append(self.length + layers.left)
         self.end = min(ends)
         rows, device = first.keys.shape[0], self.device
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
@@ -181,6 +196,7 @@ class Replay:
             layer.grown_to(self.length)
         for rope, _ in self.ropes.values():
             rope.grown_to(self.length)
+        self.layers.steps += 1
         self.counters.replayed(len(self.ids), self.sparse, self.dense)
         assert self.logits is not None
         return self.logits

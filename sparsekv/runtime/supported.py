@@ -7,8 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache
+
+ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 
 
 def check_model(model: Any) -> None:
@@ -35,16 +39,10 @@ def check_cache(cache: Any) -> None:
 
 
 def load_artifact(artifact: Any, kind: str) -> Any:
-    """An artifact from its folder, or the object itself. Raises SparseKVError for what is neither."""
-    if not isinstance(artifact, str | Path):
-        if artifact is not None and not hasattr(artifact, "layer"):
-            raise SparseKVError(f"{kind} is the folder of an artifact or the artifact itself, found "
-                                f"{type(artifact).__name__}")
+    """An artifact from its folder, or the object itself; None for None. Raises SparseKVError for anything else."""
+    wanted = ARTIFACTS[kind]
+    if artifact is None or isinstance(artifact, wanted):
         return artifact
-    if kind == "router":
-        from sparsekv.artifacts.router import RouterArtifact
-
-        return RouterArtifact.load(artifact)
-    from sparsekv.artifacts.phi import PhiArtifact
-
-    return PhiArtifact.load(artifact)
+    if isinstance(artifact, str | Path):
+        return wanted.load(artifact)
+    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one")

@@ -38,7 +38,6 @@ DTYPE = torch.bfloat16
 STATISTICS = {
     "lse": torch.float32, "lse_mid": torch.float32, "top1_position": torch.int32, "top1_score": torch.float32,
     "mass_sink": torch.float32, "mass_tail": torch.float32, "mass_mid": torch.float32, "entropy_mid": torch.float32,
-    "cover75": torch.int32, "cover95": torch.int32,
 }
 
 

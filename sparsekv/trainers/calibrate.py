@@ -67,9 +67,7 @@ def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...]
 
 def reader(share: float | None) -> Selector:
     """Reads the anchors, and the best `share` of the context."""
-    selector = Streaming() if share is None else TopK(token_budget=share)
-    selector.validate()
-    return selector
+    return Streaming() if share is None else TopK(token_budget=share)
 
 
 def shifted_errors(parts: Parts, full: Tensor, shifts: Tensor) -> Tensor:

@@ -21,10 +21,7 @@ def test_statistics_equal_the_twin_in_float64(dtype, heads_q, heads_kv, dim, len
     truth = query_statistics(queries.double(), keys.double(), positions, **options)
     found = query_statistics(queries.cuda(), keys.cuda(), positions.cuda(), **options)
     for name, expected in truth.items():
-        if name.startswith("cover"):
-            error = (found[name].cpu() - expected).abs()
-            assert (error <= (0.03 * expected).clamp(min=1)).all(), (name, error.max())
-        elif name != "top1_position":
+        if name != "top1_position":
             torch.testing.assert_close(found[name].cpu().double(), expected.double(), rtol=1e-3, atol=1e-3, msg=name)
     assert (found["top1_position"].cpu() == truth["top1_position"]).float().mean() > 0.999
 

@@ -167,9 +167,6 @@ def test_statistics_equal_a_dense_computation(name: str, chunk: int, tmp_path) -
         torch.testing.assert_close(found["mass_tail"], torch.where(mid, 0.0, mass)[..., sink:].sum(-1), **close)
         torch.testing.assert_close(found["top1_score"], best.values, **close)
         assert torch.equal(found["top1_position"].long(), best.indices + sink)
-        for share in (75, 95):
-            exact = (mass.sort(-1, descending=True).values.cumsum(-1) < share / 100).sum(-1) + 1
-            assert ((found[f"cover{share}"] - exact).abs() <= (0.02 * exact).clamp(min=1)).all()
         torch.testing.assert_close(found["entropy_mid"], torch.where(mid.sum(-1) >= 2, entropy, 0.0), **close)
 
 

@@ -61,7 +61,6 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
     router, phi = trained(model)
     name, options = CASES[case]
     selector = SELECTORS[name](**options, **({"artifact": router} if SELECTORS[name].artifact_kind else {}))
-    selector.validate()
     kind = ESTIMATORS.get(completion)
     torch.manual_seed(0)
     state = offline.build(selector, None if kind is None else kind(*([phi.layer(1)] if kind is PhiEstimator else [])))

@@ -16,6 +16,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
 from sparsekv.evaluation.diagnostics import Diagnostics
+from sparsekv.evaluation.measure import coverage
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
 from sparsekv.store.store import CaptureStore
@@ -69,6 +70,20 @@ def test_errors_are_those_of_attention_written_out(made) -> None:
         mine = [x for x in found if x[0] == head]
         assert d.errors["topk"][1, head, 1] == pytest.approx(sum(x[1] for x in mine) / len(mine), rel=1e-3)
         assert d.mass["topk"][1, head, 1] == pytest.approx(sum(x[2] for x in mine) / len(mine), rel=1e-3)
+
+
+def test_coverage_is_the_fewest_keys_that_hold_the_share(made) -> None:
+    folder, _, _ = made
+    item = CaptureStore.open(folder / "store").read(1, 0)
+    q, k, positions = item.queries_rot().double(), item.keys_rot().double(), item.query_positions.tolist()
+    found = coverage(item)
+    for head in range(4):
+        for share in (75, 95):
+            counts = []
+            for t, place in enumerate(positions):
+                held = (k[head // 2, :place + 1] @ q[head, t] * item.scale).softmax(0).sort(descending=True).values
+                counts.append(next(n for n in range(1, place + 2) if held[:n].sum() >= share / 100))
+            assert float(found[f"cover{share}"][head]) == pytest.approx(sum(counts) / len(counts), abs=0.1)
 
 
 def test_tables_hold_what_must_be_so(made) -> None:

@@ -8,6 +8,7 @@ import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
 
+from benchmarks._lanes import lanes_markdown, targets
 from sparsekv import attach
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation import evaluator as evaluator_module
@@ -18,7 +19,7 @@ from sparsekv.evaluation.methods import Method, label, parse_methods
 from sparsekv.evaluation.own_tasks import continuations, make_needles
 from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.scores import bootstrap, score_rows
-from sparsekv.evaluation.tables import gains, lanes_markdown, table, targets
+from sparsekv.evaluation.tables import gains, table
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 

@@ -250,8 +250,8 @@ def check_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
     logs[1] *= 1e4
     some = torch.rand(2, heads, keys, device=device) < 0.7
     some[0, 0] = False
-    for mask in (None, some):
-        found, truth = launch_cache(logs, v, mask), phi_cache_reference(logs.double(), v.double(), mask)
+    for counted in (logs, logs.masked_fill(~some[..., None], float("-inf"))):
+        found, truth = launch_cache(counted, v), phi_cache_reference(counted.double(), v.double())
         assert torch.equal(found.m.double(), truth.m)
         assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < 1e-4
 
@@ -304,11 +304,9 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
             assert float((scores.amax(-1) - scores.gather(-1, found.long()[..., None])[..., 0]).max()) < 1e-3
     first, last = (torch.randint(0, keys + 1, (2 * queries,), device=device) for _ in range(2))
     last[0] = keys
-    table = torch.stack([torch.randperm(keys, device=device) for _ in range(2)])
-    for pages, per_group in ((None, False), (table, True), (table, False)):
-        how: dict[str, Any] = {"scale": dim**-0.5, "table": pages, "per_group": per_group}
-        found = launch_paged(q, k, first, last, **how)
-        assert error(found, paged_scores_reference(q.double(), k.double(), first, last, **how)) < LIMITS[dtype]
+    found = launch_paged(q, k, first, last, scale=dim**-0.5)
+    truth = paged_scores_reference(q.double(), k.double(), first, last, scale=dim**-0.5)
+    assert error(found, truth) < LIMITS[dtype]
     index = torch.randint(0, keys, (2 * queries, heads, 19), device=device)
     assert torch.equal(launch_gather(k, index), gather_rows(k, index))
 
@@ -340,12 +338,8 @@ def check_statistics(shape: tuple[int, ...], device: str) -> None:
     found = launch_statistics(queries, keys, positions, **options)
     assert set(found) == set(truth)
     for name, expected in truth.items():
-        if name.startswith("cover"):
-            gap = (found[name] - expected).abs()
-            assert (gap <= (0.03 * expected).clamp(min=1)).all(), (name, gap.max())
-        else:
-            torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-4, atol=1e-4, msg=name)
-            assert found[name].dtype == (torch.int32 if name == "top1_position" else torch.float32)
+        torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-4, atol=1e-4, msg=name)
+        assert found[name].dtype == (torch.int32 if name == "top1_position" else torch.float32)
 
 
 def check_collisions(shape: tuple[int, ...], device: str) -> None:

@@ -30,11 +30,10 @@ KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
             "positions",
-    "*i8": "mask",
     "*i16": "codes queries",
     "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
-             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part bracket",
-    "fp32": "scale eps depth goal0 goal1",
+             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part",
+    "fp32": "scale eps",
     "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
             "w_b alpha w_out b_out",
 }
@@ -43,7 +42,6 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
-    am.narrow_kernel: {"found": "*i32"}, p.page_kernel: {"table": "*i64"},
 }
 
 
@@ -97,7 +95,7 @@ def main() -> None:
     check(r.fill_kernel, {"LISTS": 1, "STEPS": 11, "BLOCK": routing.FILL_BLOCK}, routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
-    check(c.cache_kernel, {"SPLITS": 64, "MASKED": True, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
+    check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": decode.BLOCK,
@@ -105,9 +103,9 @@ def main() -> None:
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
           (90,))
-    check(p.page_kernel, {"PAGED": True, "GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
+    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
           "bf16")
-    check(p.vote_kernel, {"GROUP": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
+    check(p.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
     check(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
     for apart in (False, True):
         check(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
@@ -118,13 +116,9 @@ def main() -> None:
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
-    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS,
-             "FIRST": False}
+    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
-    check(am.above_kernel, {**whole, "BLOCK": attention_mass.ABOVE_BLOCK}, attention_mass.ABOVE_WARPS, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
-    check(am.narrow_kernel, whole, 4, "bf16", (80,))
-    check(am.narrow_kernel, {**whole, "FIRST": True}, 4, "bf16", (80,))
 
 
 if __name__ == "__main__":

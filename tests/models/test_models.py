@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsekv.kernels import router_logits
+from sparsekv.kernels.routing import router_logits
 from sparsekv.models.feature_map import FeatureMap, log_kernel
 from sparsekv.models.router import BucketRouter
 

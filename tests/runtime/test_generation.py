@@ -179,6 +179,9 @@ def test_bad_artifacts_models_and_caches_are_refused() -> None:
     for probes in (0, 9):
         with pytest.raises(SparseKVError, match="between 1 and the router's 8"):
             sparsekv.attach(model, router=router, probes=probes)
+    for kind, foreign in (("router", phi), ("phi", router), ("phi", 3)):
+        with pytest.raises(SparseKVError, match=f"{kind} is a .*; expected a .*Artifact or the folder of one"):
+            sparsekv.attach(model, **{kind: foreign})
     other = make_model(num_hidden_layers=2)
     for trained in ({"router": router}, {"phi": phi, "selector": "streaming"}):
         with pytest.raises(SparseKVError, match=r"num_layers 3.*num_layers 2"):

@@ -23,6 +23,12 @@ SELECTORS = {
 STEPS = 60
 
 
+@pytest.fixture(autouse=True)
+def compiled_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both before and after the layers are compiled, where they are."""
+    monkeypatch.setattr("sparsekv.runtime.replay.COMPILE_AFTER", 20)
+
+
 @functools.cache
 def model_on(device: str):
     return make_model() if device == "cpu" else copy.deepcopy(make_model()).to(device)

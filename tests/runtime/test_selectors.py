@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -97,19 +96,23 @@ def test_topk(case):
             assert chosen(shared, row, h) == best(added([softmax(p) for p in parts]), 9)
 
 
-def test_topk_layer_budgets_have_the_same_total(tmp_path):
+def test_topk_layer_budgets_have_the_same_total():
     sizes = {"uniform": [], "linear": []}
     for kind, found in sizes.items():
         for layer in range(4):
             _, _, _, s = run("topk", {"layer_idx": layer}, token_budget=20, layer_budgets=kind)
             found.append(len(chosen(s, 0, 0)))
     assert sizes == {"uniform": [20] * 4, "linear": [30, 23, 17, 10]} and sum(sizes["linear"]) == 80
-    table = tmp_path / "k.json"
-    table.write_text(json.dumps([1, 7, 0.1, 3]))
-    _, _, _, s = run("topk", {}, token_budget=20, layer_budgets=str(table))
-    assert len(chosen(s, 0, 0)) == 7
-    with pytest.raises(SparseKVError, match="could not be read"):
-        SELECTORS["topk"](token_budget=1, layer_budgets="nowhere.json").validate()
+
+
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("topk", {}, "topk needs token_budget"), ("topk", {"token_budget": 3, "accounting": "none"}, "accounting 'none'"),
+    ("topk", {"token_budget": 3, "layer_budgets": "nowhere.json"}, "layer_budgets 'nowhere.json'"),
+    ("token_select", {"token_budget": 3, "vote": "loud"}, "vote 'loud'"), ("router", {}, "needs a trained router")])
+def test_options_are_checked_wherever_a_selector_is_built(name, options, message):
+    before, _, _ = make_view()
+    with pytest.raises(SparseKVError, match=message):
+        built(SELECTORS[name](**options), before)
 
 
 @pytest.mark.parametrize("case", CASES)

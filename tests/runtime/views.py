@@ -41,8 +41,7 @@ def make_view(
 
 
 def built(selector: Selector, view: LayerView) -> Selector:
-    """Checked, and prepared for the mid region of a view."""
-    selector.validate()
+    """Prepared for the mid region of a view."""
     build(view, selector, None)
     return selector
 

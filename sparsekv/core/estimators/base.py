@@ -13,7 +13,7 @@ from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import CompletionQuery
 
-BLOCK = 4096
+BLOCK, DEVICE_BLOCK = 4096, 16_384
 
 
 class Estimator:
@@ -76,8 +76,9 @@ def blocks(first: Tensor, last: Tensor, low: int | None = None) -> Iterator[tupl
     """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
     where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`."""
     low, high = int(first.min()) if low is None else low, int(last.max())
-    for a in range(low, high, BLOCK) or [low]:
-        b = max(a, min(a + BLOCK, high))
+    size = DEVICE_BLOCK if first.is_cuda else BLOCK  # there a block is a handful of launches, whatever its size
+    for a in range(low, high, size) or [low]:
+        b = max(a, min(a + size, high))
         places = torch.arange(a, b, device=first.device)
         inside = (places >= first[:, None]) & (places < last[:, None])
         yield slice(a, b), inside[:, None, :, None]

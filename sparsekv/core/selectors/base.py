@@ -46,7 +46,7 @@ class Selector:
                           "completion's cache too) or amortised (the same, the cache spread over 256 tokens).")
 
     def validate(self) -> None:
-        """Refuse impossible options before any work. Raises SparseKVError."""
+        """Refuse impossible options. `prepare` calls it; before that, to fail early. Raises SparseKVError."""
         if self.accounting not in ACCOUNTINGS:
             raise SparseKVError(f"unknown accounting {self.accounting!r}: expected one of {', '.join(ACCOUNTINGS)}")
         if self.spends_budget and self.needs_budget and self.token_budget is None:
@@ -68,8 +68,10 @@ class Selector:
         return False
 
     def prepare(self, view: LayerView) -> None:
-        """Called before `build` and `extend`: work out the budget of the mid region as it now is. `budget [B]` int64
-        and `widest`, the largest of it, stay until the mid region grows, so that a step waits for no device."""
+        """Called before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
+        `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
+        no device. Raises SparseKVError."""
+        self.validate()
         tokens = tokens_of_budget(self.token_budget, view.regions, accounting=self.accounting,
                                   completion_tokens=view.completion_tokens)
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)

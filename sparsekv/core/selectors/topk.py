@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -14,6 +12,8 @@ from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 from sparsekv.errors import SparseKVError
+
+LAYER_BUDGETS = ("uniform", "linear")
 
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
@@ -45,18 +45,6 @@ def top_tokens(scores: Tensor, k: Tensor, widest: int) -> Tensor:
     return tokens.transpose(1, 2).flatten(0, 1)
 
 
-def read_layer_budgets(path: str) -> list[float]:
-    """One number a layer from a JSON file. Raises SparseKVError."""
-    try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise SparseKVError(f"layer_budget must be uniform, linear or a JSON file, and {path!r} could not be read: "
-                            f"{error}") from error
-    if not isinstance(table, list) or not all(isinstance(x, int | float) and x >= 0 for x in table):
-        raise SparseKVError(f"{path!r} must hold a JSON list with one number a layer")
-    return table
-
-
 @dataclass(eq=False)
 class TopK(Selector):
     """Exhaustive top-k over the mid region (completion paper, Lane A; top-k paper §3). The heads of a group share one
@@ -69,26 +57,21 @@ class TopK(Selector):
 
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
                                               "share one list and token_budget counts that list.")
-    layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, linear (in depth, "
-                                                "equal total: 1.5 times the budget in the first layer, half in the "
-                                                "last) or a JSON file with one number a layer (a share below 1 or "
-                                                "tokens).")
+    layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, or linear in depth, "
+                                                "of equal total: 1.5 times the budget in the first layer, half in the "
+                                                "last.")
 
     def validate(self) -> None:
         super().validate()
-        self.table = None if self.layer_budgets in ("uniform", "linear") else read_layer_budgets(self.layer_budgets)
+        if self.layer_budgets not in LAYER_BUDGETS:
+            raise SparseKVError(f"unknown layer_budgets {self.layer_budgets!r}: expected one of "
+                                f"{', '.join(LAYER_BUDGETS)}; a budget of its own for every layer comes with settings")
 
     def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
-        if self.layer_budgets == "linear":
-            depth = view.layer_idx / max(view.num_layers - 1, 1)
-            return torch.round(tokens * (1.5 - depth)).long()
-        if self.table is None:
+        if self.layer_budgets == "uniform":
             return tokens
-        if len(self.table) != view.num_layers:
-            raise SparseKVError(f"{self.layer_budgets} has {len(self.table)} layer budgets; this model has "
-                                f"{view.num_layers} layers")
-        own = self.table[view.layer_idx]
-        return torch.ceil(own * view.regions.context).long() if own < 1 else torch.full_like(tokens, int(own))
+        depth = view.layer_idx / max(view.num_layers - 1, 1)
+        return torch.round(tokens * (1.5 - depth)).long()
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         scores = group_scores(view, queries.rot)
