@@ -13,8 +13,9 @@ from torch import Tensor
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.core.rope import rotate
 from sparsekv.kernels import query_statistics
+from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.store.shard import ShardWriter
-from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, layer_name
+from sparsekv.store.store import CaptureStore, document_name, layer_name
 
 TOPICS = 4096
 THETA = 500_000.0
@@ -51,7 +52,7 @@ def synthetic_store(
     manifest = {"format_version": FORMAT_VERSION, "complete": True, "model": model, "config": asdict(config),
                 "documents": entries, "context_length": length, "shards": shards,
                 "layers": {"0": {"layout": "half", "rotary": 0, "scale": dim**-0.5}}}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(sealed(manifest)))
     return CaptureStore.open(folder)
 
 

@@ -4,11 +4,11 @@ function of that stage. No logic lives here."""
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib
 import inspect
 import signal
 import sys
+import tempfile
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
@@ -16,11 +16,10 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from sparsekv.disk import FAILS, disk_error
 from sparsekv.errors import Interrupted, SparseKVError
 
 NOTHING = "nothing was finished; run the same command again"
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR,
-        errno.EISDIR)
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
 
 
@@ -140,6 +139,11 @@ def _command_function(row: Command) -> Callable[..., None]:
             result = getattr(module, row.run)(config_type(**options))
         except Stopped as stopped:
             raise Stopped(stopped.signal, row.interrupted) from None
+        except OSError as error:
+            if error.errno not in FAILS:
+                raise
+            where = error.filename or options.get("output") or tempfile.gettempdir()
+            raise disk_error(error, where, "read or write") from error
         except EOFError as error:
             raise SparseKVError(f"a file ended too early: {error}; it is damaged, write it again") from error
         summary = getattr(result, "summary", None)
@@ -170,17 +174,10 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        _fail(_unexpected(error), 1)
+        _fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _unexpected(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in DISK:
-        where = f" at {str(error.filename)!r}" if error.filename else ""
-        return f"{error.strerror}{where}; expected a place that exists, can be written and has space"
-    return f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 
 def _stop(number: int, _: Any) -> None:

@@ -6,13 +6,13 @@ It calls the functions of the commands `capture`, `train-router` and `train-phi`
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
+from sparsekv.disk import only_writer, write_text
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import progress
 
@@ -67,6 +67,15 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
+    with only_writer(config.output):
+        kind = _demo_output()
+        out = kind.prepare(config.output, config.overwrite)
+        made = _run(config, out)
+        kind.done(out)
+    return made
+
+
+def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.evaluation.tables import SUMMARY, markdown
     from sparsekv.hub import load_model
@@ -74,10 +83,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
     from sparsekv.trainers.router import RouterConfig, train_router
 
     started = time.perf_counter()
-    kind = _demo_output()
-    out = kind.prepare(config.output, config.overwrite)
-    (out / MARKER).write_text(json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n",
-                              encoding="utf-8")
+    write_text(out / MARKER, json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n")
     with progress("load model", 1, "models") as advance:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         advance()
@@ -100,13 +106,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     rows = _decode(config, model, tokenizer, heldout, out)
     table = markdown(SUMMARY, _table(rows))
-    (out / "table.md").write_text(table + "\n", encoding="utf-8")
-    (out / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    if config.save_results is not None:
-        Path(config.save_results).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(out / "results.json", config.save_results)
+    write_text(out / "table.md", table + "\n")
+    for path in (out / "results.json", config.save_results):
+        if path is not None:
+            write_text(Path(path), json.dumps(rows, indent=1) + "\n")
     report = _write_report(config, rows, heldout, out, trained, time.perf_counter() - started)
-    kind.done(out)
     return DemoResult(rows, table, report)
 
 
@@ -116,7 +120,8 @@ def _demo_output() -> OutputKind:
 
     parts = [f"{folder}/{name}" for folders, names in ((("capture", "heldout"), STORE), (("router", "phi"), ARTIFACT))
              for folder in folders for name in names]
-    return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl", *parts),
+    return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl", ".*.tmp",
+                                         ".*.lock", *parts),
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 

@@ -92,6 +92,11 @@ def resolve_device(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if device != "balanced":
+            torch.device(device)
+    except RuntimeError as error:
+        raise SparseKVError(f"unknown device {device!r}: expected auto, cpu, cuda, or cuda:0, cuda:1, …") from error
     if device.startswith(("cuda", "balanced")) and not torch.cuda.is_available():
         raise SparseKVError(f"device {device!r} was asked for, but torch sees no CUDA device; use --device cpu")
     return device

@@ -36,7 +36,7 @@ def inspect_path(config: InspectConfig) -> None:
         _describe_model(store.model)
         print(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
               f"{store.config.get('storage_dtype', 'bfloat16')}")
-        for layer, reason in store.manifest["skipped_layers"].items():
+        for layer, reason in store.manifest.get("skipped_layers", {}).items():
             print(f"layer {layer} was skipped: {reason}")
         if config.verify:
             problems = store.verify()

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sparsekv.disk import disk_error, placed
 from sparsekv.errors import SparseKVError
 
 SHOWN = 4
@@ -77,21 +78,25 @@ class OutputKind:
         self.check(path)
         return True
 
-    def prepare(self, output: str | Path, overwrite: bool) -> Path:
-        """An empty folder at `output`. What this kind of command wrote there before is set aside, as `.NAME.old` beside
-        it, until `done`. Raises SparseKVError for a folder with anything else, and for an existing one without
-        `overwrite`."""
+    def prepare(self, output: str | Path, overwrite: bool, keep: Sequence[str] = ()) -> Path:
+        """An empty folder at `output`, but for the files `keep`. What this kind of command wrote there before is set
+        aside, as `.NAME.old` beside it, until `done`. Raises SparseKVError for a folder with anything else, and for an
+        existing one without `overwrite`."""
         path = Path(output)
         if path.is_symlink():
             path = path.resolve()
             print(f"the output {str(output)!r} is a link to {str(path)!r}", file=sys.stderr)
         try:
-            if self.found(path, overwrite):
+            there = self.found(path, overwrite)
+            held = {name: (path / name).read_bytes() for name in keep} if there else {}
+            if there:
                 self._set_aside(path)
             path.mkdir(parents=True, exist_ok=True)
+            for name, data in held.items():
+                with placed(path / name) as temporary:
+                    temporary.write_bytes(data)
         except OSError as error:
-            raise SparseKVError(f"cannot write to {str(path)!r}: {error.strerror or error}; choose another --output "
-                                "or free some space") from error
+            raise disk_error(error, path) from error
         return path
 
     def done(self, output: str | Path) -> None:

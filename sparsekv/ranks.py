@@ -87,7 +87,11 @@ class FabricRanks(Ranks):
                 raise SparseKVError(f"process {rank}: {found}")
 
     def barrier(self) -> None:
-        self.fabric.barrier()
+        try:
+            self.fabric.barrier()
+        except RuntimeError as error:
+            raise SparseKVError("another process of this run has ended; mend what its message says, and run the same "
+                                "command again, with --resume if it trains") from error
 
 
 def join(device: str, devices: int, num_nodes: int = 1) -> Ranks:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
 STAGES = ("capture", "trainers", "runtime", "evaluation")
 LEAVES = ("core", "models", "kernels", "artifacts", "store", "ranks", "corpus", "config", "errors", "progress", "hub",
-          "output")
+          "output", "disk")
 ALLOWED = {"kernels": ("kernels", "errors"), "core": ("core", "kernels", "config", "errors")}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")

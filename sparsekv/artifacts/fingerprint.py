@@ -11,22 +11,28 @@ import torch
 from sparsekv.errors import SparseKVError
 
 SAMPLES_PER_TENSOR = 64
+WEIGHTS = ("weights", "weights_float16")
+"""Hashes of rounded weights; fingerprints of before have the first."""
 
 
 def model_fingerprint(model: Any) -> dict[str, Any]:
-    """Architecture, layer and head counts, head dimension, RoPE parameters, and a hash of the weights.
+    """Architecture, layer and head counts, head dimension, RoPE parameters, the arithmetic, and hashes of the weights.
 
-    The hash covers every parameter's name and shape and an even sample of its values rounded to bfloat16, so that the
-    same checkpoint loaded in float32 or bfloat16 has one fingerprint, and 8B parameters are hashed in seconds.
+    A hash covers every parameter's name and shape and an even sample of its values, rounded to bfloat16 (`weights`) or
+    to float16 (`weights_float16`): 8B parameters are hashed in seconds, and of two models of one checkpoint, loaded in
+    whatever arithmetic, at least one hash is the same. But for one pair: a float32 checkpoint loaded in float16 and in
+    bfloat16, since rounding twice is not rounding once.
     """
     config = model.config.get_text_config()
-    digest = hashlib.sha256()
+    digests = {torch.bfloat16: hashlib.sha256(), torch.float16: hashlib.sha256()}
     for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // SAMPLES_PER_TENSOR)
-        sample = flat[::step][:SAMPLES_PER_TENSOR].to(torch.bfloat16).float().cpu()
-        digest.update(sample.numpy().tobytes())
+        sample = flat[::step][:SAMPLES_PER_TENSOR].cpu()
+        for dtype, digest in digests.items():
+            digest.update(f"{name}{tuple(parameter.shape)}".encode())
+            digest.update(sample.to(dtype).float().numpy().tobytes())
+    first = next(iter(model.parameters()), None)
     rope = getattr(config, "rope_parameters", None) or {}
     return {
         "architecture": type(model).__name__,
@@ -35,20 +41,31 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope": json.loads(json.dumps(rope, default=str)),
-        "weights": digest.hexdigest()[:32],
+        "dtype": str(getattr(first, "dtype", None)).removeprefix("torch."),
+        "weights": digests[torch.bfloat16].hexdigest()[:32],
+        "weights_float16": digests[torch.float16].hexdigest()[:32],
     }
 
 
 def check_fingerprint(
     expected: dict[str, Any], found: dict[str, Any], what: str, *, ignore: tuple[str, ...] = (),
 ) -> None:
-    """Refuse a mismatch: `expected` is what `what` (an artifact or store) was made for, `found` the model at hand.
+    """Refuse a mismatch: `expected` is what `what` (an artifact or store) was made for, `found` the model at hand. The
+    weights are the same where they are the same rounded to bfloat16 or to float16; their arithmetic is not compared.
 
     Raises SparseKVError naming both sides of every field that differs.
     """
-    differ = [key for key in expected if key not in ignore and expected[key] != found.get(key)]
+    differ = [key for key in expected if key not in (*ignore, *WEIGHTS, "dtype") and expected[key] != found.get(key)]
+    same = any(key in expected and expected[key] == found.get(key) for key in WEIGHTS)
+    if not same:
+        differ.append("weights")
     if differ:
         made = ", ".join(f"{key} {expected[key]}" for key in differ)
         here = ", ".join(f"{key} {found.get(key)}" for key in differ)
+        dtypes = tuple(str(x.get("dtype", "float32 or bfloat16")) for x in (expected, found))
+        rounded = ""
+        if differ == ["weights"] and dtypes[0] != dtypes[1]:
+            rounded = (f" It was made in {dtypes[0]} and this model is in {dtypes[1]}: where both are rounded from one "
+                       f"checkpoint, load the model in float32 or {dtypes[0].split()[-1]}.")
         raise SparseKVError(f"{what} was made for a model with {made}; this model has {here}. "
-                            "Use the model it was made for, or train again for this one.")
+                            f"Use the model it was made for, or train again for this one.{rounded}")

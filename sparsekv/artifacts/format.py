@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sparsekv.artifacts.checks import check_digest, check_finite, check_version, damaged, digest, parse_object
+from sparsekv.artifacts.checks import (
+    brief,
+    check_digest,
+    check_finite,
+    check_version,
+    damaged,
+    digest,
+    parse_object,
+    said,
+)
+from sparsekv.disk import disk_error, placed, write_text
 from sparsekv.errors import SparseKVError
 
-FORMAT_VERSION = 2
-"""1 had no checksum."""
+FORMAT_VERSION = 3
+"""1 had no checksum, 2 one that a single core takes."""
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
@@ -31,30 +38,16 @@ def save_artifact(path: str | Path, config: dict[str, Any], tensors: dict[str, T
     config = {"format_version": FORMAT_VERSION, **config}
     config["sha256"] = digest(config, tensors)
     write_tensors(path / TENSORS, tensors)
-    with _placed(path / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_text(path / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """A safetensors file of CPU tensors, whole or not at all. Raises SparseKVError where it cannot be written."""
-    with _placed(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
-
-
-@contextlib.contextmanager
-def _placed(path: Path) -> Iterator[Path]:
-    """A name beside the path, renamed to it when the block has written it whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        raise SparseKVError(f"could not write {str(path)!r} ({error}); choose a folder that can be written to and has "
-                            "room") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    with placed(path) as temporary:
+        try:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+        except SafetensorError as error:
+            raise disk_error(error, path) from error
 
 
 def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -67,7 +60,7 @@ def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, 
     try:
         tensors = load_file(str(path / TENSORS))
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise damaged(where, f"{TENSORS} could not be read ({error})") from error
+        raise damaged(where, f"{TENSORS} could not be read ({said(error)})") from error
     check_digest(config, tensors, where)
     check_finite(tensors, where, "its training diverged; train it again")
     return config, tensors
@@ -75,14 +68,19 @@ def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The artifact's `config.json`, checked as far as it stands alone."""
-    if not (path / CONFIG).is_file():
+    try:
+        there = (path / CONFIG).is_file()
+    except OSError as error:
+        raise SparseKVError(f"no artifact can be at {brief(str(path))} ({error.strerror}): expected a folder with "
+                            f"{CONFIG} and {TENSORS}") from error
+    if not there:
         what = "a capture store" if (path / "manifest.json").is_file() else "not an artifact" if path.exists() else None
         raise SparseKVError(f"{str(path)!r} is {what}; expected a folder with {CONFIG} and {TENSORS}" if what else
                             f"no artifact at {str(path)!r}: expected a folder with {CONFIG} and {TENSORS}")
     try:
         text = (path / CONFIG).read_bytes()
     except OSError as error:
-        raise SparseKVError(f"{str(path / CONFIG)!r} could not be read ({error}); expected an artifact's config"
+        raise SparseKVError(f"{str(path / CONFIG)!r} could not be read ({said(error)}); expected an artifact's config"
                             ) from error
     config = parse_object(text, f"the artifact's config {str(path / CONFIG)!r}")
     if "format_version" not in config or not isinstance(config.get("kind"), str):

@@ -18,6 +18,7 @@ from sparsekv.core.rope import LayerRope, inverse, rotate
 from sparsekv.corpus import Window
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import query_statistics
+from sparsekv.store.manifest import sealed
 from sparsekv.store.place import Place, encode
 from sparsekv.store.shard import ShardWriter
 from sparsekv.store.store import DTYPE, STATISTICS, document_name, layer_name
@@ -42,8 +43,10 @@ class DocumentCapture:
 
     def __init__(
         self, config: CaptureConfig, ropes: dict[int, LayerRope], window: Window, index: int, place: Place,
-        transfer: Transfer,
+        transfer: Transfer, origin: dict[str, str] | None = None,
     ):
+        """origin: what every shard and the document say of the run: its options and its model."""
+        self.origin = origin or {}
         self.config, self.ropes, self.window, self.index = config, ropes, window, index
         self.place, self.transfer = place, transfer
         self.query_positions = query_positions(config, index)
@@ -98,7 +101,8 @@ class DocumentCapture:
             "keys_pre": (DTYPE, kept), "values": (DTYPE, kept), "queries_pre": (DTYPE, (heads_q, count, dim)),
             "query_positions": (torch.int32, (heads_q, count)),
             **{name: (dtype, (heads_q, count)) for name, dtype in STATISTICS.items()}}
-        layer = _Layer(call.scale, ShardWriter(self.folder / layer_name(call.layer), shapes), group)
+        layer = _Layer(call.scale, ShardWriter(self.folder / layer_name(call.layer), shapes, {
+            "document": self.window.sha256, "layer": str(call.layer), **self.origin}), group)
         self._layers[call.layer] = layer
         return layer
 
@@ -155,7 +159,8 @@ class DocumentCapture:
         for group, parts in enumerate(self._groups):
             tensors[f"cos.{group}"], tensors[f"sin.{group}"] = (torch.cat([p[i] for p in parts]) for i in (0, 1))
         rotary = ShardWriter(self.folder / "rotary.safetensors", {k: (t.dtype, tuple(t.shape))
-                                                                  for k, t in tensors.items()})
+                                                                  for k, t in tensors.items()},
+                             {"document": self.window.sha256, **self.origin})
         for name, tensor in tensors.items():
             rotary.write(name, tensor)
         name = document_name(self.index)
@@ -166,8 +171,9 @@ class DocumentCapture:
             "layers": {str(number): {"layout": self.ropes[number].layout, "rotary": layer.rotary,
                                      "scale": layer.scale} for number, layer in sorted(self._layers.items())},
             "shards": {f"{name}/{file}": entry for file, entry in sorted(shards.items())},
+            **self.origin,
         }
-        (self.folder / "document.json").write_text(encode(about), encoding="utf-8")
+        (self.folder / "document.json").write_text(encode(sealed(about)), encoding="utf-8")
         self.place.commit(self.folder, name)
 
     def abandon(self) -> None:

@@ -6,28 +6,39 @@ import shutil
 import sys
 import tempfile
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
+from sparsekv.disk import disk_error
 from sparsekv.errors import SparseKVError
-from sparsekv.output import files_below, refuse_others, strangers
+from sparsekv.output import OutputKind, read_marker, refuse_others, strangers
+from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
-from sparsekv.store.store import FORMAT_VERSION, MANIFEST, storage_bytes
+from sparsekv.store.store import storage_bytes
 
 OWN = (MANIFEST, f".{MANIFEST}.tmp", *(
     f"{doc}/{name}" for doc in ("doc[0-9]*", ".doc[0-9]*.tmp") for name in ("*.safetensors", "document.json")))
+
+
+def _is_store(folder: Path) -> bool:
+    found = read_marker(folder / MANIFEST)
+    return isinstance(found.get("config"), dict) and {"format_version", "model"} <= set(found)
+
+
+STORE = OutputKind("a capture store", OWN, _is_store)
 
 
 def check_output(place: Place, config: CaptureConfig) -> None:
     """Refuse what would be lost: a finished store, another run's part, a folder of something else. Writes nothing."""
     names = [n for n in place.names() if n != f".{MANIFEST}.tmp"]
     begun = _manifest(place)
-    if config.overwrite and names:
-        ours = begun is not None and isinstance(begun.get("config"), dict) and {"format_version", "model"} <= set(begun)
-        found = (strangers(names, (*OWN, "doc[0-9]*"), ours) if place.root is None else
-                 strangers(files_below(place.root), OWN, ours))
-        refuse_others(str(place), "a capture store", found)
+    if config.overwrite and names and place.root is not None:
+        STORE.check(place.root)
+    elif config.overwrite and names:
+        ours = begun is not None and {"config", "format_version", "model"} <= set(begun)
+        refuse_others(str(place), STORE.what, strangers(names, (*OWN, "doc[0-9]*"), ours))
     elif begun is not None and begun.get("complete", True):
         raise SparseKVError(f"the output {str(place)!r} already holds a capture store; add --overwrite to replace it")
     elif begun is not None:
@@ -42,13 +53,16 @@ def check_output(place: Place, config: CaptureConfig) -> None:
 
 
 def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | None = None) -> None:
-    """Clear what an interrupted or overwritten run left, and say in the manifest that the store is unfinished.
+    """Clear what an interrupted run left, set aside what is overwritten (a remote store is removed), and say in the
+    manifest that the store is unfinished.
 
     model: the fingerprint of the model; an unfinished capture of another one is refused."""
     begun = None if config.overwrite else _manifest(place)
     if begun is not None and begun.get("model") not in (None, model):
         raise SparseKVError(f"the output {str(place)!r} holds an unfinished capture of another model (same options, "
                             "other weights); use that model, or add --overwrite to start anew")
+    if config.overwrite and place.root is not None:
+        STORE.prepare(place.root, True)
     try:
         place.make()
         for name in place.names():
@@ -58,17 +72,13 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
         place.write_json(MANIFEST, {"format_version": FORMAT_VERSION, "complete": False, "config": config.content(),
                                     "model": model})
     except OSError as error:
-        raise SparseKVError(f"cannot write to {str(place)!r}: {error.strerror or error}; choose another --output or "
-                            "free some space") from error
+        raise disk_error(error, str(place)) from error
 
 
 def _manifest(place: Place) -> dict[str, Any] | None:
     try:
-        found = place.read_json(MANIFEST)
-        if not isinstance(found, dict | None):
-            raise ValueError("no JSON object")
-        return found
-    except (ValueError, RecursionError) as error:
+        return place.read_json(MANIFEST)
+    except SparseKVError as error:
         raise SparseKVError(f"{str(place)!r} holds a damaged {MANIFEST}; delete that folder or choose another "
                             "--output") from error
 
@@ -85,7 +95,7 @@ def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
         num_documents=config.num_documents, num_layers=len(layers), heads_kv=heads_kv, heads_q=heads_q,
         length=config.context_length, queries=len(query_positions(config, 0)),
         dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q)
-    free, done = place.free(), _stored(place)
+    free, done = place.free(), 0 if config.overwrite else _stored(place)
     print(f"the store takes {needed / 1e9:.2f} GB" + ("" if free is None else f" ({free / 1e9:.1f} GB free)"),
           file=sys.stderr)
     if free is not None and needed - done > free:

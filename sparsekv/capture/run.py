@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import generated_windows
-from sparsekv.capture.prepare import begin_output, check_output, check_space, choose_layers
+from sparsekv.capture.prepare import STORE, begin_output, check_output, check_space, choose_layers
 from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope
 from sparsekv.corpus import Window, make_windows, read_documents
+from sparsekv.disk import free_space, only_writer
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
 from sparsekv.progress import progress
 from sparsekv.ranks import Ranks, join
+from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.store.place import Place, place
-from sparsekv.store.store import FORMAT_VERSION, MANIFEST, CaptureStore, document_name, finished_document
+from sparsekv.store.store import CaptureStore, document_name, finished_document
 
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "complete_store", "run_capture"]
 
@@ -36,7 +41,13 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
     check_options(config)
     store = place(config.output)
     ranks = join(config.device, config.devices)
+    with contextlib.ExitStack() as held:
+        if (folder := store.root) is not None:
+            ranks.first_does(lambda: held.enter_context(only_writer(folder)))
+        return _capture(config, store, ranks, model, tokenizer)
 
+
+def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any) -> CaptureStore:
     def check() -> None:
         check_output(store, config)
         about = load_config(config.model) if model is None else model.config
@@ -74,8 +85,9 @@ def _told(store: Place) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error}. Finished documents are "
-                            "kept; free some space and run the same command again.") from error
+        raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error} "
+                            f"({free_space(store.root or Path(tempfile.gettempdir()))}). Finished documents are kept; "
+                            "make room and run the same command again.") from error
 
 
 def capture_documents(
@@ -83,6 +95,7 @@ def capture_documents(
 ) -> None:
     """This rank's documents, the layers in `ropes`. One is being written while the next is computed."""
     mine, length = ranks.mine(len(windows)), config.context_length
+    origin = {"options": digest(config.content()), "model": model_fingerprint(model)["weights"]}
     previous: DocumentCapture | None = None
     current: DocumentCapture | None = None
     bar = (progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else
@@ -92,10 +105,10 @@ def capture_documents(
             try:
                 for index in mine:
                     if (found := finished_document(store, index)) is not None:
-                        _check_same_text(found, windows[index], store)
+                        _check_same(found, windows[index], origin, store)
                         advance(length)
                         continue
-                    current = DocumentCapture(config, ropes, windows[index], index, store, transfer)
+                    current = DocumentCapture(config, ropes, windows[index], index, store, transfer, origin)
                     capture_window(model, windows[index].tokens, config.chunk_size, current, advance)
                     if previous is not None:
                         previous.finish()
@@ -135,12 +148,16 @@ def capture_window(
             advance(piece.shape[1])
 
 
-def _check_same_text(found: dict[str, Any], window: Window, store: Place) -> None:
+def _check_same(found: dict[str, Any], window: Window, origin: dict[str, str], store: Place) -> None:
     document = found["document"]
+    where = f"{document_name(document['id'])} of the unfinished capture {str(store)!r}"
     if document["sha256"] != window.sha256:
-        raise SparseKVError(f"{document_name(document['id'])} of the unfinished capture {str(store)!r} holds other "
-                            "text than the corpus gives now; bring the corpus or tokenizer back as it was, or add "
-                            "--overwrite to start anew")
+        raise SparseKVError(f"{where} holds other text than the corpus gives now; bring the corpus or tokenizer back "
+                            "as it was, or add --overwrite to start anew")
+    differ = [name for name, value in origin.items() if found.get(name) != value]
+    if differ:
+        raise SparseKVError(f"{where} was made with another {' and other '.join(sorted(differ))}, by a second capture "
+                            "into the same folder; add --overwrite to start anew")
 
 
 def complete_store(
@@ -155,9 +172,11 @@ def complete_store(
             raise SparseKVError(f"{document_name(index)} of {str(store)!r} is missing after the run; run the same "
                                 "command again")
         documents.append(found)
-    store.write_json(MANIFEST, {
+    store.write_json(MANIFEST, sealed({
         "format_version": FORMAT_VERSION, "complete": True, "model": fingerprint, "config": config.content(),
         "layers": documents[0]["layers"], "skipped_layers": {str(k): v for k, v in skipped.items()},
         "context_length": config.context_length, "documents": [d["document"] for d in documents],
         "shards": {k: v for d in documents for k, v in d["shards"].items()},
-    })
+    }))
+    if store.root is not None:
+        STORE.done(store.root)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from sparsekv.disk import disk_error, write_text
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-sweep", 1
@@ -30,9 +31,8 @@ def open_cells(path: Path, header: dict[str, Any], artifacts: dict[str, str], re
     comes from another artifact.
     """
     header = {"format": FORMAT, "format_version": FORMAT_VERSION, **header}
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or not path.stat().st_size:
-        path.write_text(json.dumps(header) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(header) + "\n")
         return []
     if not resume:
         raise SparseKVError(f"{str(path)!r} holds cells already; add --resume to go on, or choose another --output")
@@ -52,15 +52,16 @@ def open_cells(path: Path, header: dict[str, Any], artifacts: dict[str, str], re
 
 def add_cell(path: Path, cell: dict[str, Any]) -> None:
     """One more line, on disk when this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(cell) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(cell) + "\n")
+    except OSError as error:
+        raise disk_error(error, path) from error
 
 
 def write_cells(path: Path, header: dict[str, Any], cells: Sequence[dict[str, Any]]) -> None:
     """The whole file anew, or not at all."""
-    new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(x) + "\n" for x in (header, *cells)), encoding="utf-8")
-    new.replace(path)
+    write_text(path, "".join(json.dumps(x) + "\n" for x in (header, *cells)))
 
 
 def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.config import option
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
@@ -60,7 +61,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)
-    OutputKind("the results of eval diagnostics", (TABLES, "table.md", "report.html", "figures/*.png"),
+    OutputKind("the results of eval diagnostics", (TABLES, "table.md", "report.html", "figures/*.png", ".*.tmp"),
                lambda folder: read_marker(folder / TABLES).get("format") == FORMAT).found(output, config.overwrite)
     budgets = sorted(set(numbers(config.budgets, float, lambda b: 0 <= b <= 1, "budgets",
                                  "fractions of the context from 0 to 1, as 0,0.01,0.05")))
@@ -75,11 +76,10 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
                        rivals=config.shoot_out, device=device, advance=advance)
     for label, other in others.items():
         add_task(made, label, other, device)
-    output.mkdir(parents=True, exist_ok=True)
     made.save(output / TABLES)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
-    (output / "table.md").write_text(f"{text}\n\n{more}\n", encoding="utf-8")
+    write_text(output / "table.md", f"{text}\n\n{more}\n")
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
              f"tokens of {next(iter(made.tasks))}, {config.requests} requests a window. {provenance()}")
     write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 2
@@ -59,7 +60,7 @@ class Diagnostics:
             if name in ("router", "phi") and value is not None:
                 value = Path(os.path.relpath(value, path.parent)).as_posix()
             raw[name] = {k: _numbers(v) for k, v in value.items()} if name in TABLES else value
-        path.write_text(json.dumps(raw) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(raw) + "\n")
         return path
 
     @classmethod

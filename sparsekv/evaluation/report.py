@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sparsekv.disk import placed, write_text
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --paper: #ffffff; --soft: #6a6a70; --line: #d8d8dc; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8ea; --paper: #16171a; --soft: #a0a0a8; --line: #3a3b40; } }
@@ -55,8 +57,8 @@ def write_pngs(folder: Path, figures: Sequence[Figure]) -> list[Path]:
         if png:
             name = "".join(c if c.isalnum() else "-" for c in figure.title.lower().replace("ŝ", "s-hat")).strip("-")
             path = folder / "figures" / f"{'-'.join(filter(None, name.split('-')))}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(png)
+            with placed(path) as temporary:
+                temporary.write_bytes(png)
             paths.append(path)
     return paths
 
@@ -75,7 +77,7 @@ def write_report(
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{e(title)}</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")
-    path.write_text(page, encoding="utf-8")
+    write_text(path, page)
     return path
 
 

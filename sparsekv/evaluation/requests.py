@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
+from sparsekv.disk import placed
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-requests", 2
@@ -91,11 +92,11 @@ def score(request: Request, answer: str) -> float:
 def save_requests(path: str | Path, requests: Sequence[Request], origin: dict[str, Any]) -> Path:
     """Write the file; `origin` says how the requests were made (tasks, lengths, tokenizer, seed, versions)."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _open(path, "w") as file:
-        file.write(json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **origin}) + "\n")
-        for request in requests:
-            file.write(json.dumps(asdict(request)) + "\n")
+    lines = [json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **origin}),
+             *(json.dumps(asdict(request)) for request in requests)]
+    data = ("\n".join(lines) + "\n").encode()
+    with placed(path) as temporary:
+        temporary.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     return path
 
 
@@ -106,7 +107,7 @@ def load_requests(path: str | Path) -> list[Request]:
         raise SparseKVError(f"no requests at {str(path)!r}; make them with `sparsekv eval --save-requests {path}`")
     names = {f.name for f in fields(Request)}
     try:
-        with _open(path, "r") as file:
+        with _open(path) as file:
             header = json.loads(file.readline())
             if not isinstance(header, dict) or header.get("format") != FORMAT:
                 raise SparseKVError(f"{str(path)!r} is no file of requests; expected one of --save-requests")
@@ -317,7 +318,11 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _open(path: Path, mode: str) -> IO[Any]:
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.GzipFile(path, mode + "b", mtime=0), encoding="utf-8")
-    return path.open(mode, encoding="utf-8")
+def first_line(path: Path) -> str:
+    """The head of a file of requests or cells, or what stands there."""
+    with _open(path) as file:
+        return file.readline(100_000)
+
+
+def _open(path: Path) -> IO[Any]:
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
+from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import SparseKVError
-from sparsekv.output import OutputKind
+from sparsekv.output import OutputKind, files_below
 from sparsekv.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
 OWN = "needle,perplexity"
+CELLS, REQUESTS = "sparsekv-sweep", "sparsekv-requests"
 REPORTED = ("results.json", "table.md", "report.html")
 
 
@@ -92,19 +94,26 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
     Raises SparseKVError for unknown methods or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
+    from sparsekv.evaluation.requests import save_requests
+    from sparsekv.hub import load_model
+
+    if config.save_requests is not None:
+        checked = _check(config)
+        tokenizer = load_model(config.model, dtype=config.dtype, device="cpu")[1]
+        saved = save_requests(config.save_requests, _requests(config, checked, tokenizer), _said(config, checked))
+        return EvalResult([], f"requests of {', '.join(checked.tasks)}", saved)
+    with only_writer(config.output):
+        return _run(config, _check(config), Path(config.output))
+
+
+def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.evaluator import Evaluator
-    from sparsekv.evaluation.requests import load_requests, save_requests
+    from sparsekv.evaluation.requests import load_requests
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.hub import load_model
 
-    checked = _check(config)
-    if config.save_requests is not None:
-        tokenizer = load_model(config.model, dtype=config.dtype, device="cpu")[1]
-        saved = save_requests(config.save_requests, _requests(config, checked, tokenizer), _said(config, checked))
-        return EvalResult([], f"requests of {', '.join(checked.tasks)}", saved)
-    output = Path(config.output)
     if config.requests is None:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         requests = _requests(config, checked, tokenizer)
@@ -117,9 +126,10 @@ def run_eval(config: EvalConfig) -> EvalResult:
     for artifact in (checked.router, checked.phi):
         if artifact is not None:
             artifact.check(model)
-    if config.overwrite and not config.resume:
-        for name in _own_cells(output):
-            (output / name).unlink()
+    kind = _kind(output)
+    if config.overwrite and not config.resume and _own(output, "cells*.jsonl", CELLS):
+        requests_there = _own(output, "*.jsonl*", REQUESTS)
+        kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
                           accounting=config.accounting, max_new_tokens=config.max_new_tokens, resume=config.resume,
                           said={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
@@ -128,8 +138,10 @@ def run_eval(config: EvalConfig) -> EvalResult:
     if any(r.metric == "lm-eval" for r in requests):
         _rescore(output, requests)
     rows = with_origin(score_rows(collect(output), seed=config.seed))
-    (output / "results.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return EvalResult(rows, _write_report(output, rows), output)
+    write_text(output / "results.json", json.dumps(rows, indent=1) + "\n")
+    made = EvalResult(rows, _write_report(output, rows), output)
+    kind.done(output)
+    return made
 
 
 def _requests(config: EvalConfig, checked: Checked, tokenizer: Any) -> list[Any]:
@@ -186,7 +198,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     if unscored:
         text.append(f"No scores yet of {', '.join(unscored)}: lm-eval scores them and is not installed here. Run `pip "
                     "install 'sparsekv[eval]'` and the same command with --resume; no answer is lost.")
-    (output / "table.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    write_text(output / "table.md", "\n\n".join(text) + "\n")
     figures = result_figures(rows)
     write_report(output / "report.html", "sparsekv eval", provenance(), tables, figures, details)
     write_pngs(output, figures)
@@ -224,29 +236,35 @@ def _check(config: EvalConfig) -> Checked:
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
     output = Path(config.output)
-    goes_on = config.resume and (bool(_own_cells(output)) or not any((output / name).exists() for name in REPORTED))
-    if config.save_requests is None and not goes_on:
-        mine = OutputKind("results of sparsekv eval", (*_own_cells(output), "cells*.new", *REPORTED, "figures/*.png"),
-                          lambda folder: bool(_own_cells(folder)))
-        mine.found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
+    goes_on = config.resume and (bool(_own(output, "cells*.jsonl", CELLS)) or not any(
+        (output / name).exists() for name in REPORTED))
+    only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
+    if config.save_requests is None and not goes_on and not only_requests:
+        _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, lengths, depths,
                    None if config.router is None else RouterArtifact.load(config.router),
                    None if config.phi is None else PhiArtifact.load(config.phi))
 
 
-def _own_cells(folder: Path) -> list[str]:
-    """Names of the files of cells that `sparsekv eval` wrote, known by their first line."""
-    from sparsekv.evaluation.cells import FORMAT
+def _kind(output: Path) -> OutputKind:
+    """Results of sparsekv eval in a folder: cells and requests are known by their first line."""
+    own = (*_own(output, "cells*.jsonl", CELLS), *_own(output, "*.jsonl*", REQUESTS))
+    return OutputKind("results of sparsekv eval", (*own, ".*.tmp", "cells*.new", *REPORTED, "figures/*.png"),
+                      lambda folder: bool(_own(folder, "cells*.jsonl", CELLS)))
+
+
+def _own(folder: Path, pattern: str, written: str) -> list[str]:
+    """Names of the files of this format in a folder."""
+    from sparsekv.evaluation.requests import first_line
 
     def header(path: Path) -> Any:
         try:
-            with path.open(encoding="utf-8") as file:
-                return json.loads(file.readline(100_000))
-        except (OSError, ValueError, RecursionError):
+            return json.loads(first_line(path))
+        except (OSError, EOFError, ValueError, RecursionError):
             return None
 
-    return [path.name for path in sorted(folder.glob("cells*.jsonl"))
-            if isinstance(found := header(path), dict) and found.get("format") == FORMAT]
+    return [path.name for path in sorted(folder.glob(pattern))
+            if isinstance(found := header(path), dict) and found.get("format") == written]
 
 
 def numbers(text: str, kind: Callable[[str], Any], good: Callable[[Any], bool], what: str, expected: str) -> list[Any]:

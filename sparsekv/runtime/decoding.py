@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.runtime.numbers import check_options, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
@@ -99,12 +101,14 @@ def make_decoding(
         if artifact is not None:
             artifact.check(model)
     estimator, phi = _estimator(completion, phi)
+    if isinstance(estimator, CentroidEstimator):
+        whole("num_buckets of completion centroid", estimator.num_buckets, least=1)
     sink = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
     window = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
-    if decode_window < 1:
-        raise SparseKVError(f"decode_window must be at least 1 token, found {decode_window}")
-    if dense_below is not None and dense_below < 0:
-        raise SparseKVError(f"dense_below must not be negative, found {dense_below}")
+    whole("decode_window", decode_window, least=1)
+    if dense_below is not None:
+        whole("dense_below", dense_below)
+    layer_numbers(dense_layers)
     count = max(modules) + 1
     dense = set(range(len(modules))) - eligible
     for layer in dense_layers:
@@ -128,6 +132,8 @@ def _selector(
     if isinstance(selector, Selector):
         made = copy.copy(selector)
     else:
+        if not isinstance(selector, str | None):
+            raise SparseKVError(f"a selector is a name or a Selector, found {brief(selector)}")
         name = selector or ("dense" if router is None else "router")
         if name not in SELECTORS:
             raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
@@ -141,6 +147,7 @@ def _selector(
         setattr(made, key, value)
     if made.artifact_kind == "router" and router is not None:
         made.artifact = router  # type: ignore[attr-defined]
+    check_options(made)
     made.validate()
     return made
 
@@ -151,6 +158,8 @@ def _estimator(
     """The estimator to copy, or the feature maps to make one of for every layer."""
     if isinstance(completion, Estimator):
         return completion, None
+    if not isinstance(completion, str | None):
+        raise SparseKVError(f"a completion is a name or an Estimator, found {brief(completion)}")
     completion = completion or ("none" if phi is None else "phi")
     if completion not in COMPLETIONS:
         raise SparseKVError(f"unknown completion {completion!r}: expected one of {', '.join(COMPLETIONS)}")
@@ -164,8 +173,7 @@ def _size(
 ) -> int:
     """The option if given, else the artifacts' own (they must agree), else the default."""
     if given is not None:
-        if given < 0:
-            raise SparseKVError(f"{name} must not be negative, found {given}")
+        whole(name, given)
         return given
     found = {getattr(a.config, name) for a in artifacts if a is not None}
     if len(found) > 1:

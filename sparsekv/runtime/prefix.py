@@ -20,6 +20,7 @@ from sparsekv.artifacts.checks import (
     digest,
     from_record,
     parse_object,
+    said,
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import take, write_tensors
@@ -27,8 +28,8 @@ from sparsekv.core.rope import LAYOUTS
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
-FORMAT_VERSION = 2
-"""1 had no checksum."""
+FORMAT_VERSION = 3
+"""1 had no checksum, 2 one that a single core takes."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
             text = (file.metadata() or {})["sparsekv"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise SparseKVError(f"no prefix could be read from {str(path)!r} ({error}); expected a file of save_prefix"
-                            ) from error
+        raise SparseKVError(f"no prefix could be read from {str(path)!r} ({said(error)}); expected a file of "
+                            "save_prefix") from error
     meta = parse_object(text, where)
     check_version(meta.get("format_version"), FORMAT_VERSION, where)
     check_digest(meta, tensors, where)
@@ -91,6 +92,10 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
     if made.length < 1:
         raise damaged(where, f"its length is {made.length} tokens")
     first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype != fingerprint.get("dtype", dtype):
+        raise SparseKVError(f"{where} holds keys in {dtype} and this model is in {fingerprint['dtype']}; load the "
+                            f"model in {dtype}, or prefill and save the prefix again")
     states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
     tables = {name: _table(made, name, tensors, where) for name in made.rope}
     for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):

@@ -1,5 +1,5 @@
 """A settings file: per-layer budgets and per-head completion gates that `sparsekv eval recommend` writes and
-`sparsekv.attach(model, settings=...)` obeys. Plain JSON."""
+`sparsekv.attach(model, settings=...)` obeys. Plain JSON, with a checksum that whoever edits it removes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from sparsekv.artifacts.checks import (
     check_model_record,
     check_version,
     damaged,
+    digest,
     from_record,
     parse_object,
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
@@ -69,8 +71,7 @@ class Settings:
         for kind in ("router", "phi"):
             if raw[kind] is not None:
                 raw[kind] = Path(os.path.relpath(raw[kind], path.parent)).as_posix()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps({**raw, "sha256": digest(raw)}, indent=1) + "\n")
         return path
 
     @classmethod
@@ -78,9 +79,9 @@ class Settings:
         """Raises SparseKVError for a file that is missing, damaged, of another kind or of a newer version."""
         path = Path(path)
         where = f"the settings file {str(path)!r}"
-        if not path.is_file():
-            raise SparseKVError(f"no settings at {str(path)!r}; expected a file of `sparsekv eval recommend`")
         try:
+            if not path.is_file():
+                raise SparseKVError(f"no settings at {str(path)!r}; expected a file of `sparsekv eval recommend`")
             text = path.read_bytes()
         except OSError as error:
             raise SparseKVError(f"{where} could not be read ({error}); expected a file of `sparsekv eval recommend`"
@@ -89,6 +90,9 @@ class Settings:
         if raw.get("format") != FORMAT:
             raise SparseKVError(f"{where} is no settings file; expected one of `sparsekv eval recommend`")
         check_version(raw.get("format_version"), FORMAT_VERSION, where)
+        if "sha256" in raw and raw["sha256"] != digest({k: v for k, v in raw.items() if k != "sha256"}):
+            raise SparseKVError(f"{where} is damaged or was edited: its checksum is another than when it was written; "
+                                "remove its line sha256 if the change is meant")
         layers = raw.get("layers")
         if not isinstance(layers, dict) or not all(
                 re.fullmatch("0|[1-9][0-9]{,5}", i) and isinstance(s, dict) for i, s in layers.items()):
@@ -128,6 +132,9 @@ def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:
     if conflicts:
         raise SparseKVError(f"settings bring their own {', '.join(conflicts)}; give settings, or these, not both")
     made = Settings.load(settings) if isinstance(settings, str | Path) else settings
+    if not isinstance(made, Settings):
+        raise SparseKVError(f"settings are a file of `sparsekv eval recommend` or a Settings, found "
+                            f"{type(made).__name__}")
     made.check()
     check_fingerprint(made.model, model_fingerprint(model), "the settings file", ignore=("rope",))
     return made

@@ -23,6 +23,10 @@ def check_model(model: Any) -> None:
                             "uncompiled model (model._orig_mod, or load it again)")
     if not hasattr(model, "config"):
         raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise SparseKVError(f"{type(model).__name__} has no weights in memory ({name} is on the meta device); load "
+                                "them, on a device or on devices that they fit on")
     if getattr(model.config, "is_encoder_decoder", False):
         raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
                             "models")

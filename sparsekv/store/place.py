@@ -7,14 +7,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from sparsekv.artifacts.checks import parse_object
+from sparsekv.disk import write_text
 from sparsekv.errors import SparseKVError
-from sparsekv.store.shard import HASH_BLOCK, RemoteShard, checksum, digest
+from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest
 
 
 def place(path: str | Path) -> Place:
@@ -54,14 +53,12 @@ class Place:
             entry.unlink(missing_ok=True)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """None where there is no such file; json.JSONDecodeError where it is damaged."""
+        """None where there is no such file; SparseKVError where it is damaged."""
         file = self.root / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return parse_object(file.read_bytes(), repr(str(file))) if file.is_file() else None
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
-        temporary = self.root / f".{name}.tmp"
-        temporary.write_text(encode(content), encoding="utf-8")
-        os.replace(temporary, self.root / name)
+        write_text(self.root / name, encode(content))
 
     def scratch(self, document: str) -> Path:
         """An empty local folder in which a document is put together."""
@@ -82,14 +79,9 @@ class Place:
     def checksum(self, name: str) -> str:
         return checksum(self.root / name)
 
-    def open_shard(self, name: str) -> Callable[[str, slice], Tensor]:
-        """A function from a tensor's name and a slice of its first axis to that part of it, which is a view of the
-        mapped file: no byte is read before it is looked at."""
-        from safetensors import safe_open
-
-        shard = safe_open(str(self.root / name), framework="pt")
-        tensors = {key: shard.get_tensor(key) for key in shard.keys()}
-        return lambda key, span: tensors[key][span]
+    def open_shard(self, name: str) -> LocalShard | RemoteShard:
+        """For reading slices; raises OSError, SafetensorError or ValueError for what is no shard."""
+        return LocalShard(self.root / name)
 
     def writable(self) -> bool:
         """False where it is certain that nothing can be written."""
@@ -141,7 +133,8 @@ class RemotePlace(Place):
             self.fs.rm(self._at(name), recursive=True)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        return json.loads(self.fs.cat_file(self._at(name))) if self.fs.exists(self._at(name)) else None
+        found = self.fs.cat_file(self._at(name)) if self.fs.exists(self._at(name)) else None
+        return None if found is None else parse_object(found, repr(f"{self.url.rstrip('/')}/{name}"))
 
     def write_json(self, name: str, content: dict[str, Any]) -> None:
         self.fs.pipe_file(self._at(name), encode(content).encode())
@@ -166,8 +159,8 @@ class RemotePlace(Place):
                 blocks.append(hashlib.sha256(block).digest())
         return digest(blocks)
 
-    def open_shard(self, name: str) -> Callable[[str, slice], Tensor]:
-        return RemoteShard(self.fs.open(self._at(name), "rb")).read
+    def open_shard(self, name: str) -> LocalShard | RemoteShard:
+        return RemoteShard(self.fs.open(self._at(name), "rb"))
 
     def writable(self) -> bool:
         return True

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
+
+from sparsekv.artifacts.checks import hashers
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 HASH_BLOCK = 1 << 24
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
+LONGEST_HEADER = 100_000_000
+"""What safetensors allows [bytes]."""
 
 
 class ShardWriter:
     """A safetensors file of tensors whose shapes are known before their contents, in the order they are given in.
 
     Pieces may come in any order and from any thread. Only a file all of whose pieces were written means anything; its
-    bytes depend on the tensors alone.
+    bytes depend on the tensors and `says`, the file's metadata, alone.
     """
 
-    def __init__(self, file: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]):
+    def __init__(self, file: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+                 says: dict[str, str] | None = None):
         self.file = file
         self._layout: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-        header, at = {}, 0
+        header: dict[str, Any] = {"__metadata__": says} if says else {}
+        at = 0
         for name, (dtype, shape) in tensors.items():
             size = math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
@@ -87,7 +92,7 @@ def checksum(file: Path) -> str:
     handle = os.open(file, os.O_RDONLY)
     try:
         starts = range(0, os.fstat(handle).st_size, HASH_BLOCK)
-        return digest(_hashers().map(lambda at: hashlib.sha256(os.pread(handle, HASH_BLOCK, at)).digest(), starts))
+        return digest(hashers().map(lambda at: hashlib.sha256(os.pread(handle, HASH_BLOCK, at)).digest(), starts))
     finally:
         os.close(handle)
 
@@ -97,26 +102,50 @@ def digest(blocks: Iterable[bytes]) -> str:
     return hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
-@functools.cache
-def _hashers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "sparsekv-hash")
+class LocalShard:
+    """The tensors of a file as views of its mapping: no byte is read before it is looked at. says: its metadata."""
+
+    def __init__(self, file: Path):
+        shard = safe_open(str(file), framework="pt")
+        self.says: dict[str, str] = shard.metadata() or {}
+        self._tensors = {name: shard.get_tensor(name) for name in shard.keys()}
+
+    def layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of a tensor; KeyError where there is none."""
+        return self._tensors[name].dtype, tuple(self._tensors[name].shape)
+
+    def read(self, name: str, span: slice) -> Tensor:
+        """A slice of a tensor's first axis."""
+        return self._tensors[name][span]
 
 
 class RemoteShard:
-    """Reads slices of a safetensors file through an fsspec file object, by byte ranges."""
+    """Reads slices of a safetensors file through an fsspec file object, by byte ranges. Raises ValueError for a header
+    that is none."""
 
     def __init__(self, handle: Any):
         self._handle = handle
         length = int.from_bytes(handle.read(8), "little")
+        if length > LONGEST_HEADER:
+            raise ValueError(f"its header is {length} bytes long")
         self._header = json.loads(handle.read(length))
+        if not isinstance(self._header, dict):
+            raise ValueError("its header is no JSON object")
+        self.says: dict[str, str] = self._header.pop("__metadata__", {})
         self._start = 8 + length
+
+    def layout(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """dtype and shape of a tensor; KeyError where there is none."""
+        return DTYPES[self._header[name]["dtype"]], tuple(self._header[name]["shape"])
 
     def read(self, name: str, span: slice) -> Tensor:
         """A slice of a tensor's first axis; only its bytes are fetched."""
         about = self._header[name]
-        dtype, shape = DTYPES[about["dtype"]], about["shape"]
+        dtype, shape, (begin, end) = DTYPES[about["dtype"]], about["shape"], about["data_offsets"]
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} has {end - begin} bytes for {shape}")
         first, last, _ = span.indices(shape[0])
         row = math.prod(shape[1:]) * dtype.itemsize
-        self._handle.seek(self._start + about["data_offsets"][0] + first * row)
+        self._handle.seek(self._start + begin + first * row)
         data = bytearray(self._handle.read((last - first) * row))
         return torch.frombuffer(data, dtype=dtype).reshape(last - first, *shape[1:])

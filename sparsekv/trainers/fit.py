@@ -9,6 +9,7 @@ other. An epoch is one block, which makes the end of every block a place to stop
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import pickle
@@ -17,7 +18,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,13 @@ import torch
 from lightning import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from sparsekv.disk import disk_error, placed
 from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.progress import progress
 from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
@@ -42,25 +47,28 @@ BLOCK = 200
 CHECKPOINT_BLOCKS = 5
 VALIDATIONS = 5
 """Validations in a run, evenly spaced; the last one at its end."""
+SHOWN_HEADS = 4
 EAGER_STEPS = 3
 """Steps on CUDA before the graph is recorded: libraries load and Triton compiles."""
 
 
 def fit(
     task: Task, *, steps: int, lr: float, output: Path, name: str, description: str, device: str, group: int = 0,
-    resume: bool = False, max_seconds: float | None = None, quiet: bool = False,
+    resume: bool = False, max_seconds: float | None = None, quiet: bool = False, heads: Sequence[str] = (),
 ) -> None:
     """Train `task` in place, on `device`; afterwards every head has the weights of its best validation.
 
     `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
     `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
-    says so. Raises Interrupted after SIGTERM or Ctrl-C, once the block is done and the checkpoint written.
+    says so. Raises Interrupted after SIGTERM or Ctrl-C, once the block is done and the checkpoint written; and
+    SparseKVError where a loss or a weight is no number any more, with the step, the `heads` (names of the KV heads) and
+    the last good checkpoint.
     """
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
     found = checkpoint if resume and checkpoint.is_file() else None
     if found:
         check_checkpoint(found)
-    heads = Heads(task, lr)
+    module = Heads(task, lr, name)
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
     every = max(1, blocks // VALIDATIONS)
@@ -79,38 +87,83 @@ def fit(
             accelerator="gpu" if device.startswith("cuda") else "cpu",
             devices=[torch.device(device).index or 0] if device.startswith("cuda") else 1,
             # one process of perhaps several: they share nothing, so Lightning must not look for the others
-            plugins=[LightningEnvironment()], num_nodes=1, use_distributed_sampler=False,
+            plugins=[LightningEnvironment(), WholeCheckpoints()], num_nodes=1, use_distributed_sampler=False,
             callbacks=callbacks, logger=False if quiet else Metrics(output / FILE, group),
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
         try:
-            trainer.fit(heads, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
+            trainer.fit(module, datamodule=Draws(task, steps, size), ckpt_path=found, weights_only=True)
         except SIGTERMException as error:
             stopped, interruption.received = interruption.received or signal.SIGTERM, None
             raise Interrupted(f"{description}: stopped at step {trainer.global_step} of {steps}, with a checkpoint; "
                               "the same command with --resume goes on from there", stopped) from error
-    heads.restore_best()
+        except Diverged as error:
+            raise SparseKVError(f"{description}: {error.what} at step {error.step} of {steps}"
+                                f"{_of_heads(error.rows, heads)}; {_good(checkpoint)}; train anew (--overwrite) with a "
+                                "lower --lr") from error
+    module.restore_best()
     task.to(device).eval().requires_grad_(False)
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises SparseKVError for what is no whole checkpoint of `fit`; no code in it is run."""
+    """Raises SparseKVError for what is no whole checkpoint of `fit`, or one of another part; no code in it is run.
+
+    Its bytes are compared with the CRC-32 that a file of torch holds of each of its records."""
     try:
-        found = set(torch.load(path, map_location="cpu", weights_only=True))
-        problem = None if {"state_dict", "best", "loops"} <= found else "it is none of a training"
-    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, pickle.UnpicklingError) as error:
+        with zipfile.ZipFile(path) as records:
+            flipped = records.testzip()
+        found = {} if flipped else torch.load(path, map_location="cpu", weights_only=True)
+        problem = (f"checksum of {flipped}" if flipped else
+                   "it is none of a training" if not {"state_dict", "best", "loops", "name"} <= set(found) else
+                   f"it is of {found['name']}" if found["name"] != path.stem else None)
+    except (OSError, EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, NotImplementedError,
+            UnicodeDecodeError, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
         problem = type(error).__name__
     if problem:
         raise SparseKVError(f"the checkpoint {str(path)!r} cannot be read; delete it, and the same command with "
                             f"--resume trains that part from its beginning ({problem})")
 
 
+class Diverged(Exception):
+    """A loss or weights that are no numbers any more. rows: of which heads, of as many as the losses have."""
+
+    def __init__(self, what: str, step: int, rows: list[int]):
+        super().__init__(what)
+        self.what, self.step, self.rows = what, step, rows
+
+
+def _of_heads(rows: list[int], names: Sequence[str]) -> str:
+    if not rows:
+        return ""
+    shown = [names[row] if row < len(names) else str(row) for row in rows[:SHOWN_HEADS]]
+    more = f" and {len(rows) - SHOWN_HEADS} more" if len(rows) > SHOWN_HEADS else ""
+    return f" in {'layer.head' if names else 'heads'} {', '.join(shown)}{more}"
+
+
+def _good(checkpoint: Path) -> str:
+    if not checkpoint.is_file():
+        return "no checkpoint was written before"
+    held = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    return f"the last good checkpoint is {str(checkpoint)!r}, of step {held['global_step']}"
+
+
+class WholeCheckpoints(TorchCheckpointIO):
+    """Checkpoints written beside their place and renamed; Lightning's own pass through the temporary folder."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        with placed(Path(path)) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # torch's word for a full disk
+                raise disk_error(OSError(errno.ENOSPC, "not all of it was taken"), path) from error
+
+
 class Heads(LightningModule):
     """A task, its optimisers, and every head's best weights."""
 
-    def __init__(self, task: Task, lr: float):
+    def __init__(self, task: Task, lr: float, part: str):
         super().__init__()
         self.automatic_optimization = False
-        self.task, self.lr = task, lr
+        self.task, self.lr, self.part = task, lr, part
         self.best: dict[str, Tensor] = {}
         self.best_error = torch.empty(0)
         self.validated = -1
@@ -152,9 +205,23 @@ class Heads(LightningModule):
             self._replay() if self.device.type == "cuda" else self._step()
         # Lightning counts the steps of the optimisers that it calls itself
         self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += count
-        means = {name: float(total) / count for name, total in self.sums.items()}
+        means = {name: float(total.mean()) / count for name, total in self.sums.items()}
         self._report({**means, "ms_per_step": 1000 * (time.perf_counter() - began) / count})
-        return self.sums["loss"] / count
+        self._check_numbers()
+        return self.sums["loss"].mean() / count
+
+    def _check_numbers(self) -> None:
+        """Raises Diverged; before the block's checkpoint is written."""
+        loss = self.sums["loss"].reshape(len(self.sums["loss"]), -1).sum(1)
+        rows = (~loss.isfinite()).nonzero().flatten().tolist()
+        if rows:
+            raise Diverged(f"the loss is {float(loss[rows[0]])}", self.global_step, rows)
+        heads = len(loss)
+        sums = torch.stack([p.detach().reshape(heads, -1).sum(1) for p in self.task.parameters()
+                            if len(p) % heads == 0])
+        rows = (~sums.isfinite()).any(0).nonzero().flatten().tolist()
+        if rows:
+            raise Diverged("weights are NaN or infinite", self.global_step, rows)
 
     def _report(self, metrics: dict[str, float]) -> None:
         if self.logger is not None:
@@ -189,8 +256,8 @@ class Heads(LightningModule):
         with torch.no_grad():
             for name, value in losses.items():
                 if name not in self.sums:
-                    self.sums[name] = torch.zeros((), device=self.device)
-                self.sums[name].add_(value.detach().float().mean())
+                    self.sums[name] = torch.zeros_like(value, dtype=torch.float32)
+                self.sums[name].add_(value.detach().float())
 
     def validation_step(self, _: Any) -> None:
         error = self.task.validate().float()
@@ -214,6 +281,7 @@ class Heads(LightningModule):
             self.task.load_state_dict(self.best)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["name"] = self.part
         checkpoint["best"] = {"weights": self.best, "error": self.best_error, "step": self.validated}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

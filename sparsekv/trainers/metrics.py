@@ -6,6 +6,8 @@ import csv
 import math
 from pathlib import Path
 
+from sparsekv.disk import placed
+
 FILE = "metrics.csv"
 
 
@@ -18,7 +20,7 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
 
 def write_metrics(path: Path, rows: list[dict[str, float]]) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with placed(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from sparsekv.config import SEEDS, option
 from sparsekv.errors import SparseKVError
 
 DEFAULT = "default"
+HIGHEST_RATE = 10.0
 R = TypeVar("R")
 
 
@@ -26,6 +28,8 @@ class TrainingOptions:
     seed: int = option(0, group="Run", help="Seed of every random choice.", **SEEDS)
     resume: bool = option(False, group="Run", help="Go on from the last checkpoint of an interrupted run in --output.")
     overwrite: bool = option(False, group="Run", help="Replace an existing artifact.")
+    verify: bool = option(False, group="Run", help="Compare the checksums of all shards of the capture first; without "
+                          "it of 2 GiB of them, drawn by the seed.")
     device: str = option("auto", group="Run", help="auto, cpu or cuda.")
     devices: int = option(1, group="Run", min=1, help="Processes on this machine, one GPU each; layers and heads are "
                           "dealt out [processes].")
@@ -59,6 +63,12 @@ def chosen(options: Any, recipes: Mapping[str, R]) -> R:
     if options.preset not in recipes:
         raise SparseKVError(f"unknown preset {options.preset!r}: expected one of {', '.join(recipes)}")
     given = {f.name: getattr(options, f.name, None) for f in fields(recipes[DEFAULT])}  # type: ignore[arg-type]
+    for name, value in given.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SparseKVError(f"--{name.replace('_', '-')} must be a finite number, found {value}")
+    lr = given.get("lr")
+    if lr is not None and not 0 < lr <= HIGHEST_RATE:
+        raise SparseKVError(f"--lr must be above 0 and up to {HIGHEST_RATE:g}, found {lr:g}")
     return replace(recipes[options.preset],  # type: ignore[type-var]
                    **{name: value for name, value in given.items() if value is not None})
 

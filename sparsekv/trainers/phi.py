@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,7 +103,14 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
                             f"tail of {window}; capture longer contexts")
-    run = Run("phi", config, recipe, store)
+    with Run("phi", config, recipe, store) as run:
+        return _train(run, config, recipe, store, train, validation)
+
+
+def _train(
+    run: Run, config: PhiConfig, recipe: PhiRecipe, store: CaptureStore, train: list[int], validation: list[int],
+) -> PhiArtifact:
+    sink, window = store.config["sink_size"], store.config["window_size"]
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue
@@ -122,6 +130,9 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
         card = {k.removeprefix("card."): v for k, v in tensors.items() if k.startswith("card.")}
         shift = by_case(card, "shift")
         gate = choose_gates(card) if recipe.calibrate else torch.ones_like(shift[:, 0])
+        if not gate.any():
+            print(f"warning: the maps of none of the {gate.numel()} heads lower the error on the held-out windows; "
+                  "completion is off in all of them; train longer, or with another --lr", file=sys.stderr)
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
         maps = Maps.from_named(tensors)

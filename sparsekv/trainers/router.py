@@ -104,7 +104,13 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     if keys < recipe.num_buckets:
         raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
                             "head; use fewer buckets or a larger capture")
-    run = Run("router", config, recipe, store)
+    with Run("router", config, recipe, store) as run:
+        return _train(run, config, recipe, store, train, validation)
+
+
+def _train(
+    run: Run, config: RouterConfig, recipe: RouterRecipe, store: CaptureStore, train: list[int], validation: list[int],
+) -> RouterArtifact:
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue

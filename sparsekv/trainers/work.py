@@ -7,6 +7,7 @@ heads it was dealt, and the first rank puts them together.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -14,15 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sparsekv.artifacts.checks import digest, said
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
+from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import SparseKVError
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.ranks import Ranks, join
@@ -33,10 +35,10 @@ from sparsekv.trainers.pool import Part
 from sparsekv.trainers.task import Task
 
 MARK = "training.json"
-FREE = ("capture", "preset", "output", "resume", "overwrite", "device", "devices", "max_time")
+FREE = ("capture", "preset", "output", "resume", "overwrite", "verify", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
-OWN = (CONFIG, TENSORS, f".{CONFIG}.tmp", f".{TENSORS}.tmp", MARK, FILE, "parts/*.safetensors", "parts/*.tmp",
-       "checkpoints/*.ckpt")
+OWN = (*(x for name in (CONFIG, TENSORS, MARK, FILE) for x in (name, f".{name}.tmp")), "parts/*.safetensors",
+       "parts/.*.tmp", "checkpoints/*.ckpt", "checkpoints/.*.tmp")
 
 
 def artifact_output(kind: str) -> OutputKind:
@@ -51,7 +53,8 @@ def artifact_output(kind: str) -> OutputKind:
 
 
 class Run:
-    """One training command. `groups` are the parts this rank trains, those of a group at once."""
+    """One training command, the only one that writes to its output until its block ends. `groups` are the parts this
+    rank trains, those of a group at once."""
 
     def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
         from sparsekv.hub import resolve_device
@@ -60,6 +63,11 @@ class Run:
         self.kind, self.output = kind, artifact_output(kind)
         self.ranks: Ranks = join(options.device, options.devices, 1)
         self.device = resolve_device(self.ranks.device(options.device))
+        chosen = {k: v for k, v in {**asdict(options), **asdict(recipe)}.items() if k not in FREE}
+        documents = [d["sha256"] for d in store.documents]
+        self._mark: dict[str, Any] = json.loads(json.dumps(
+            {"kind": kind, "options": chosen, "model": store.model, "documents": documents}))
+        self._held = contextlib.ExitStack()
         self.ranks.first_does(self._begin)
         self.pieces = pieces(len(store.layers), store.num_kv_heads, self.ranks.size)
         mine = self.parts()[self.ranks.rank::self.ranks.size]
@@ -72,11 +80,22 @@ class Run:
         return [Part(layer, a, size) for layer in self.store.layers for a in range(0, self.store.num_kv_heads, size)]
 
     def _begin(self) -> None:
-        """A new output folder, or the one of the run that is resumed."""
+        """A store that is sound, and a new output folder or the one of the run that is resumed."""
+        with contextlib.ExitStack() as held:
+            held.enter_context(only_writer(self.out))
+            self.store.check(self.options.verify, self.options.seed)
+            self._open_folder()
+            self._held = held.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._held.close()
+
+    def _open_folder(self) -> None:
         mark = self.out / MARK
-        options = {k: v for k, v in {**asdict(self.options), **asdict(self.recipe)}.items() if k not in FREE}
-        mine = self._mark = json.loads(json.dumps({"kind": self.kind, "options": options, "model": self.store.model,
-                                                   "documents": [d["sha256"] for d in self.store.documents]}))
+        mine = self._mark
         if self.options.resume and mark.is_file():
             theirs = read_marker(mark)
             if not {"model", "options", "documents"} <= set(theirs):
@@ -105,7 +124,7 @@ class Run:
     def start(self) -> None:
         """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
         if self.ranks.rank == 0 and not (self.out / MARK).is_file():
-            (self.out / MARK).write_text(json.dumps(self._mark, indent=1) + "\n", encoding="utf-8")
+            write_text(self.out / MARK, json.dumps(self._mark, indent=1) + "\n")
 
     def fit(self, task: Task, group: int, kind: str, description: str, steps: int, lr: float) -> None:
         """Train the task of a group of parts; it gets its share of what is left of --max-time."""
@@ -116,7 +135,8 @@ class Run:
             seconds = max(1.0, (self._ends - time.monotonic()) / (len(self.groups) - group))
         fit(task, steps=steps, lr=lr, output=self.out, name=f"{kind}-{self.groups[group][0].name}", group=group,
             description=description, device=self.device, resume=self.options.resume, max_seconds=seconds,
-            quiet=self.ranks.rank > 0)
+            quiet=self.ranks.rank > 0,
+            heads=[f"{part.layer}.{part.first + h}" for part in self.groups[group] for h in range(part.heads)])
 
     def finished(self, parts: list[Part]) -> bool:
         """Whether an earlier run has trained these."""
@@ -134,13 +154,31 @@ class Run:
             past.unlink(missing_ok=True)
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """A file of this run's own, written whole or not at all."""
-        write_tensors(self._file(name), {k: t.cpu() for k, t in tensors.items()})
+        """A file of this run's own, written whole or not at all, with its checksum."""
+        held = {k: t.cpu() for k, t in tensors.items()}
+        write_tensors(self._file(name), held, {"sha256": digest(self._whose(name), held)})
 
     def saved(self, name: str) -> dict[str, Tensor] | None:
         """What `save` wrote in the run that is resumed."""
+        return self._read(name, self.device) if self.options.resume and self._file(name).is_file() else None
+
+    def _whose(self, name: str) -> dict[str, Any]:
+        """What a part's checksum is over beside its tensors: name, kind, model and text."""
+        return {"part": name, **{k: self._mark[k] for k in ("kind", "model", "documents")}}
+
+    def _read(self, name: str, device: str = "cpu") -> dict[str, Tensor]:
         path = self._file(name)
-        return _read(path, self.device) if self.options.resume and path.is_file() else None
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                sha = (file.metadata() or {}).get("sha256")
+                tensors = {k: file.get_tensor(k) for k in file.keys()}
+            problem = None if sha == digest(self._whose(name), tensors) else "its checksum differs"
+        except (OSError, SafetensorError, ValueError) as error:
+            problem = said(error)
+        if problem:
+            raise SparseKVError(f"{str(path)!r} is damaged ({problem}); delete it, and the same command with --resume "
+                                "trains that part again")
+        return {k: t.to(device) for k, t in tensors.items()}
 
     def _file(self, name: str) -> Path:
         return self.out / "parts" / f"{name}.safetensors"
@@ -149,7 +187,7 @@ class Run:
         """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
         self.ranks.barrier()
         if self.ranks.rank == 0:
-            files = [_read(self._file(p.name)) for p in self.parts()]
+            files = [self._read(p.name) for p in self.parts()]
             layers = [files[i:i + self.pieces] for i in range(0, len(files), self.pieces)]
             assemble({k: torch.stack([torch.cat([f[k] for f in layer]) for layer in layers]) for k in files[0]})
             for folder in ("parts", "checkpoints"):
@@ -157,14 +195,6 @@ class Run:
             (self.out / MARK).unlink(missing_ok=True)
             self.output.done(self.out)
         self.ranks.barrier()
-
-
-def _read(path: Path, device: str = "cpu") -> dict[str, Tensor]:
-    try:
-        return load_file(str(path), device=device)
-    except SafetensorError as error:
-        raise SparseKVError(f"{str(path)!r} is damaged; delete it, and the same command with --resume trains that part "
-                            "again") from error
 
 
 def pieces(layers: int, heads: int, ranks: int) -> int:

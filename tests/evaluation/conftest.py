@@ -10,15 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    from tiny import VOCAB
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tiny import make_tokenizer
 
-    letters = ["<pad>", "\n", *(chr(c) for c in range(32, 32 + VOCAB - 3)), "<end>"]
-    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="session")

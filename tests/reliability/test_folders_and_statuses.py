@@ -153,7 +153,7 @@ def test_damaged_parts_of_an_interrupted_training_are_named(store, tmp_path) -> 
             train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4)
     part = next((tmp_path / "phi" / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-8])
-    with pytest.raises(SparseKVError, match=rf"{part.name}' is damaged; delete it"):
+    with pytest.raises(SparseKVError, match=rf"{part.name}' is damaged .*; delete it"):
         train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4, resume=True)
     (tmp_path / "phi" / "training.json").write_text("")
     with pytest.raises(SparseKVError, match=r"training.json' is damaged; delete that folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,9 @@ def test_damaged_settings_are_refused(tmp_path) -> None:
     path = written("settings", tmp_path)
     assert loaded("settings", path).layers == settings().layers
     good = json.loads(path.read_text())
+    path.write_text(json.dumps({**good, "sink_size": 5}))
+    refused("settings", path, "remove its line sha256 if the change is meant")
+    del good["sha256"]  # as a person who edits the file
     layers = [{"1": value} for value in (None, [], {}, {"budget": None}, {"budget": "x"}, {"budget": float("nan")}, {
         "budget": True}, {"budget": 0.1, "gate": 1}, {"budget": 0.1, "gate": [1, 1]}, {"budget": 0.1, "gate": [
             1, 1, "1", 1]}, {"budget": 0.1, "gate": [1, 1, 1, float("nan")]})]
@@ -326,3 +330,13 @@ def test_nesting_of_any_depth_is_a_sentence() -> None:
             text = f'{{"format_version": 2, "x": {opens * depth}1{closes * depth}}}'
             with pytest.raises(SparseKVError):
                 check_digest(parse_object(text, "it"), {}, "it")
+
+
+def test_a_forked_process_hashes_too() -> None:
+    """Threads that hash stay behind in the parent."""
+    tensors = {"a": torch.randn(3_000_000)}
+    want = digest({"format_version": 3}, tensors)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if digest({"format_version": 3}, tensors) == want else 1)
+    assert os.waitpid(child, 0)[1] == 0

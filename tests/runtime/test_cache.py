@@ -134,7 +134,7 @@ def held_bytes() -> int:
 
 @pytest.mark.parametrize("tokens", [
     120, pytest.param(800, marks=pytest.mark.slow),
-    pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+    pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
 def test_soak_memory_grows_by_keys_values_and_index_alone(tokens: int):
     model, ids = make_model(), prompt(64)
     router, phi = artifacts(model)

@@ -40,3 +40,15 @@ def make_model(family: str = "llama", **changes: Any):
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, length), generator=generator)
+
+
+def make_tokenizer():
+    """Of single characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = ["<pad>", "\n", *(chr(c) for c in range(32, 32 + VOCAB - 3)), "<end>"]
+    made = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")

@@ -16,6 +16,8 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
 from sparsekv.inspection import InspectConfig, inspect_path
+from sparsekv.store.manifest import MANIFEST, sealed
+from sparsekv.store.shard import checksum
 from sparsekv.trainers.fit import read_metrics
 from sparsekv.trainers.options import chosen
 from sparsekv.trainers.phi import RECIPES as PHIS
@@ -162,6 +164,11 @@ def test_nan_in_a_shard_is_named(tmp_path) -> None:
     assert last - first == 2 * 120 * 16 * 2  # bfloat16
     data[8 + size + first:8 + size + first + 2] = b"\xc0\x7f"
     shard.write_bytes(data)
+    with pytest.raises(SparseKVError, match=r"layer001\.safetensors: contents changed"):
+        train_phi(PhiConfig(capture=str(broken.path), output=str(tmp_path / "p"), max_steps=1))
+    manifest = {k: v for k, v in broken.manifest.items() if k != "sha256"}  # as if it had been captured like that
+    manifest["shards"]["doc00000/layer001.safetensors"]["sha256"] = checksum(shard)
+    (tmp_path / "s" / MANIFEST).write_text(json.dumps(sealed(manifest)))
     with pytest.raises(SparseKVError, match="layer 1 of document 0"):
         train_phi(PhiConfig(capture=str(broken.path), output=str(tmp_path / "p"), max_steps=1))
 

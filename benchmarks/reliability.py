@@ -1,0 +1,64 @@
+"""The attacks of tests/reliability in their long forms: `docs/results/reliability.json`, cases and passed by group.
+
+`python benchmarks/reliability.py [GROUP ...]`; without groups all but the soak, an hour on one core. Rows of groups
+that are not run stay as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path += [str(Path(__file__).resolve().parent.parent / "tests" / room) for room in (
+    "reliability", "capture", "trainers", "runtime")]
+
+import attacks
+from _pages import fill, take_over
+from _rows import RESULTS, row
+
+from sparsekv.runtime import decoding
+
+GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
+    "flipped bits, every format": lambda folder: attacks.flip_bits(folder, 1100),
+    "records with a fitting checksum": lambda folder: attacks.change_records(folder, 6000),
+    "safetensors headers": lambda folder: attacks.change_headers(folder, 1500),
+    "arguments of attach": lambda folder: attacks.attach_with_anything(1500),
+    "command lines": lambda folder: attacks.type_anything(folder, 800),
+    "numbers": lambda folder: attacks.decode_hard_numbers(400),
+    "kills at random moments": lambda folder: attacks.kill(folder, 60),
+}
+
+
+def main() -> None:
+    decoding.DENSE_BYTES = {}
+    for name in sys.argv[1:] or GROUPS:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            found = GROUPS[name](Path(folder))
+        for problem in found.failed:
+            print(f"{name}: {problem[:300]}")
+        seconds = round(time.perf_counter() - began)
+        take_over("reliability", [
+            row(name, "attacked", "cases", found.cases, "cases", seed=0, seconds=seconds),
+            row(name, "passed", "cases", found.cases - len(found.failed), "cases", seed=0, seconds=seconds)])
+        print(f"{name}: {found.cases - len(found.failed)} of {found.cases} passed, {seconds} s", flush=True)
+    table()
+
+
+def table() -> None:
+    """The page's table from all rows there are."""
+    rows = json.loads((RESULTS / "reliability.json").read_text())
+    passed = {r["case"]: int(r["value"]) for r in rows if r["method"] == "passed"}
+    lines = [f"| {r['case']} | {int(r['value']):,} | {passed[r['case']]:,} |"
+             for r in rows if r["method"] == "attacked"]
+    head = ["| attack | cases | passed |", "| --- | ---: | ---: |"]
+    fill(RESULTS.parent / "reliability.md", ["", *head, *lines, ""], "attacks")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""What a number among the arguments of `attach` may be; a selector's options, by the types of its fields."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from sparsekv.artifacts.checks import brief
+from sparsekv.core.selectors import Selector
+from sparsekv.errors import SparseKVError
+
+MOST = 2**31 - 1
+WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}
+
+
+def whole(name: str, value: Any, least: int = 0) -> None:
+    """Raises SparseKVError for anything but a whole number from `least` on."""
+    if type(value) is not int or not least <= value <= MOST:
+        raise SparseKVError(f"{name} must be a whole number from {least} to {MOST}, found {brief(value)}")
+
+
+def layer_numbers(value: Any) -> None:
+    """Raises SparseKVError for anything but layers by number."""
+    if isinstance(value, str) or not hasattr(value, "__iter__") or any(type(x) is not int for x in value):
+        raise SparseKVError(f"dense_layers must be layer numbers such as (0, 1), found {brief(value)}")
+
+
+def check_options(selector: Selector) -> None:
+    """Raises SparseKVError for an option that is not of its field's type, or out of the range that the field says."""
+    hints = get_type_hints(type(selector))
+    for field in fields(selector):
+        if not field.metadata:
+            continue
+        value, name = getattr(selector, field.name), f"{field.name} of selector {selector.name}"
+        kinds = get_args(hints[field.name]) or (hints[field.name],)
+        number = type(value) in (int, float)
+        if not (type(value) in kinds or (number and float in kinds) or (str in kinds and isinstance(value, Path))) or (
+                "\0" in str(value)):
+            raise SparseKVError(f"{name} must be {' or '.join(WORDS.get(k, k.__name__) for k in kinds)}, found "
+                                f"{brief(value)}")
+        about = field.metadata.get("typer", {})
+        low, high = about.get("min", 0), about.get("max", MOST)
+        if number and not low <= value <= high:
+            raise SparseKVError(f"{name} must be a number from {low} to {high}, found {brief(value)}")

@@ -1,0 +1,436 @@
+"""Attacks by seeded chance: flipped bits, records and headers that say something else, options, command lines,
+numbers, kills. Each returns how many cases it tried and which of them failed; `benchmarks/reliability.py` runs the long
+forms."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import io
+import json
+import math
+import os
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_families import captured
+from test_integrity import loaded, prefix_parts, written
+from test_training import sharp
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+from training_child import train
+
+from sparsekv.artifacts.checks import digest
+from sparsekv.artifacts.format import CONFIG, TENSORS
+from sparsekv.cli import COMMANDS, main
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.cells import read_cells
+from sparsekv.evaluation.diagnostics import Diagnostics
+from sparsekv.evaluation.requests import Request, load_requests, save_requests
+from sparsekv.runtime.attach import attach
+from sparsekv.runtime.settings import Settings
+from sparsekv.store.manifest import MANIFEST, sealed
+from sparsekv.store.store import CaptureStore, finished_document
+from sparsekv.trainers import work
+from sparsekv.trainers.fit import check_checkpoint
+
+CHILD = Path(__file__).with_name("killed_child.py")
+
+
+class Outcome(NamedTuple):
+    """How many cases, and a word on each that failed."""
+
+    cases: int
+    failed: list[str]
+
+
+class Target(NamedTuple):
+    """A file to damage, and a function that reads it and returns what it says."""
+
+    name: str
+    file: Path
+    read: Callable[[], Any]
+
+
+def targets(folder: Path) -> list[Target]:
+    """One sound file of every format, in a new folder."""
+    found = []
+    for kind in ("router", "phi"):
+        path = written(kind, folder)
+        for name in (CONFIG, TENSORS):
+            found.append(Target(f"{kind} {name}", path / name, lambda k=kind, p=path: _artifact(k, p)))
+    path = written("prefix", folder)
+    found.append(Target("prefix", path, lambda p=path: [t.clone() for x in loaded("prefix", p).layers
+                                                       for t in (x.keys, x.values, x.recent)]))
+    path = written("settings", folder)
+    found.append(Target("settings", path, lambda p=path: dataclasses.asdict(Settings.load(p))))
+    store = captured(sharp(), folder / "store", num_documents=2, context_length=96, queries_per_document=12)
+    place = Path(store.path)
+    found.append(Target("store manifest", place / MANIFEST, lambda: _opened(place)))
+    for name in ("doc00000/layer001.safetensors", "doc00001/rotary.safetensors"):
+        found.append(Target(f"store {name.rpartition('/')[2]}", place / name, lambda: _opened(place)))
+    found.append(Target("store document.json", place / "doc00000" / "document.json", lambda: finished_document(
+        store._place, 0) or _refuse()))
+    for method, kind, pattern in (("keep", "phi", "checkpoints/*"), ("finish", "phi", "parts/*"),
+                                  ("fit", "router", "parts/*")):
+        output = folder / f"{kind}-{method}"
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+            patch.setattr(work.Run, method, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+            with contextlib.suppress(KeyboardInterrupt):
+                train(kind, str(place), str(output), max_steps=5)
+        file = sorted(output.glob(pattern))[0]
+        found.append(Target(f"{kind} {file.parent.name}", file, lambda f=file, o=output, s=store: _resumed(f, o, s)))
+    return found
+
+
+def _artifact(kind: str, path: Path) -> Any:
+    made = loaded(kind, path)
+    config = {k: v for k, v in json.loads(json.dumps(dataclasses.asdict(made.config))).items()}
+    return [config, {k: t.clone() for k, t in load_file(path / TENSORS).items()}]
+
+
+def _opened(place: Path) -> Any:
+    store = CaptureStore.open(place)
+    store.check()
+    return [store.manifest, *(t.clone() for layer in store.layers for d in range(store.num_documents)
+                              for t in (store.read(layer, d).keys_rot(), store.read(layer, d).values))]
+
+
+def _resumed(file: Path, output: Path, store: CaptureStore) -> Any:
+    if file.suffix == ".ckpt":
+        check_checkpoint(file)
+        held = torch.load(file, map_location="cpu", weights_only=True)
+        return [{k: t.clone() for k, t in held["state_dict"].items()}, held["global_step"]]
+    run = work.Run.__new__(work.Run)
+    run.out, run._mark = output, json.loads((output / work.MARK).read_text())
+    return run._read(file.stem)
+
+
+def _refuse() -> None:
+    raise SparseKVError("not finished")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two things that were read say the same."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return isinstance(other, list | tuple) and len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def refused(work: Callable[[], Any]) -> tuple[str | None, Any]:
+    """What came of reading: a word where that was no sentence, and what was read."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return None, work()
+    except SparseKVError as error:
+        return (None if "\n" not in str(error) and 10 < len(str(error)) < 3000 else f"said {str(error)[:200]!r}"), None
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}", None
+
+
+def flip_bits(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Single bits, as many in every format: refused in one sentence, or nothing that is read is another."""
+    rng, failed, cases = random.Random(seed), [], 0
+    every = targets(folder)
+    for target in every:
+        sound, good = target.file.read_bytes(), target.read()
+        header = min(len(sound), 8 + int.from_bytes(sound[:8], "little")) if target.file.suffix == ".safetensors" else 0
+        for i in range(-(-count // len(every))):
+            bit = rng.randrange(8 * (header if header and i % 2 else len(sound)))
+            data = bytearray(sound)
+            data[bit // 8] ^= 1 << bit % 8
+            target.file.write_bytes(data)
+            problem, read = refused(target.read)
+            if problem or (read is not None and not same(read, good)):
+                failed.append(f"{target.name}, bit {bit}: {problem or 'read as something else'}")
+            cases += 1
+        target.file.write_bytes(sound)
+    return Outcome(cases, failed)
+
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 7, 2.5, -0.0, 1e308, -1e308, 5e-324, math.nan, math.inf, -math.inf, 10**400,
+    -10**30, 2**63, 2**31, "", "x", "0", "\0", "../../etc/passwd", "/etc/passwd", "é", "\ud800", "a" * 2_000, [],
+    [None], [[]], [0, 0], [1e9], {}, {"": {}}, {"0": None}, [[[[[[[[]]]]]]]])
+
+
+def mutated(rng: random.Random, record: Any) -> Any:
+    """A copy of a JSON value in which some places say something else, or are gone, or are doubled."""
+    record = copy.deepcopy(record)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        part = record
+        while True:
+            keys = list(part) if isinstance(part, dict) else range(len(part))
+            if not keys:
+                break
+            key = rng.choice(list(keys))
+            if isinstance(part[key], dict | list) and part[key] and rng.random() < 0.7:
+                part = part[key]
+                continue
+            what = rng.random()
+            if what < 0.2:
+                del part[key]
+            elif what < 0.3 and isinstance(part, dict):
+                part[f"{key}{rng.choice('x 0')}"] = part.pop(key)
+            elif what < 0.4 and type(part[key]) in (int, float) and not isinstance(part[key], bool):
+                part[key] = rng.choice((-part[key], part[key] + 1, part[key] * 10**30, str(part[key])))
+            else:
+                part[key] = copy.deepcopy(rng.choice(HOSTILE))
+            break
+    return record
+
+
+def change_records(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Records that say something else, with a checksum that fits them: refused in one sentence, or loaded."""
+    rng, failed, cases = random.Random(seed), [], 0
+    (folder / "records").mkdir()
+    every = {t.name: t for t in targets(folder / "records")}
+    router, settings = every["router config.json"], every["settings"]
+    phi, manifest, document = every["phi config.json"], every["store manifest"], every["store document.json"]
+    prefix = every["prefix"].file
+    meta, tensors = prefix_parts(prefix)
+    requests = folder / "requests.jsonl"
+    save_requests(requests, [Request("needle", 128, 0, "a", ["b"], "first_number", 4, [])], {})
+    cells = folder / "cells.jsonl"
+    cells.write_text('{"format": "sparsekv-sweep", "format_version": 1, "origin": {}}\n{"case": "a", "indices": [0]}\n')
+    tables = folder / "diagnostics.json"
+    tables.write_text(json.dumps({"format": "sparsekv-diagnostics", "format_version": 1, "errors": {"topk": [[0.1]]}}))
+
+    def artifact(target: Target, path: Path) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
+        held = load_file(path / TENSORS)
+        good = {k: v for k, v in json.loads(target.file.read_text()).items() if k != "sha256"}
+        return good, lambda new: target.file.write_text(json.dumps({**new, "sha256": digest(new, held)})), target.read
+
+    def plain(file: Path, read: Callable[[], Any], seal: bool = False, line: int | None = None) -> Any:
+        lines = file.read_text().split("\n")
+        good = json.loads(file.read_text() if line is None else lines[line])
+        good.pop("sha256", None)
+
+        def put(new: Any) -> None:
+            text = json.dumps(sealed(new) if seal else new)
+            file.write_text(text if line is None else "\n".join([*lines[:line], text, *lines[line + 1:]]))
+
+        return good, put, read
+
+    def put_prefix(new: Any) -> None:
+        save_file(tensors, prefix, {"sparsekv": json.dumps({**new, "sha256": digest(new, tensors)})})
+
+    groups = [artifact(router, router.file.parent), artifact(phi, phi.file.parent),
+              (meta, put_prefix, every["prefix"].read), plain(settings.file, settings.read),
+              plain(manifest.file, manifest.read, seal=True), plain(document.file, document.read, seal=True),
+              plain(requests, lambda: load_requests(requests), line=0),
+              plain(requests, lambda: load_requests(requests), line=1), plain(cells, lambda: read_cells(cells), line=0),
+              plain(tables, lambda: Diagnostics.load(tables))]
+    for good, put, read in groups:
+        for _ in range(-(-count // len(groups))):
+            new = mutated(rng, good)
+            try:
+                put(new)
+            except (ValueError, TypeError, OverflowError):  # a record that cannot be written at all
+                continue
+            problem, _ = refused(read)
+            if problem:
+                failed.append(f"{json.dumps(new)[:300]}: {problem}")
+            cases += 1
+        put(good)
+    return Outcome(cases, failed)
+
+
+def change_headers(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Headers of safetensors files that promise other lengths, offsets, shapes and dtypes, and bytes by chance."""
+    rng, failed, cases = random.Random(seed), [], 0
+    every = [t for t in targets(folder) if t.file.suffix == ".safetensors" or t.name == "prefix"]
+    for target in every:
+        sound, good = target.file.read_bytes(), target.read()
+        size = int.from_bytes(sound[:8], "little")
+        header, body = json.loads(sound[8:8 + size]), sound[8 + size:]
+        for i in range(-(-count // len(every))):
+            if i % 4 == 0:
+                lengths = (0, 1, size - 1, size + 1, len(sound), 2**31, 2**40, 2**63, 2**64 - 1)
+                data = struct.pack("<Q", rng.choice(lengths)) + sound[8:]
+            elif i % 4 == 1:
+                data = bytearray(sound)
+                for _ in range(rng.randrange(1, 30)):
+                    data[rng.randrange(8 + size)] = rng.randrange(256)
+            else:
+                text = json.dumps(mutated(rng, header)).encode("utf-8", "surrogatepass")
+                data = struct.pack("<Q", len(text)) + text + body
+            target.file.write_bytes(data)
+            problem, read = refused(target.read)
+            if problem or (read is not None and not same(read, good)):
+                failed.append(f"{target.name}: {problem or 'read as something else'}")
+            cases += 1
+        target.file.write_bytes(sound)
+    return Outcome(cases, failed)
+
+
+def attach_with_anything(count: int, seed: int = 0) -> Outcome:
+    """Arguments of attach: refused in one sentence, or the text is made."""
+    rng, failed = random.Random(seed), []
+    model = make_model()
+    router, phi = artifacts(model)
+    names = {"token_budget", "completion", "sink_size", "window_size", "decode_window", "dense_layers", "dense_below",
+             "placement", "router", "phi", "settings"}
+    usual = {"token_budget": (8, 0.1, 1, 0.0, 1.0, None), "completion": ("none", "centroid", "phi", None),
+             "sink_size": (0, 4, 500), "window_size": (0, 16, 500), "decode_window": (1, 4, 1024), "router": (router,),
+             "dense_layers": ((), (0,), (-1, 1), [0, 1, 2]), "dense_below": (0, 10, None), "phi": (phi, None),
+             "placement": ("gpu", "cpu", "offload"), "settings": (None,)}
+    for _ in range(count):
+        name = rng.choice(sorted(SELECTORS))
+        given: dict[str, Any] = {"selector": name, "token_budget": 8}
+        if SELECTORS[name].artifact_kind == "router":
+            given["router"] = router
+        options = sorted(names | set(SELECTORS[name].option_names()))
+        for option in rng.sample(options, rng.randrange(1, 4)):
+            given[option] = rng.choice(usual[option]) if option in usual and rng.random() < 0.6 else rng.choice(HOSTILE)
+        for option, value in given.items():  # what costs memory and time is no attack on the checks
+            if type(value) is int and 10_000 < value < 2**31:
+                given[option] = 10_000
+        asked = prompt(rng.choice((1, 2, 30, 70)))
+
+        def generate(given: dict[str, Any] = given, asked: torch.Tensor = asked) -> Any:
+            with attach(model, **given):
+                out = model.generate(asked, max_new_tokens=3, do_sample=False)
+            assert out.shape[1] == asked.shape[1] + 3
+            return out
+
+        problem, _ = refused(generate)
+        if problem:
+            failed.append(f"{ {k: repr(v)[:40] for k, v in given.items()} } on {asked.shape[1]} tokens: {problem}")
+        if model.config._attn_implementation == "sparsekv" or "generate" in model.__dict__:
+            failed.append(f"{given}: the model is not as before")
+            break
+    return Outcome(count, failed)
+
+
+WORDS = ("", " ", "0", "1", "-1", "2.5", "nan", "inf", "-inf", "1e400", "1e-45", "1e30", "9" * 30, "x", "auto", "true",
+         "None", "{}", "[1]", "{", "../x", "/", "/dev/null", "/proc/1", "a,b", ",", "0-3,8", "é\u202e", "\udcff",
+         "a" * 5000, "memory://", "nope://x", "router", "streaming:x=1", "topk:alpha=nan")
+
+
+def type_anything(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Command lines: one sentence on standard error and status 1 or 2; no model is there to be loaded."""
+    rng, failed = random.Random(seed), []
+    store = captured(sharp(), folder / "store", num_documents=2, context_length=96, queries_per_document=12)
+    artifact = written("router", folder)
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        for _ in range(count):
+            command = rng.choice(sorted(COMMANDS))
+            row = COMMANDS[command]
+            words = command.split()
+            for field in dataclasses.fields(getattr(importlib.import_module(row.module), row.config)):
+                flag = f"--{field.name.replace('_', '-')}"
+                needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+                if not needed and field.name != "model" and rng.random() < 0.75:
+                    continue
+                value = rng.choice(WORDS)
+                if rng.random() < 0.5:
+                    value = {"capture": str(store.path), "output": f"out{rng.randrange(4)}", "model": "/nonexistent",
+                             "router": str(artifact), "path": str(artifact)}.get(field.name, value)
+                if field.name in ("model", "corpus") and not value.startswith(("/", ".")):
+                    value = f"/nonexistent/{value[:20]}"  # a name would be asked for on the network
+                if field.name in ("output", "save_results", "save_requests") and "/" in value and ":" not in value:
+                    value = "out"
+                if field.metadata["typer"].get("argument"):
+                    words.append(value)
+                elif str(field.type).startswith("bool"):
+                    words.append(flag)
+                else:
+                    words += [flag, value]
+            if command == "train-phi":
+                words += ["--max-steps", "1"]
+            if command == "train-router":
+                words += ["--num-buckets", "3", "--max-steps", "1"]
+            failed += _typed(words)
+    finally:
+        os.chdir(here)
+    return Outcome(count, failed)
+
+
+def _typed(words: list[str]) -> list[str]:
+    shown, before = io.StringIO(), sys.argv
+    sys.argv = ["sparsekv", *words]
+    try:
+        with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(io.StringIO()):
+            main()
+        status: Any = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+    except BaseException as error:
+        return [f"{words}: {type(error).__name__}: {error}"]
+    finally:
+        sys.argv = before
+    said = shown.getvalue()
+    silent = status and not said.strip()
+    if status not in (0, 1, 2) or "Traceback" in said or "--debug for the traceback" in said or silent:
+        return [f"{words}: status {status}, {' '.join(said.split())[-300:]}"]
+    return []
+
+
+def decode_hard_numbers(count: int, seed: int = 0) -> Outcome:
+    """Weights scaled to nothing and to overflow, equal keys, huge keys: finite logits, or those of full attention."""
+    rng, failed = random.Random(seed), []
+    router, phi = artifacts(make_model())
+    router.config.model["weights"] = phi.config.model["weights"] = "any"
+    for case in range(count):
+        model = copy.deepcopy(make_model())
+        scale, part = rng.choice((0.0, 1e-30, 1e-4, 1.0, 30.0, 1e3, 1e6)), rng.choice(("q_proj", "k_proj", "v_proj"))
+        with torch.no_grad():
+            for layer in model.model.layers:
+                getattr(layer.self_attn, part).weight.mul_(scale)
+        name = rng.choice(sorted(SELECTORS))
+        given: dict[str, Any] = {"selector": name, "token_budget": rng.choice((1, 8, 0.2, 1.0)), "phi": rng.choice((
+            None, phi)), "sink_size": rng.choice((0, 4)), "window_size": rng.choice((0, 16)), "decode_window": 2}
+        if name == "router":
+            given["router"] = router
+        asked = prompt(rng.choice((3, 40, 90)), seed=case)
+        if rng.random() < 0.3:
+            asked = asked[:, :1].expand(-1, asked.shape[1]).contiguous()
+        for artifact in (router, phi):
+            artifact.check = lambda _: None  # type: ignore[method-assign]
+        plain = model(asked).logits.isfinite().all()
+
+        def run(model: Any = model, given: dict[str, Any] = given, asked: torch.Tensor = asked) -> Any:
+            with torch.no_grad(), attach(model, **given) as attachment:
+                cache, got = attachment.prefill(asked), []
+                for token in (5, 6, 7, 8):
+                    got.append(model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits)
+            return torch.cat(got)
+
+        problem, logits = refused(run)
+        if problem or (logits is not None and plain and not logits.isfinite().all()):
+            failed.append(f"{part} times {scale}, {name}, {asked.shape[1]} tokens, phi {given['phi'] is not None}, "
+                          f"budget {given['token_budget']}: {problem or 'logits are not finite'}")
+    return Outcome(count, failed)
+
+
+def kill(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Captures, trainings and evaluations killed at random moments and started again until they end: what they made is
+    that of one that was not killed."""
+    failed, cases = [], 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    for kind in ("capture", "phi", "router", "eval"):
+        (folder / kind).mkdir(parents=True)
+        done = subprocess.run([sys.executable, str(CHILD), kind, str(folder / kind), str(-(-count // 4)), str(seed)],
+                              capture_output=True, text=True, env=environment)
+        cases += -(-count // 4)
+        if done.returncode or not done.stdout.strip().endswith("kills survived"):
+            failed.append(f"{kind}: {done.stdout[-300:]}{done.stderr[-1000:]}")
+    return Outcome(cases, failed)
