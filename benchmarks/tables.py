@@ -34,9 +34,6 @@ def decode() -> str:
     def cell(case: str, method: str, digits: int = 1) -> str:
         return f"{values[case, method]:.{digits}f}" if (case, method) in values else "–"
 
-    def cases(prefix: str) -> list[str]:
-        return [c for c in dict.fromkeys(r["case"] for r in rows) if c.startswith(prefix)]
-
     steps = [c for c in dict.fromkeys(r["case"] for r in rows) if c[0].isdigit()]
     origin = rows[0]
     layer = [r for r in rows if r["case"] == "layer-128k"]
@@ -50,15 +47,39 @@ def decode() -> str:
         "32 buckets, whole; the ratio is of `sparse` to the fastest dense peer.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
-        "## One token of an 8B-shaped model\n\n32 layers, random weights, layer 0 dense, everything in one CUDA graph; "
-        "milliseconds a token.\n\n" + markdown(
-            ["length", "dense (cuDNN)", "sparse", "mean_key", "faster"],
-            [[c.removeprefix("e2e-"), *(cell(c, m, 2) for m in ("dense", "sparse", "sparse_mean_key")),
-              f"{values[c, 'dense'] / values[c, 'sparse']:.2f} ×"] for c in cases("e2e-")]) + "\n",
         "## What a prefill of 128k tokens adds, one layer\n\n" + markdown(
             ["operation", "milliseconds"], [[r["method"], f"{r['value']:.2f}"] for r in layer]) + "\n",
     ]
     return "\n".join(parts)
+
+
+def generate() -> str:
+    """Milliseconds a token by case and method, and what is paid before."""
+    rows = load("generate")
+    values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
+    cases, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("case", "method"))
+    dense = [m for m in methods if not m.startswith("router")]
+
+    def faster(case: str, method: str) -> str:
+        peers = [values[case, m, "loop_ms"] for m in dense if (case, m, "loop_ms") in values]
+        return f"{min(peers) / values[case, method, 'loop_ms']:.2f} ×" if (case, method, "loop_ms") in values else "–"
+
+    def cell(*key: str) -> str:
+        return f"{values[key]:.2f}" if key in values else "–"
+
+    metrics = ("loop_ms", "generate_ms", "first_s", "index_s", "capture_ms", "peak_gb")
+    return "\n".join([
+        f"# A token in a user's hands\n\n{rows[0]['machine']}; `{rows[0]['command']}` at {rows[0]['commit']}. Models "
+        "with random weights, bf16. `loop_ms`: milliseconds a token by `attachment.generate` (transformers: a plain "
+        "loop); `generate_ms`: by `model.generate`; both the median of the last 96 of 400 tokens (transformers: 24 of "
+        "48). `first_s`: the tokens before, with index, compilation and capture; `index_s`: index and estimates alone; "
+        "`capture_ms`: mean of the captures, the compiler's run in the first; the ratio is of `loop_ms` to the fastest "
+        "method with full attention.\n",
+        *(f"## {case}" + (f"\n\nPrefill {values[case, 'dense', 'prefill_s']:.2f} s."
+                          if (case, "dense", "prefill_s") in values else "") + "\n\n" + markdown(
+              ["method", *metrics, "faster"], [[m, *(cell(case, m, x) for x in metrics), faster(case, m)]
+                                               for m in methods if (case, m, "loop_ms") in values]) + "\n"
+          for case in cases)])
 
 
 def decode_figure() -> None:
@@ -257,7 +278,7 @@ def _ratio(value: float | None) -> str:
 
 if __name__ == "__main__":
     decode_figure()
-    for name, draw in (("decode", decode), ("training", training), ("partitions", partitions),
+    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("partitions", partitions),
                        ("router_lengths", router_lengths)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")
