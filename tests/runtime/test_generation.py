@@ -152,9 +152,9 @@ BAD = [
     ({"selector": "streaming", "completion": "phi"}, "needs trained feature maps"),
     ({"selector": "streaming", "completion": "magic"}, "unknown completion"),
     ({"selector": "streaming", "probes": 3}, "no option 'probes'"),
-    ({"selector": "streaming", "sink_size": -1}, "must not be negative"),
-    ({"selector": "streaming", "dense_below": -1}, "must not be negative"),
-    ({"selector": "streaming", "decode_window": 0}, "at least 1 token"),
+    ({"selector": "streaming", "sink_size": -1}, "must be a whole number from 0"),
+    ({"selector": "streaming", "dense_below": -1}, "must be a whole number from 0"),
+    ({"selector": "streaming", "decode_window": 0}, "must be a whole number from 1"),
     ({"selector": "streaming", "dense_layers": [7]}, "names layer 7"),
     ({"selector": "streaming", "placement": "disk"}, "unknown placement"),
 ]
