@@ -47,6 +47,7 @@ MOST_NEW = 4096
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
                           "logits_to_keep"})
 _SEATS: weakref.WeakKeyDictionary[nn.Module, Seat] = weakref.WeakKeyDictionary()
+_SEATING = threading.Lock()
 
 
 def attach(
@@ -114,18 +115,28 @@ class Attachment:
     def __enter__(self) -> Attachment:
         if self._entered:
             raise SparseKVError("this attachment is in use already; call attach again for another")
-        seat = _SEATS.get(self.model)
-        if seat is None:
-            seat = _SEATS[self.model] = Seat(self.model, self.modules)
-        seat.enter(self)
+        with _SEATING:
+            seat = _SEATS.get(self.model)
+            if seat is None:
+                seat = _SEATS[self.model] = Seat(self.model, self.modules)
+            seat.enter(self)
         self._entered = True
         return self
 
     def __exit__(self, *_: Any) -> None:
-        _SEATS[self.model].leave(self)
+        with _SEATING:
+            self._seat.leave(self)
         self._entered = False
         self._seen.clear()
         self._mask = None
+
+    @property
+    def _seat(self) -> Seat:
+        seat = _SEATS.get(self.model) if self._entered else None
+        if seat is None:
+            raise SparseKVError("this attachment is not in use: enter it first, `with sparsekv.attach(...) as "
+                                "attachment:`")
+        return seat
 
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
@@ -146,7 +157,7 @@ class Attachment:
                 cache: SparseCache | None = None) -> SparseCache:
         """Run the prompt densely, in chunks of `chunk_size` tokens, and return its cache; the last token included."""
         cache = self.cache() if cache is None else cache
-        with _SEATS[self.model].lock:
+        with self._seat.lock:
             return self._prefill(input_ids, attention_mask, chunk_size, cache)
 
     def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
@@ -193,7 +204,7 @@ class Attachment:
 
     def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
-        with _SEATS[self.model].lock:
+        with self._seat.lock:
             logits = self._replayed(token, mask, place, cache)
             return self._logits(token, mask, place, cache) if logits is None else logits
 
@@ -208,7 +219,7 @@ class Attachment:
             return replay.step(token, place)
         except Exception as error:  # whatever the model, the compiler or the driver raises
             reason = f"its step failed: {first_line(error)}"
-            cache.replay, _SEATS[self.model].layers.failed = None, reason
+            cache.replay, self._seat.layers.failed = None, reason
             warnings.warn(f"{type(self.model).__name__} decodes without CUDA graphs, {reason}", stacklevel=2)
             return None
 
@@ -234,7 +245,7 @@ class Attachment:
                     self._ropes[key] = find_layout(module, tables[0][0], tables[1][0], module.head_dim)
                 rope = self._ropes[key]
                 if rope is not None:
-                    table = cache.rope.setdefault(key, GrowingRope(rope.layout))
+                    table = cache.rope.setdefault(key, GrowingRope(rope.layout, cache.reserve))
                     table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
 
     def give_cache(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,7 +284,7 @@ class Attachment:
 
     def _replay_of(self, cache: SparseCache, mask: Tensor | None) -> Replay | None:
         """The step of this cache, captured or about to be; None where this one is taken as it is."""
-        seat = _SEATS[self.model]
+        seat = self._seat
         first: Any = cache.layers[0]
         wanted = first.keys is not None and (first.keys.is_cuda if self.replays is None else self.replays)
         if not wanted or self.compares or self._prefilling or torch.is_grad_enabled():
@@ -304,7 +315,8 @@ class Attachment:
             starts = self._starts(mask, first.keys.shape[0], first.keys.device)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
             self.decoding.short_until(first.keys))
-        ropes = {key: (table, how) for key, table in cache.rope.items() if (how := self._ropes.get(key)) is not None}
+        ropes = {key: (table, how) for key, table in cache.rope.items()
+                 if table.length == length and (how := self._ropes.get(key)) is not None}
         cache.replay = Replay(seat.forward, seat.layers, cache, states, starts, self.counters, ropes, until, self)
         return cache.replay if cache.replay.fits(cache) else None
 
@@ -488,12 +500,13 @@ class Seat:
             if not self.attachments:
                 while self._undo:
                     self._undo.pop()()
+                _SEATS.pop(self.model, None)
 
     def _take(self) -> None:
         model = self.model
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, flash_attention_mask)
-        self._own_forward, self.layers.everything = model.forward, list(model.modules())
+        self._own_forward = model.forward
         handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
         handles.append(model.register_forward_pre_hook(self._give_cache, with_kwargs=True))
         self.hooks = frozenset(h.id for h in handles)

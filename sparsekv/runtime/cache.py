@@ -42,6 +42,11 @@ class GrowingRope(RopeTable):
             store.append(new.expand(max(held, batch), -1, -1).float())
 
     @property
+    def length(self) -> int:
+        """Tokens it has tables of."""
+        return self.cos.length
+
+    @property
     def room(self) -> int:
         """How many tokens there is room for."""
         return min(self.cos.room, self.sin.room)

@@ -14,8 +14,10 @@ import gc
 import threading
 import time
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,17 +73,26 @@ class Passing:
         return self.length
 
 
+@dataclass
+class Earned:
+    """What outlives an attachment: how much a model has decoded, and its layers' forward once that is compiled."""
+
+    steps: int = 0
+    compiled: dict[type, Any] | None = None
+
+
+_EARNED: weakref.WeakKeyDictionary[nn.Module, Earned] = weakref.WeakKeyDictionary()
+
+
 class Layers:
     """The decoder layers of a model, and their forward compiled: one program for all layers that are alike."""
 
     def __init__(self, model: nn.Module, modules: dict[int, Any]):
+        self.earned = _EARNED.setdefault(model, Earned())
         self.modules = [modules[i] for i in sorted(modules)]
         names = {m: name for name, m in model.named_modules()}
         self.decoders: list[Any] = [model.get_submodule(names[m].rpartition(".")[0]) for m in self.modules]
         self.everything = list(model.modules())
-        self.compiled: dict[type, Any] | None = None
-        self.steps = 0
-        """Replayed so far."""
         self.failed: str | None = None
         """Why a step could not be taken or captured."""
         self.first_of_kind: dict[Any, tuple[Any]] = {}
@@ -95,12 +106,12 @@ class Layers:
     @property
     def left(self) -> int | None:
         """Steps until the layers are compiled; None once they were."""
-        return None if self.compiled is not None else max(0, COMPILE_AFTER - self.steps)
+        return None if self.earned.compiled is not None else max(0, COMPILE_AFTER - self.earned.steps)
 
     def compile(self) -> None:
         """Once they have earned it; nothing is traced before it runs."""
         if self.left == 0:
-            self.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False, options=COMPILER)
+            self.earned.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False, options=COMPILER)
                              for kind in {type(d) for d in self.decoders}}
 
     @contextlib.contextmanager
@@ -119,7 +130,7 @@ class Layers:
                 # a number of its own would compile every layer anew
                 module.layer_idx, module._forward_pre_hooks = 0, OrderedDict()
             for decoder in self.decoders:
-                compiled = (self.compiled or {}).get(type(decoder))
+                compiled = (self.earned.compiled or {}).get(type(decoder))
                 if compiled is not None:
                     decoder.__dict__["forward"] = functools.partial(compiled, decoder)
             yield
@@ -196,7 +207,7 @@ class Replay:
             layer.grown_to(self.length)
         for rope, _ in self.ropes.values():
             rope.grown_to(self.length)
-        self.layers.steps += 1
+        self.layers.earned.steps += 1
         self.counters.replayed(len(self.ids), self.sparse, self.dense)
         assert self.logits is not None
         return self.logits
@@ -234,12 +245,12 @@ class Replay:
 
     def _tried(self) -> Tensor:
         """A pass; with the layers as they are where they do not compile."""
-        if not self.layers.compiled:
+        if not self.layers.earned.compiled:
             return self._pass()
         try:
             return self._pass()
         except Exception as error:  # whatever the compiler raises
-            self.layers.compiled = {}
+            self.layers.earned.compiled = {}
             answer = self._pass()
             warnings.warn(f"the model's layers could not be compiled and decode slower: {first_line(error)}",
                           stacklevel=2)
@@ -282,8 +293,8 @@ class Replay:
         view = state.view.fork()
         view.keys, view.values = self.stores[view.layer_idx].whole
         view.regions = view.regions.grown(view.keys.shape[2])
-        if isinstance(view.rope, GrowingRope):
-            view.rope = view.rope.whole()
+        if any(view.rope is table for table, _ in self.ropes.values()):
+            view.rope = view.rope.whole()  # type: ignore[union-attr]
         return view
 
     def _write_tables(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:

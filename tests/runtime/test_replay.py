@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -221,6 +223,37 @@ def test_a_step_that_fails_is_told_once_and_taken_as_it_is(model, monkeypatch: p
     assert len(told) == 1 and report["replayed_steps"] == 0 and "division" in report["not_replayed"]
     close(found, wanted)
     assert state_of(model) == before
+
+
+@torch.no_grad()
+def test_a_cache_filled_by_hand_decodes_alike(model) -> None:
+    ids, found = ids_on(model, 130), []
+    with attached(model, False, "topk") as attachment:
+        filled = attachment.prefill(ids[:, :100])
+    for replays in (False, True):
+        with attached(model, replays, "topk") as attachment:
+            cache = attachment.cache()
+            for new, old in zip(cache.layers, filled.layers, strict=True):
+                new.update(old.keys.clone(), old.values.clone())
+            found.append(torch.cat([
+                model(input_ids=ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits
+                for t in range(100, 130)], 1))
+    close(found[1], found[0])
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = copy.deepcopy(make_model())
+    with attached(model, True, "router") as attachment:
+        attachment.generate(prompt(90), max_new_tokens=6)
+    gone = weakref.ref(model)
+    del model, attachment
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_attachment_is_entered_first() -> None:
+    with pytest.raises(SparseKVError, match="enter it first"):
+        attached(make_model(), True, "router").prefill(prompt(20))
 
 
 def test_a_second_thread_is_refused_and_may_share(model) -> None:
