@@ -31,6 +31,9 @@ class Ranks:
     def barrier(self) -> None:
         """Wait for all."""
 
+    def stop_others(self) -> None:
+        """This process goes no further: those that it started are told to stop, too."""
+
     def mine(self, count: int) -> list[int]:
         """The documents of this rank."""
         return list(range(self.rank, count, self.size))
@@ -85,6 +88,11 @@ class FabricRanks(Ranks):
         for rank, found in enumerate(problems):
             if found is not None:
                 raise SparseKVError(f"process {rank}: {found}")
+
+    def stop_others(self) -> None:
+        for child in getattr(self.fabric.strategy.launcher, "procs", ()):
+            if child.poll() is None:
+                child.terminate()
 
     def barrier(self) -> None:
         try:

@@ -148,7 +148,6 @@ def _selector(
     if made.artifact_kind == "router" and router is not None:
         made.artifact = router  # type: ignore[attr-defined]
     check_options(made)
-    made.validate()
     return made
 
 

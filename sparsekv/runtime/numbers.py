@@ -27,19 +27,21 @@ def layer_numbers(value: Any) -> None:
 
 
 def check_options(selector: Selector) -> None:
-    """Raises SparseKVError for an option that is not of its field's type, or out of the range that the field says."""
-    hints = get_type_hints(type(selector))
-    for field in fields(selector):
-        if not field.metadata:
-            continue
-        value, name = getattr(selector, field.name), f"{field.name} of selector {selector.name}"
+    """Raises SparseKVError for an option that is not of its field's type, that the selector refuses, or that is out of
+    the range that the field says."""
+    hints, options = get_type_hints(type(selector)), [f for f in fields(selector) if f.metadata]
+    for field in options:
+        value = getattr(selector, field.name)
         kinds = get_args(hints[field.name]) or (hints[field.name],)
         number = type(value) in (int, float)
-        if not (type(value) in kinds or (number and float in kinds) or (str in kinds and isinstance(value, Path))) or (
-                "\0" in str(value)):
-            raise SparseKVError(f"{name} must be {' or '.join(WORDS.get(k, k.__name__) for k in kinds)}, found "
-                                f"{brief(value)}")
-        about = field.metadata.get("typer", {})
+        fits = type(value) in kinds or (number and float in kinds) or (str in kinds and isinstance(value, Path))
+        if not fits or (number and not abs(value) <= MOST) or "\0" in str(value):
+            expected = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
+            raise SparseKVError(f"{field.name} of selector {selector.name} must be {expected}, found {brief(value)}")
+    selector.validate()
+    for field in options:
+        value, about = getattr(selector, field.name), field.metadata.get("typer", {})
         low, high = about.get("min", 0), about.get("max", MOST)
-        if number and not low <= value <= high:
-            raise SparseKVError(f"{name} must be a number from {low} to {high}, found {brief(value)}")
+        if type(value) in (int, float) and not low <= value <= high:
+            raise SparseKVError(f"{field.name} of selector {selector.name} must be a number from {low} to {high}, "
+                                f"found {brief(value)}")

@@ -90,7 +90,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is not None:
+            self.ranks.stop_others()
         self._held.close()
 
     def _open_folder(self) -> None:

@@ -148,13 +148,13 @@ BAD = [
     ({"selector": "router"}, "router"),
     ({"selector": "topk"}, "needs token_budget"),
     ({"selector": "topk", "token_budget": 1.5}, "share of the context"),
-    ({"selector": "topk", "token_budget": -3}, "from 0 to"),
+    ({"selector": "topk", "token_budget": -3}, "negative"),
     ({"selector": "streaming", "completion": "phi"}, "needs trained feature maps"),
     ({"selector": "streaming", "completion": "magic"}, "unknown completion"),
     ({"selector": "streaming", "probes": 3}, "no option 'probes'"),
-    ({"selector": "streaming", "sink_size": -1}, "from 0 to"),
-    ({"selector": "streaming", "dense_below": -1}, "from 0 to"),
-    ({"selector": "streaming", "decode_window": 0}, "from 1 to"),
+    ({"selector": "streaming", "sink_size": -1}, "must be a whole number from 0"),
+    ({"selector": "streaming", "dense_below": -1}, "must be a whole number from 0"),
+    ({"selector": "streaming", "decode_window": 0}, "must be a whole number from 1"),
     ({"selector": "streaming", "dense_layers": [7]}, "names layer 7"),
     ({"selector": "streaming", "placement": "disk"}, "unknown placement"),
 ]
@@ -176,8 +176,8 @@ def test_bad_artifacts_models_and_caches_are_refused() -> None:
 
     model, ids = make_model(), prompt(LENGTH)
     router, phi = artifacts(model)
-    for probes, message in ((0, "from 1 to"), (9, "between 1 and the router's 8")):
-        with pytest.raises(SparseKVError, match=message):
+    for probes in (0, 9):
+        with pytest.raises(SparseKVError, match="between 1 and the router's 8"):
             sparsekv.attach(model, router=router, probes=probes)
     for kind, foreign in (("router", phi), ("phi", router), ("phi", 3)):
         with pytest.raises(SparseKVError, match=f"{kind} is a .*; expected a .*Artifact or the folder of one"):
