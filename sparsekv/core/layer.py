@@ -201,6 +201,8 @@ class LayerView:
         q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
         anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
         tokens = selection.as_tokens()
+        if tokens.shape[1] == 1:  # one list for all heads
+            tokens = tokens.expand(-1, self.num_kv_heads, -1)
         tokens = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1)], dim=-1)
         tokens = torch.where(tokens < 0, self.length, tokens).sort(dim=-1).values
         used = tokens < self.length

@@ -162,6 +162,7 @@ class Attachment:
 
     def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
                  ) -> SparseCache:
+        cache.belongs_to(self.model)
         decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
         self._prefilling = True
         try:
@@ -256,6 +257,11 @@ class Attachment:
             kwargs["past_key_values"] = self.cache()
         elif cache is not None:
             check_cache(cache)
+            cache.belongs_to(self.model)
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor) and ids.numel() == 0:
+            raise SparseKVError(f"the prompt is empty: input_ids are {list(ids.shape)}; give at least one token of "
+                                "every row")
         return args, kwargs
 
     def forward(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -279,7 +285,7 @@ class Attachment:
         """Whether a call is one token of every row after a cache, and asks for logits alone."""
         ids = kwargs.get("input_ids")
         return (not args and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
-                and all(name in STEP_OPTIONS or not value for name, value in kwargs.items() if value is not None)
+                and all(name in STEP_OPTIONS or value is None or value is False for name, value in kwargs.items())
                 and kwargs.get("return_dict") is not False and kwargs.get("use_cache") is not False)
 
     def _replay_of(self, cache: SparseCache, mask: Tensor | None) -> Replay | None:
@@ -347,7 +353,7 @@ class Attachment:
         """A cache with room for so many tokens. Raises SparseKVError where the device has not."""
         parameter = next(self.model.parameters())
         if parameter.is_cuda and self.decoding.placement == "gpu":
-            heads = sum(getattr(m, "num_key_value_groups", 0) and m.config.num_key_value_heads
+            heads = sum(getattr(m.config, "num_key_value_heads", None) or m.config.num_attention_heads
                         for m in self.modules.values())
             size = next(iter(self.modules.values())).head_dim * parameter.element_size()
             needed = 2 * rows * tokens * heads * size
@@ -362,7 +368,8 @@ class Attachment:
 
     def wrap_generate(self, inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`model.generate` with a cache of ours."""
-        config = kwargs.get("generation_config") or self.model.generation_config
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        config = given or self.model.generation_config
         kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
         if kind not in (None, "dynamic"):
             raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
@@ -412,12 +419,13 @@ class Attachment:
         if index in self.decoding.dense_layers or softcap is not None or self.decoding.is_short(key):
             self.counters.dense(index, count)
             return dense()
-        if layer.state is None or layer.state.owner is not self.decoding:
-            layer.state = self._begin(module, layer, cache, query, mask, scale, past)
-        out = self._decode(layer, query, past)
-        if self.compares:
-            self.counters.compare(index, out, dense())
-        return out
+        with torch.no_grad():
+            if layer.state is None or layer.state.owner is not self.decoding:
+                layer.state = self._begin(module, layer, cache, query, mask, scale, past)
+            out = self._decode(layer, query, past)
+            if self.compares:
+                self.counters.compare(index, out, dense())
+        return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
                scale: float, past: int) -> LayerState:
@@ -463,6 +471,19 @@ class Attachment:
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The output of a sparse step, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise SparseKVError("a sparse step has no gradient; train with full attention (selector='dense', or without "
+                            "attach)")
 
 
 class Seat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -228,8 +229,16 @@ class SparseCache(Cache):
         self.reserve = reserve
         self.replay: Any = None
         """The step of this cache that is replayed."""
+        self._model: weakref.ref[Any] | None = None
         self.settled: tuple[Any, int] | None = None
         """Storage and length after the last step that was not: what is moved in between is not worth capturing."""
+
+    def belongs_to(self, model: Any) -> None:
+        """Keys and values are one model's. Raises SparseKVError for a cache that another model has filled."""
+        if self._model is None or not self._length():
+            self._model = weakref.ref(model)
+        elif self._model() is not model:
+            raise SparseKVError("this cache holds keys and values of another model; use a new one, attachment.cache()")
 
     def fork(self) -> SparseCache:
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""

@@ -196,3 +196,40 @@ def test_bad_artifacts_models_and_caches_are_refused() -> None:
             model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=100), **GREEDY)
         with pytest.raises(SparseKVError, match="cache_implementation"):
             model.generate(ids, cache_implementation="static", **GREEDY)
+
+
+def test_calls_that_cannot_be_served_are_sentences() -> None:
+    from transformers import GenerationConfig
+
+    model, ids = make_model(), prompt(LENGTH)
+    with sparsekv.attach(model, selector="topk", token_budget=8) as attachment:
+        with pytest.raises(SparseKVError, match="remove use_cache=False"):
+            model.generate(ids, GenerationConfig(use_cache=False, max_new_tokens=3))
+        with pytest.raises(SparseKVError, match="no sparse index"):
+            model.generate(ids, GenerationConfig(cache_implementation="static", max_new_tokens=3))
+        for empty in (ids[:, :0], ids[:0]):
+            with pytest.raises(SparseKVError, match="the prompt is empty"):
+                model(empty, use_cache=True)
+        cache = attachment.prefill(ids)
+        attachment.sparse_chunks = True
+        parameter = model.model.layers[0].mlp.up_proj.weight
+        asked = parameter.requires_grad
+        parameter.requires_grad_(True)
+        try:
+            with pytest.raises(SparseKVError, match="has no gradient"):
+                model(ids[:, :3], past_key_values=cache).logits.sum().backward()
+        finally:
+            parameter.requires_grad_(asked)
+            model.zero_grad()
+    other = make_model("qwen2")
+    with sparsekv.attach(other, selector="topk", token_budget=8), pytest.raises(SparseKVError, match="another model"):
+        other(ids[:, :1], past_key_values=cache)
+
+
+def test_contiguous_positions_of_all_keys_are_the_plain_model() -> None:
+    model, ids = make_model(), prompt(LENGTH)
+    plain = model.generate(ids, **GREEDY)
+    how = {"selector": "token_select", "extrapolate": True, "token_budget": 1.0, "dense_layers": ()}
+    with sparsekv.attach(model, **how) as attachment:
+        assert torch.equal(model.generate(ids, **GREEDY), plain)
+    assert attachment.report()["sparse_calls"] > 0
