@@ -12,6 +12,7 @@ from typing import Any
 
 from sparsekv.errors import SparseKVError
 
+MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -147,6 +148,8 @@ def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
     text = config.get_text_config()
     present = dict(getattr(text, "rope_parameters", None) or {})
     kind, factor = rope_scaling.get("rope_type", present.get("rope_type")), rope_scaling.get("factor")
+    if factor is not None and not (type(factor) in (int, float) and 1 <= factor <= MOST_ROPE):
+        raise SparseKVError(f"the factor of a rope scaling must be a number from 1 to {MOST_ROPE}, found {factor!r}")
     if factor and kind in (None, "default"):
         raise SparseKVError(f"rope scaling {json.dumps(rope_scaling)} has a factor but no rope_type; expected for "
                             'example {"rope_type": "yarn", "factor": 4.0}')
