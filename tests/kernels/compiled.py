@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing
+from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, sketch
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
@@ -18,6 +18,7 @@ from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
+from sparsekv.kernels import sketch_triton as sk
 from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 
@@ -25,10 +26,10 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
-            "positions",
+            "positions tallies above equal",
     "*i8": "mask",
     "*i16": "codes queries",
-    "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
+    "*fp32": "side partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound log_weights tops masses lse votes part bracket",
     "fp32": "scale eps depth goal0 goal1",
     "half": "q k v out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a w_b "
@@ -39,6 +40,8 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
+    sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.query_kernel: {"maps": "*fp32"},
+    sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.fill_kernel: {"out": "*i32"},
     am.narrow_kernel: {"found": "*i32"}, p.page_kernel: {"table": "*i64"},
 }
 
@@ -106,6 +109,19 @@ def main() -> None:
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
+    for bits, rank in ((4, 64), (8, 96)):
+        code = {"RANK": rank, "BYTES": rank * bits // 8, "WIDTH": 32 if bits == 4 else 128, "GROUP": 4, "ROWS": 16}
+        check(sk.encode_kernel, {**code, "TOP": sketch.largest(bits), "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128},
+              sketch.ENCODE_WARPS, "bf16")
+        check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
+        check(sk.score_kernel, {**code, "LISTED": bits == 4, "BLOCK": sketch.SCORE_BLOCK}, sketch.SCORE_WARPS, "bf16")
+    check(sk.weigh_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": 1024, "BLOCK": sketch.WEIGH_BLOCK}, sketch.WEIGH_WARPS,
+          "bf16", (90,))
+    tally = {"BLOCK": sketch.TALLY_BLOCK, "LISTED": True, "PARTS": 128}
+    for digit in range(len(sketch.DIGITS)):
+        check(sk.tally_kernel, {**tally, "DIGIT": digit}, sketch.TALLY_WARPS, "bf16", (90,))
+    check(sk.count_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
+    check(sk.fill_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS,
              "FIRST": False}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")

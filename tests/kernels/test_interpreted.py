@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from sparsekv.kernels import attend, attention_mass, completion
+from sparsekv.kernels import attend, attention_mass, completion, sketch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -92,3 +92,18 @@ def test_statistics(shape: tuple[int, ...], block: int, monkeypatch: pytest.Monk
                                    (2, 2, 2, 1, 0, 5), (2, 2, 2, 0, 6, 5)], ids=str)
 def test_collisions(shape: tuple[int, ...]) -> None:
     checks.check_collisions(shape, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16, 4, 63, 20, 1), (3, 3, 40, 10, 4, 171, 111, 2),
+                                   (6, 1, 24, 24, 8, 40, 40, 3), (16, 1, 80, 34, 4, 1, 1, 1),
+                                   (2, 2, 12, 7, 8, 300, 1, 1)], ids=str)
+def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_sketch(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("block", [1024, 32], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("width", [0, 1, 33, 100])
+def test_best_tokens(width: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch, "TALLY_BLOCK", block)
+    checks.check_best_tokens(width, "cpu")
