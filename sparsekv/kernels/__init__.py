@@ -50,7 +50,7 @@ from sparsekv.kernels.routing import (
     router_logits,
     top_buckets,
 )
-from sparsekv.kernels.sketch import Sketch, best_tokens, code_bytes, decode, encode, query_side, sketch_scores
+from sparsekv.kernels.sketch import Sketch, best_tokens, decode, encode, query_side, sketch_scores
 from sparsekv.kernels.types import (
     BucketMeans,
     CompletionQuery,
@@ -66,7 +66,7 @@ __all__ = [
     "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
     "RouterScores", "ScoreMoments", "Sketch", "add_centre", "anchor_indices", "assign_buckets", "attend_buckets",
     "attend_gathered", "attend_tokens", "best_tokens", "bucket_counts", "bucket_logits", "bucket_mass",
-    "bucket_tokens", "build_index", "choose_tokens", "code_bytes", "collisions", "decode", "dense_attention",
+    "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode", "dense_attention",
     "encode", "extend_index", "factored", "gather_from_host", "gather_rows", "group_probability", "log_phi",
     "mass_cap", "mean_key_logits", "merge", "moments_cap", "paged_scores", "phi_cache", "phi_extend",
     "phi_features", "phi_query", "query_side", "query_statistics", "read_bound", "remainder", "route",

@@ -1,9 +1,13 @@
 """Sketches of keys: every key a few bytes, from which a query's scores are estimated; and the best tokens by them.
 
-A code is `round(k·keys − centre)`, `r` small integers of 4 or 8 bits; a query's side is `q·queries`, and the sum of
-their products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
+A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
+products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
 normalised over the candidates and summed, and the best tokens are those of the largest sum. Nothing waits for the host,
 and no shape depends on what is in the tensors.
+
+A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the others
+two each, in 4 bits: byte j holds channel j in its lower half and channel `j + r − w` in its upper one, all in two's
+complement.
 """
 
 from __future__ import annotations
@@ -41,42 +45,34 @@ class Sketch(NamedTuple):
         return self.keys.shape[-1]
 
 
-def code_bytes(rank: int, bits: int) -> int:
-    """Bytes of a key's code."""
-    return rank * bits // 8
+def largest(rank: int, width: int, device: Any = None) -> Tensor:
+    """The largest code of every channel, `[r]`; the smallest is its opposite."""
+    return torch.where(torch.arange(rank, device=device) < 2 * width - rank, 127, 7)
 
 
-def largest(bits: int) -> int:
-    """The largest code, 7 or 127; the smallest is its opposite."""
-    return (1 << (bits - 1)) - 1
+def encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
+    """Codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, w]` int8, w = width."""
+    return launch_encode(keys, sketch, width) if on_device(keys) else encode_reference(keys, sketch, width)
 
 
-def encode(keys: Tensor, sketch: Sketch, bits: int) -> Tensor:
-    """Codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, r·bits/8]` int8. With 4 bits a byte holds channel j in its
-    lower half and channel `j + r/2` in its upper one, both in two's complement."""
-    return launch_encode(keys, sketch, bits) if on_device(keys) else encode_reference(keys, sketch, bits)
-
-
-def encode_reference(keys: Tensor, sketch: Sketch, bits: int) -> Tensor:
+def encode_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     """`encode` in plain torch, some keys at a time."""
-    acc, top = acc_dtype(keys), largest(bits)
+    acc, rank = acc_dtype(keys), sketch.rank
     maps, centre = sketch.keys.to(acc), sketch.centre.to(acc)[..., None, :]
+    top, whole = largest(rank, width, keys.device), 2 * width - rank
     parts = []
     for part in keys.split(KEYS_AT_ONCE, dim=2):
         codes = (part.to(acc) @ maps - centre + 0.5).floor_().clamp_(-top, top).to(torch.int8)
-        parts.append(_packed(codes) if bits == 4 else codes)
+        alone, low, high = codes.split([whole, width - whole, width - whole], dim=-1)
+        parts.append(torch.cat([alone, (low & 15) | (high << 4)], dim=-1))
     return torch.cat(parts, dim=2)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, `[..., r]` -> `[..., r/2]`."""
-    low, high = codes.chunk(2, dim=-1)
-    return (low & 15) | (high << 4)
 
 
 def decode(codes: Tensor, rank: int) -> Tensor:
     """The numbers in codes, `[..., w] -> [..., r]` int8."""
-    return codes if codes.shape[-1] == rank else torch.cat([(codes << 4) >> 4, codes >> 4], dim=-1)
+    width = codes.shape[-1]
+    alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
+    return torch.cat([alone, (pairs << 4) >> 4, pairs >> 4], dim=-1)
 
 
 def query_side(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
@@ -158,18 +154,17 @@ def best_tokens_reference(scores: Tensor, tokens: Tensor | None, budget: Tensor,
     return out.scatter_(-1, slot, torch.where(chosen, listed, -1))[..., :widest]
 
 
-def launch_encode(keys: Tensor, sketch: Sketch, bits: int) -> Tensor:
+def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     """`encode` through Triton."""
     from sparsekv.kernels.sketch_triton import encode_kernel
 
     keys, maps, centre = dense_last(keys), sketch.keys.contiguous(), sketch.centre.contiguous()
     batch, heads, length, dim = keys.shape
-    width = code_bytes(sketch.rank, bits)
     codes = torch.empty(batch, heads, length, width, dtype=torch.int8, device=keys.device)
     if codes.numel():
         encode_kernel[(batch * heads, -(-length // ENCODE_BLOCK))](
             keys, maps, centre, codes, heads, length, dim, *keys.stride()[:3], _by_row(maps, 4), _by_row(centre, 3),
-            RANK=sketch.rank, BYTES=width, WIDTH=padded(width), TOP=largest(bits), BLOCK=ENCODE_BLOCK, DIM=padded(dim),
+            RANK=sketch.rank, BYTES=width, WIDTH=padded(width), BLOCK=ENCODE_BLOCK, DIM=padded(dim),
             num_warps=ENCODE_WARPS)
     return codes
 

@@ -6,22 +6,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def project(key, maps, centre, channel, dim, RANK: tl.constexpr, TOP: tl.constexpr, DIM: tl.constexpr):
+def project(key, maps, centre, channel, dim, top, RANK: tl.constexpr, DIM: tl.constexpr):
     """Some channels of the codes of a block of keys, `[BLOCK, WIDTH]` int32."""
     width = tl.arange(0, DIM)
     weights = tl.load(maps + width[:, None] * RANK + channel[None, :],
                       mask=(width < dim)[:, None] & (channel < RANK)[None, :], other=0.0)
     middle = tl.load(centre + channel, mask=channel < RANK, other=0.0).to(tl.float32)
     found = tl.dot(key, weights.to(key.dtype), input_precision="ieee") - middle[None, :]
-    return tl.minimum(tl.maximum(tl.floor(found + 0.5), -TOP), TOP).to(tl.int32)
+    return tl.minimum(tl.maximum(tl.floor(found + 0.5), -top), top).to(tl.int32)
 
 
 @triton.jit
 def encode_kernel(
     keys, maps, centre, codes, heads, length, dim, k_row, k_head, k_token, m_row, c_row,
-    RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
+    RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):
+    WHOLE: tl.constexpr = 2 * BYTES - RANK
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -31,10 +31,10 @@ def encode_kernel(
     maps += row * m_row + head * dim * RANK
     centre += row * c_row + head * RANK
     byte = tl.arange(0, WIDTH)
-    found = project(key, maps, centre, byte, dim, RANK=RANK, TOP=TOP, DIM=DIM)
-    if BYTES < RANK:
-        high = project(key, maps, centre, byte + BYTES, dim, RANK=RANK, TOP=TOP, DIM=DIM)
-        found = (found & 15) | (high << 4)
+    found = project(key, maps, centre, byte, dim, tl.where(byte < WHOLE, 127.0, 7.0)[None, :], RANK=RANK, DIM=DIM)
+    if WHOLE < BYTES:
+        high = project(key, maps, centre, byte + RANK - BYTES, dim, 7.0, RANK=RANK, DIM=DIM)
+        found = tl.where((byte < WHOLE)[None, :], found, (found & 15) | (high << 4))
     place = codes + ((row * heads + head) * length + token[:, None]) * BYTES + byte[None, :]
     tl.store(place, found.to(tl.int8), mask=(token < length)[:, None] & (byte < BYTES)[None, :])
 
@@ -63,6 +63,7 @@ def score_kernel(
 ):
     """Products of the group's query sides with a block of codes, the largest and the mass of each; -inf where there is
     no candidate."""
+    WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
     group, byte = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -81,9 +82,10 @@ def score_kernel(
     held = tl.load(codes + row // per_row * c_row + head * c_head + token[None, :].to(tl.int64) * c_token
                    + byte[:, None], mask=used[None, :] & (byte < BYTES)[:, None], other=0).to(tl.int32)
     query = tl.load(from_side, mask=inside, other=0.0)
-    if BYTES < RANK:
-        high = tl.load(from_side + BYTES, mask=inside, other=0.0)
-        total = tl.dot(query, ((held << 28) >> 28).to(tl.float32), input_precision="tf32")
+    if WHOLE < BYTES:
+        high = tl.load(from_side + RANK - BYTES, mask=inside & (byte >= WHOLE)[None, :], other=0.0)
+        low = tl.where((byte < WHOLE)[:, None], held, (held << 28) >> 28)
+        total = tl.dot(query, low.to(tl.float32), input_precision="tf32")
         total += tl.dot(high, (held >> 4).to(tl.float32), input_precision="tf32")
     else:
         total = tl.dot(query, held.to(tl.float32), input_precision="tf32")

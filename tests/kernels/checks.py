@@ -358,13 +358,14 @@ def check_collisions(shape: tuple[int, ...], device: str) -> None:
 
 
 def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, rank, bits, keys, candidates, queries a row. A sketch for all rows
+    """shape: query heads, KV heads, head dimension, rank, bytes, keys, candidates, queries a row. A sketch for all rows
     and one for each, a list of candidates with gaps and all tokens between two borders; a query without any."""
-    heads_q, heads, dim, rank, bits, length, listed, queries = shape
+    heads_q, heads, dim, rank, width, length, listed, queries = shape
     torch.manual_seed(length)
     keys = torch.randn(2, heads, length + 2, dim, device=device).to(dtype)[:, :, :length]
     q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
-    own = Sketch(torch.randn(2, heads, dim, rank, device=device) * sketch.largest(bits) / 2 / dim**0.5,
+    top = sketch.largest(rank, width, device)
+    own = Sketch(torch.randn(2, heads, dim, rank, device=device) * top / 2 / dim**0.5,
                  torch.randn(2, heads, rank, device=device), torch.randn(2, heads, dim, rank, device=device) / rank)
     tokens = torch.rand(2 * queries, heads, length, device=device).argsort(-1)[..., :listed].int()
     tokens[..., ::5] = -1
@@ -375,12 +376,11 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     budget = torch.randint(0, listed + 1, (2 * queries,), device=device)
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
-        for codes in (sketch.launch_encode(keys, maps, bits), sketch.encode_reference(keys, maps, bits)):
-            assert codes.shape == (2, heads, length, rank * bits // 8) and codes.dtype == torch.int8
-            away = sketch.decode(codes, rank) - exact.clamp(-sketch.largest(bits), sketch.largest(bits))
-            # the products of half precision are of maps in half precision
-            assert not codes.numel() or float(away.abs().max()) < 0.5 + (2e-2 if dtype != torch.float32 else 1e-4) * (
-                sketch.largest(bits) ** 0.5)
+        for codes in (sketch.launch_encode(keys, maps, width), sketch.encode_reference(keys, maps, width)):
+            assert codes.shape == (2, heads, length, width) and codes.dtype == torch.int8
+            away = sketch.decode(codes, rank) - exact.clamp(-top, top)
+            # the kernel's maps are rounded as the keys are
+            assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
         side = sketch.launch_query(q, maps, 0.3)
         assert error(side, sketch.query_side_reference(q.double(), double(maps), 0.3)) < 1e-5
         for where in ({"tokens": tokens}, {"first": first, "last": last}):

@@ -109,12 +109,11 @@ def main() -> None:
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
-    for bits, rank in ((4, 64), (8, 96)):
-        code = {"RANK": rank, "BYTES": rank * bits // 8, "WIDTH": 32 if bits == 4 else 128, "GROUP": 4, "ROWS": 16}
-        check(sk.encode_kernel, {**code, "TOP": sketch.largest(bits), "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128},
-              sketch.ENCODE_WARPS, "bf16")
+    for rank, width in ((60, 32), (96, 96)):
+        code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
+        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
         check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "LISTED": bits == 4, "BLOCK": sketch.SCORE_BLOCK}, sketch.SCORE_WARPS, "bf16")
+        check(sk.score_kernel, {**code, "LISTED": width == 32, "BLOCK": sketch.SCORE_BLOCK}, sketch.SCORE_WARPS, "bf16")
     check(sk.weigh_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": 1024, "BLOCK": sketch.WEIGH_BLOCK}, sketch.WEIGH_WARPS,
           "bf16", (90,))
     tally = {"BLOCK": sketch.TALLY_BLOCK, "LISTED": True, "PARTS": 128}
