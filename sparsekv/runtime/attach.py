@@ -49,7 +49,8 @@ def attach(
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
     router, phi: artifacts or their folders. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
-    without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
+    without it `sketch` if a router is given (`router` if it has none, or with probes), else `dense`; `options` are the
+    selector's own. token_budget: int = tokens,
     float = share of the context, per query and KV head. completion: phi, centroid or none, or an Estimator; without it
     phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated
     tokens stay exact until there are more than this, then the older half joins the mid region. dense_layers decode with

@@ -117,7 +117,7 @@ def _selector(
     if isinstance(selector, Selector):
         made = copy.copy(selector)
     else:
-        name = selector or ("dense" if router is None else "router")
+        name = selector or _default(router, options)
         if name not in SELECTORS:
             raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
         made = SELECTORS[name]()
@@ -132,6 +132,13 @@ def _selector(
         made.artifact = router  # type: ignore[attr-defined]
     made.validate()
     return made
+
+
+def _default(router: Any, options: dict[str, Any]) -> str:
+    """The selector where none is named: the best that the artifact has been trained for."""
+    if router is None:
+        return "dense"
+    return "sketch" if getattr(router, "sketch", None) is not None and options.get("probes") is None else "router"
 
 
 def _estimator(completion: str | Estimator | None, phi: Any) -> tuple[Estimator | None, Any]:

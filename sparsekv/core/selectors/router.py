@@ -120,13 +120,20 @@ class Router(Selector):
             self._sum_keys(view, first, low, end)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        q = queries.folded_pre if self.weights is not None and self.space == "pre" else queries.folded
-        scores = self._scores(view, q)
         if self.probes is None:
-            budget = queries.per_query(self.budget)
-            return Selection(tokens=route_tokens(q, scores, self.order, self.offsets, budget, self.widest))
-        chosen = route(q, scores, self.counts, min(self.probes, self.counts.shape[-1]))
+            return Selection(tokens=self._tokens(view, queries, self.budget, self.widest))
+        q = self._asking(queries)
+        chosen = route(q, self._scores(view, q), self.counts, min(self.probes, self.counts.shape[-1]))
         return Selection(buckets=chosen, order=self.order, offsets=self.offsets)
+
+    def _tokens(self, view: LayerView, queries: Queries, budget: Tensor, widest: int) -> Tensor:
+        """The best buckets' tokens, `budget [B]` of them, `[Q, Hkv, widest]`."""
+        q = self._asking(queries)
+        return route_tokens(q, self._scores(view, q), self.order, self.offsets, queries.per_query(budget), widest)
+
+    def _asking(self, queries: Queries) -> Tensor:
+        """The queries in the space of the scores, `[Q, Hq, d]`."""
+        return queries.folded_pre if self.weights is not None and self.space == "pre" else queries.folded
 
     def _scores(self, view: LayerView, q: Tensor) -> RouterScores:
         if self.weights is not None:
