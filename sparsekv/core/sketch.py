@@ -26,14 +26,14 @@ def check_sketch(width: int, wide: int, dim: int) -> None:
         raise SparseKVError(f"a sketch of {width} bytes has {wide} channels of 8 bits; expected 0 to {width}, a byte "
                             "each")
     if not 1 <= 2 * width - wide <= dim:
-        raise SparseKVError(f"a sketch of {width} bytes with {wide} channels of 8 bits has {2 * width - wide} channels; "
-                            f"expected 1 to {dim}, the head dimension; use other bytes")
+        raise SparseKVError(f"a sketch of {width} bytes with {wide} channels of 8 bits has {2 * width - wide} "
+                            f"channels; expected 1 to {dim}, the head dimension; use other bytes")
 
 
 def second_moment(queries: Tensor, heads_kv: int, used: Tensor | None = None) -> Tensor:
     """Mean of `q qᵀ` over the queries of every group, `[B, Hkv, d, d]` float32 at least: queries `[B, Hq, T, d]`, used
     `[B, T]`; zero where there are none."""
-    batch, heads_q, count, dim = queries.shape
+    batch, heads_q, count, _ = queries.shape
     kind = torch.promote_types(queries.dtype, torch.float32)
     grouped = queries.to(kind).unflatten(1, (heads_kv, -1))
     if used is not None:

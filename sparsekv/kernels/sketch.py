@@ -5,9 +5,9 @@ products is the score `q·k` up to a number that is the query's alone. The score
 normalised over the candidates and summed, and the best tokens are those of the largest sum. Nothing waits for the host,
 and no shape depends on what is in the tensors.
 
-A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the others
-two each, in 4 bits: byte j holds channel j in its lower half and channel `j + r − w` in its upper one, all in two's
-complement.
+A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
+others two each, in 4 bits: byte j holds channel j in its lower half and channel `j + r − w` in its upper one, all in
+two's complement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
-from sparsekv.kernels.indexing import per_query
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
 
 ENCODE_BLOCK, ENCODE_WARPS = 64, 4

@@ -373,7 +373,6 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     first = torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
     last = first + torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
     last[0] = first[0]
-    budget = torch.randint(0, listed + 1, (2 * queries,), device=device)
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
         for codes in (sketch.launch_encode(keys, maps, width), sketch.encode_reference(keys, maps, width)):
