@@ -2,7 +2,8 @@
 
 With `Σ` the second moment of a KV head's queries, `L Lᵀ = Σ`, and `V` the first eigenvectors of `Lᵀ cov(k) L`, a score
 is `q·k = (q L⁻ᵀ)·(k L)`, in which the queries are white and the keys' variances say how much each direction matters. A
-key's code is `k L V` over a step a channel, a query's side `q L⁻ᵀ V` times the step. This project's own.
+key's code is `k L V` over a step a channel, a query's side `q L⁻ᵀ V` times the step. Where codes are of another basis
+than the request's, a query's side is the one that is nearest to its scores, by least squares. This project's own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import Sketch
+from sparsekv.kernels import Sketch, decode
 from sparsekv.kernels.sketch import largest
 
 RIDGE = 0.05
 """Share of the queries' mean variance that is added to every direction: few queries leave most of them out."""
 CLIP_4, CLIP_8 = 3.0, 6.0
 """How many standard deviations of a channel the largest code of 4 and of 8 bits stands for."""
+
+LEAST = 1e-4
+"""Share of the codes' mean variance that is added to each when the queries' side is fitted to them."""
+BLOCK = 8192
 
 
 def check_sketch(width: int, wide: int, dim: int) -> None:
@@ -68,3 +73,29 @@ def fit_sketch(moment: Tensor, mean: Tensor, covariance: Tensor, width: int, wid
     keys = factor @ vectors / step
     queries = torch.linalg.solve_triangular(factor.mT, vectors, upper=True) * step
     return Sketch(keys, (mean[..., None, :] @ keys).squeeze(-2), queries)
+
+
+def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Tensor:
+    """The queries' side for codes that are there already, `[B, Hkv, d, r]`: the linear map from codes to keys with the
+    least squared error on these keys, which is the best for every query alike. codes `[B, Hkv, N, w]`, keys
+    `[B, Hkv, N, d]`, used `[B, N]`; the sketch's own where no two keys differ."""
+    kind = torch.promote_types(keys.dtype, torch.float32)
+    rank, dim = sketch.rank, keys.shape[-1]
+    number = used.sum(-1).clamp(min=1)[:, None, None, None].to(kind)
+    sums = torch.zeros(*keys.shape[:2], 1 + rank, rank + dim, dtype=kind, device=keys.device)
+    for first in range(0, keys.shape[2], BLOCK):
+        part = slice(first, first + BLOCK)
+        inside = used[:, None, part, None]
+        numbers = torch.where(inside, decode(codes[:, :, part], rank), 0).to(kind)
+        both = torch.cat([numbers, torch.where(inside, keys[:, :, part], 0).to(kind)], dim=-1)
+        sums += torch.cat([inside.to(kind).expand(*both.shape[:-1], 1), numbers], dim=-1).mT @ both
+    means = sums[:, :, :1] / number
+    sums = sums[:, :, 1:] / number - means[..., :rank].mT @ means
+    square, cross = sums.split([rank, dim], dim=-1)
+    size = square.diagonal(dim1=-2, dim2=-1)
+    # a code that never changes says nothing, and keeps the side it had
+    still = size <= 1e-6
+    square = torch.where((still[..., None] | still[..., None, :]), 0.0, square)
+    square = square + torch.diag_embed(torch.where(still, 1.0, LEAST * size.mean(-1, keepdim=True)))
+    cross = torch.where(still[..., None], sketch.queries.to(kind).mT.expand_as(cross), cross)
+    return torch.linalg.solve(square, cross).mT

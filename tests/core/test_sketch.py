@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsekv.core.sketch import check_sketch, fit_sketch, second_moment
+from sparsekv.core.sketch import check_sketch, fit_queries, fit_sketch, second_moment
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode, encode, query_side, sketch_scores
 
@@ -21,7 +21,7 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
     queries = draw(2, HEADS * GROUP, 50, DIM) @ (draw(DIM, DIM) * torch.logspace(0, -1.5, DIM, dtype=torch.float64))
     keys = draw(2, HEADS, LENGTH, DIM) @ (draw(DIM, DIM) * torch.logspace(0, -1.5, DIM, dtype=torch.float64))
-    return queries, keys + 5 * draw(HEADS, 1, DIM)
+    return queries, keys + 5 * torch.linspace(-1, 1, HEADS * DIM, dtype=torch.float64).view(HEADS, 1, DIM)
 
 
 def moments(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,6 +77,24 @@ def test_the_basis_loses_least_of_all() -> None:
     torch.testing.assert_close(best, spread[..., :-sketch.rank].sum(-1))
     principal = torch.linalg.eigh(covariance).eigenvectors[..., -sketch.rank:]
     assert bool((best < error(principal @ principal.mT)).all())
+
+
+def test_queries_are_fitted_to_codes_of_another_basis() -> None:
+    """Least squares: as the regression of every key on its code, and nearer to the scores than the basis' own side."""
+    queries, keys = drawn(3)
+    foreign = fitted(*drawn(4), 5, 1)
+    codes = encode(keys, foreign, 5)
+    used = torch.arange(LENGTH) < torch.tensor([[LENGTH], [100]])
+    asks = fit_queries(foreign, codes, keys, used)
+    own = decode(codes[1, 1, :100], foreign.rank).double()
+    own = own - own.mean(0)
+    solved = torch.linalg.lstsq(own, keys[1, 1, :100] - keys[1, 1, :100].mean(0)).solution
+    torch.testing.assert_close(asks[1, 1], solved.mT, rtol=1e-2, atol=1e-3)
+    everywhere = foreign._replace(queries=fit_queries(foreign, codes, keys, used | True))
+    assert lost(queries, keys, everywhere, 5) < 0.9 * lost(queries, keys, foreign, 5)
+    for alike in (keys[:, :, :1].expand_as(keys), keys[:, :, :0]):
+        nothing = fit_queries(foreign, encode(alike, foreign, 5), alike, used[:, :alike.shape[2]])
+        torch.testing.assert_close(nothing, foreign.queries.expand_as(nothing))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

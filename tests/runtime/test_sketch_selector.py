@@ -47,8 +47,9 @@ def selector(view: LayerView, **options):
 
 def literal(found, view, queries, b: int, h: int, t: int, candidates: set[int]) -> set[int]:
     """The best candidates by codes made one number at a time."""
-    sketch, row = found.sketch, 0 if found.turned is None else b
-    keys, centre, asks = (x[h] if found.turned is None else x[row, h] for x in sketch)
+    sketch = found.sketch
+    keys, centre = (x[h] if found.turned is None else x[b, h] for x in sketch[:2])
+    asks = sketch.queries[b, h]
     largest = [127] * WIDE + [7] * (sketch.rank - WIDE)
     shares = []
     for g in group_of(view, h):
@@ -96,12 +97,14 @@ def test_codes_grow_as_if_made_at_once() -> None:
     found = selector(before, fit="fixed", adapt=False)
     other = found.fork()
     extended(found, step, 110)
+    assert torch.equal(found.asks, other.asks)
     assert found.codes.shape[2] == 110 and other.codes.shape[2] == 80
     built(once := other.fork(), step)
-    assert torch.equal(found.codes, once.codes)
+    assert torch.equal(found.codes, once.codes) and not torch.equal(found.asks, once.asks)
+    once.asks = other.asks
     assert torch.equal(found.select(step, queries).tokens, once.select(step, queries).tokens)
     found.take_rows(torch.tensor([1, 0, 1]))
-    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.pool, once.pool[[1, 0, 1]])
+    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.asks[2], other.asks[1]) and torch.equal(found.pool, once.pool[[1, 0, 1]])
 
 
 def test_the_basis_is_the_requests_own_until_it_has_doubled() -> None:

@@ -14,7 +14,7 @@ from sparsekv.core.estimators.phi import key_covariance, key_mean
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.sketch import fit_sketch, second_moment
+from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import Sketch, best_tokens, encode, sketch_scores
 
@@ -26,19 +26,20 @@ class SketchRouter(Router):
     """Every key of the mid region has a code of some bytes beside the index (`core/sketch.py`). The best buckets give
     `candidates`, codes estimate their scores, and the tokens with the largest share of the group's attention are read.
 
-    `fixed`: codes are of the artifact's basis and depend on the key alone. `fitted`: the basis is that of this request,
-    from its keys and its prompt's last queries, and again when the mid region has doubled; the artifact says the size
-    of a code. A layer without a sketch decodes by buckets alone.
+    `fixed`: codes are of the artifact's basis and depend on the key alone; only what queries multiply them by is fitted
+    to the request's keys. `fitted`: the basis is that of this request, from its keys and its prompt's last queries; the
+    artifact says the size of a code. Both are fitted again when the mid region has doubled. A layer without a sketch
+    decodes by buckets alone.
     """
 
     name: ClassVar[str] = "sketch"
     source: ClassVar[str] = "this project's own"
-    row_state: ClassVar[tuple[str, ...]] = (*Router.row_state, "pool", "codes", "turned", "fitted_sizes")
+    row_state: ClassVar[tuple[str, ...]] = (*Router.row_state, "pool", "codes", "turned", "asks", "fitted_sizes")
 
     candidates: float = option(0.1, help="Tokens whose sketches are scored, those of the best buckets: a share of the "
                                          "context; 1 scores all without looking at buckets.", min=0.0, max=1.0)
     fit: str = option("fitted", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
-                                     "(the artifact's own; codes depend on the key alone).")
+                                     "(the artifact's own: codes depend on the key alone).")
 
     def validate(self) -> None:
         super().validate()
@@ -74,12 +75,10 @@ class SketchRouter(Router):
             super().extend(view, old)
         if self.codes is None:
             return
-        if self.turned is not None and bool((view.regions.mid_sizes > 2 * self.fitted_sizes).any()):
+        if bool((view.regions.mid_sizes > 2 * self.fitted_sizes).any()):
             self._fit(view)
-            return
-        known, end = self.codes.shape[2], int(view.regions.mid_last.max())
-        new = encode(view.keys[:, :, known:end], self.sketch, self.width)
-        self.codes = torch.cat([self.codes, new], dim=2)
+        else:
+            self.codes = self._more(view, self.sketch)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         if self.codes is None:
@@ -101,21 +100,34 @@ class SketchRouter(Router):
     @property
     def sketch(self) -> Sketch:
         """What the codes were made with."""
-        made = self.fixed if self.turned is None else self.turned
-        assert made is not None
-        return made
+        if self.turned is not None:
+            return self.turned
+        assert self.fixed is not None
+        return self.fixed._replace(queries=self.asks)
 
     def _fit(self, view: LayerView) -> None:
-        """Basis and codes of the mid region as it is now."""
+        """Codes of the mid region as it now is, and what queries multiply them by."""
+        assert self.fixed is not None
         first, last = view.regions.mid_first, view.regions.mid_last
         self.turned: Sketch | None = None
+        self.asks: Tensor | None = None
         self.fitted_sizes = view.regions.mid_sizes
         moment = recent_moment(view) if self.fit == "fitted" else None
-        if moment is not None and self.fixed is not None:
+        if moment is not None:
             mean = key_mean(view, first, last)
             wide = 2 * self.width - self.fixed.rank
             self.turned = fit_sketch(moment, mean, key_covariance(view, first, last, mean), self.width, wide)
-        self.codes = encode(view.keys[:, :, :int(last.max())], self.sketch, self.width)
+            self.codes = None
+        self.codes = self._more(view, self.turned or self.fixed)
+        if self.turned is None:
+            end = self.codes.shape[2]
+            self.asks = fit_queries(self.fixed, self.codes, view.keys[:, :, :end], view.regions.mid_mask(0, end))
+
+    def _more(self, view: LayerView, sketch: Sketch) -> Tensor:
+        """The codes with those of the keys that have none."""
+        known = 0 if self.codes is None else self.codes.shape[2]
+        new = encode(view.keys[:, :, known:int(view.regions.mid_last.max())], sketch, self.width)
+        return new if self.codes is None else torch.cat([self.codes, new], dim=2)
 
 
 def recent_moment(view: LayerView) -> Tensor | None:
