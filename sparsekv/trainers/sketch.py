@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import Sketch
@@ -20,14 +19,14 @@ def code_size(width: int | None, wide: int | None, dim: int) -> tuple[int, int]:
 def closed_form(pool: Pool, width: int, wide: int) -> Sketch:
     """The basis in which the captured queries tell the captured keys apart best, `[Lk, ...]` (`core/sketch.py`). Keys
     of the sink are left out: they are always read, and unlike all others."""
-    moment, keys = 0.0, pool.keys[:, :, pool.sink_size:]
+    keys = pool.keys[:, :, pool.sink_size:]
+    moments = [second_moment(queries[None], pool.heads_kv)[0] for queries in pool.queries]
     centre = keys[0].float().mean(1)  # near enough to the mean for float32
     total, square = torch.zeros_like(centre), torch.zeros(*centre.shape, centre.shape[-1], device=centre.device)
     for document in range(pool.documents):
-        moment = moment + second_moment(pool.queries[document:document + 1], pool.heads_kv)[0] / pool.documents
-        away: Tensor = keys[document].float() - centre[:, None]
+        away = keys[document].float() - centre[:, None]
         total += away.sum(1)
         square += away.mT @ away
     count = max(1, keys.shape[0] * keys.shape[2])
     mean = total / count
-    return fit_sketch(moment, centre + mean, square / count - mean[:, :, None] * mean[:, None], width, wide)
+    return fit_sketch(torch.stack(moments).mean(0), centre + mean, square / count - mean[:, :, None] * mean[:, None], width, wide)

@@ -1,4 +1,4 @@
-"""The sketch that train-router makes: its moments, whatever the size of the keys, and heads whose queries are constant."""
+"""The sketch that train-router makes: of all windows, and sound where queries or keys are constant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sparsekv.trainers.sketch import closed_form, code_size
 def pool(seed: int = 0) -> Pool:
     """Three windows of 90 tokens, four KV heads of dimension 8, groups of two, the sink unlike the rest."""
     g = torch.Generator().manual_seed(seed)
-    keys = torch.randn(3, 4, 90, 8, generator=g) @ torch.randn(8, 8, generator=g) + 20 * torch.randn(4, 1, 8, generator=g)
+    keys = torch.randn(3, 4, 90, 8, generator=g) @ torch.randn(8, 8, generator=g)
+    keys += 20 * torch.randn(4, 1, 8, generator=g)
     keys[:, :, :4] *= -9
     return Pool(keys, keys, torch.randn(3, 8, 30, 8, generator=g), torch.arange(60, 90).expand(3, -1),
                 torch.zeros(3, 8, 30), 0.3, 2)

@@ -102,7 +102,7 @@ class SketchRouter(Router):
         """What the codes were made with."""
         if self.turned is not None:
             return self.turned
-        assert self.fixed is not None
+        assert self.fixed is not None and self.asks is not None
         return self.fixed._replace(queries=self.asks)
 
     def _fit(self, view: LayerView) -> None:
