@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.core.cost import bytes_share
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
@@ -128,7 +129,8 @@ class Attachment:
 
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
-        steps, dense layers included; selectivity_sparse without them), rel_err (mean relative L2 error of the sparse
+        steps, dense layers included; selectivity_sparse without them), bytes_share (what a step of a sparse layer reads,
+        indices, codes and estimates included, over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse
         layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers."""
         return self.counters.report()
 
@@ -290,7 +292,8 @@ class Attachment:
             view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
-            self.counters.sparse(view.layer_idx, step.read(view, queries))
+            self.counters.sparse(view.layer_idx, step.read(view, queries), bytes_share(
+                view, queries, step.selection, state.selector, state.estimator))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -36,6 +36,7 @@ class Counters:
         self.dense_calls: dict[int, int] = defaultdict(int)
         self.loaded: dict[int, Mean] = defaultdict(Mean)
         self.sparse_loaded: dict[int, Mean] = defaultdict(Mean)
+        self.bytes: dict[int, Mean] = defaultdict(Mean)
         self.error: dict[int, Mean] = defaultdict(Mean)
         self.statistics: dict[int, dict[str, float]] = {}
 
@@ -44,12 +45,14 @@ class Counters:
         self.dense_calls[layer] += tokens
         self.loaded[layer].add(torch.ones(tokens))
 
-    def sparse(self, layer: int, share: Tensor) -> None:
-        """`[B, T]`: share of the tokens in sight that were read, mean over heads."""
+    def sparse(self, layer: int, share: Tensor, bytes_share: Tensor) -> None:
+        """`[B, T]` each: share of the tokens in sight that were read, mean over heads, and of the bytes
+        (`core/cost.py`)."""
         self.sparse_calls[layer] += share.shape[1]
         total = share.detach().sum(dtype=torch.float64)
         for means in (self.loaded, self.sparse_loaded):
             means[layer].add_sum(total, share.numel())
+        self.bytes[layer].add(bytes_share)
 
     def compare(self, layer: int, out: Tensor, full: Tensor) -> None:
         """Relative L2 error of the heads' outputs `[B, Hq, T, d]`."""
@@ -64,10 +67,12 @@ class Counters:
             "dense_calls": sum(self.dense_calls.values()),
             "selectivity": _mean(self.loaded),
             "selectivity_sparse": _mean(self.sparse_loaded),
+            "bytes_share": _mean(self.bytes),
             "rel_err": _mean(self.error),
             "selector": self._selector_means(),
             "layers": {i: {"sparse_calls": self.sparse_calls.get(i, 0), "dense_calls": self.dense_calls.get(i, 0),
                            "selectivity": self.loaded[i].value if i in self.loaded else None,
+                           "bytes_share": self.bytes[i].value if i in self.bytes else None,
                            "rel_err": self.error[i].value if i in self.error else None} for i in layers},
         }
 

@@ -29,4 +29,5 @@ def closed_form(pool: Pool, width: int, wide: int) -> Sketch:
         square += away.mT @ away
     count = max(1, keys.shape[0] * keys.shape[2])
     mean = total / count
-    return fit_sketch(torch.stack(moments).mean(0), centre + mean, square / count - mean[:, :, None] * mean[:, None], width, wide)
+    covariance = square / count - mean[:, :, None] * mean[:, None]
+    return fit_sketch(torch.stack(moments).mean(0), centre + mean, covariance, width, wide)

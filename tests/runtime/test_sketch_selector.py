@@ -104,7 +104,8 @@ def test_codes_grow_as_if_made_at_once() -> None:
     once.asks = other.asks
     assert torch.equal(found.select(step, queries).tokens, once.select(step, queries).tokens)
     found.take_rows(torch.tensor([1, 0, 1]))
-    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.asks[2], other.asks[1]) and torch.equal(found.pool, once.pool[[1, 0, 1]])
+    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.asks[2], other.asks[1])
+    assert torch.equal(found.pool, once.pool[[1, 0, 1]])
 
 
 def test_the_basis_is_the_requests_own_until_it_has_doubled() -> None:

@@ -119,6 +119,17 @@ class Router(Selector):
         if self.key_sums is not None:
             self._sum_keys(view, first, low, end)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """What scores the buckets, where they begin, and the places of the tokens listed."""
+        heads, buckets, dim = self.centroids.shape[1:]
+        size = view.keys.element_size()
+        scored = heads * buckets * dim if self.weights is None else sum(w.numel() for w in self.weights)
+        return float(scored * size + 4 * heads * (buckets + 1 + self._listed(view)))
+
+    def _listed(self, view: LayerView) -> int:
+        """Tokens of a list of candidates."""
+        return self.widest if self.probes is None else int(self.read_share(view) * view.length)
+
     def select(self, view: LayerView, queries: Queries) -> Selection:
         if self.probes is None:
             return Selection(tokens=self._tokens(view, queries, self.budget, self.widest))

@@ -80,6 +80,17 @@ class SketchRouter(Router):
         else:
             self.codes = self._more(view, self.sketch)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """Codes of the candidates beside what chose those."""
+        if self.codes is None:
+            return super().cost_bytes(view)
+        listed = self.widest_pool if self.routed else self.codes.shape[2]
+        codes = float(view.num_kv_heads * listed * self.width)
+        return codes + (super().cost_bytes(view) if self.routed else 0.0)
+
+    def _listed(self, view: LayerView) -> int:
+        return self.widest_pool if self.codes is not None else super()._listed(view)
+
     def select(self, view: LayerView, queries: Queries) -> Selection:
         if self.codes is None:
             return super().select(view, queries)

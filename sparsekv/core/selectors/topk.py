@@ -57,6 +57,11 @@ def read_layer_budgets(path: str) -> list[float]:
     return table
 
 
+def key_bytes(view: LayerView) -> Tensor:
+    """Bytes of all keys of the mid region, `[B]`: what scoring every one of them reads."""
+    return view.regions.mid_sizes * (view.num_kv_heads * view.keys.shape[-1] * view.keys.element_size())
+
+
 @dataclass(eq=False)
 class TopK(Selector):
     """Exhaustive top-k over the mid region (completion paper, Lane A; top-k paper §3). The heads of a group share one
@@ -88,6 +93,9 @@ class TopK(Selector):
                                 f"{view.num_layers} layers")
         own = self.table[view.layer_idx]
         return torch.ceil(own * view.regions.context).long() if own < 1 else torch.full_like(tokens, int(own))
+
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        return key_bytes(view)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         scores = group_scores(view, queries.rot)
