@@ -245,7 +245,7 @@ class Evaluator:
 def _shares(report: dict[str, Any]) -> dict[str, float]:
     """Shares of a sparse layer's tokens and bytes that a step reads; of full attention 1."""
     found = {"read": report["selectivity_sparse"], "bytes": report["bytes_share"]}
-    return {name: 1.0 if share is None else round(share, 5) for name, share in found.items()}
+    return {name: 1.0 if share is None else share for name, share in found.items()}
 
 
 def _score(request: Request, text: str) -> float | None:

@@ -129,9 +129,9 @@ class Attachment:
 
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
-        steps, dense layers included; selectivity_sparse without them), bytes_share (what a step of a sparse layer reads,
-        indices, codes and estimates included, over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse
-        layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers."""
+        steps, dense layers included; selectivity_sparse without them), bytes_share (all that a step of a sparse layer
+        reads over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse layers' attention
+        output; None unless it `compares`), the same per layer, and the selectors' own numbers."""
         return self.counters.report()
 
     def cache(self) -> SparseCache:

@@ -23,7 +23,8 @@ def own_bytes(case: str, x) -> float:
     pages = -(-(SIZES["sink_size"] + mid) // 16)
     sketch = DIM // 3
     return {
-        "topk": keys, "topk-per_head": keys, "faiss": keys, "faiss-per_head": keys, "magicpig": mid * HEADS_KV * 150 * 2,
+        "topk": keys, "topk-per_head": keys, "faiss": keys, "faiss-per_head": keys,
+        "magicpig": mid * HEADS_KV * 150 * 2,
         "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
         "router-mean_key": HEADS_KV * BUCKETS * DIM * SIZE + places + 4 * HEADS_KV * BUDGET,
@@ -62,7 +63,7 @@ def test_those_that_score_keys_read_them(name: str, monkeypatch) -> None:
 
 def test_the_report_says_it() -> None:
     model = tiny(3, DIM, torch.float64)
-    router, phi = trained(model)
+    router, _ = trained(model)
     ids = torch.randint(1, 61, (2, 90))
     found = {}
     for name in ("streaming", "topk", "sketch"):
