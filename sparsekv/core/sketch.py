@@ -72,7 +72,7 @@ def fit_sketch(moment: Tensor, mean: Tensor, covariance: Tensor, width: int, wid
     step = (clip / largest(rank, width, moment.device) * torch.maximum(variance, least).sqrt())[..., None, :]
     keys = factor @ vectors / step
     queries = torch.linalg.solve_triangular(factor.mT, vectors, upper=True) * step
-    return Sketch(keys, (mean[..., None, :] @ keys).squeeze(-2), queries)
+    return Sketch(keys.contiguous(), (mean[..., None, :] @ keys).squeeze(-2), queries.contiguous())
 
 
 def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Tensor:
@@ -98,4 +98,4 @@ def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Te
     square = torch.where((still[..., None] | still[..., None, :]), 0.0, square)
     square = square + torch.diag_embed(torch.where(still, 1.0, LEAST * size.mean(-1, keepdim=True)))
     cross = torch.where(still[..., None], sketch.queries.to(kind).mT.expand_as(cross), cross)
-    return torch.linalg.solve(square, cross).mT
+    return torch.linalg.solve(square, cross).mT.contiguous()

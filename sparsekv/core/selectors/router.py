@@ -60,9 +60,9 @@ class Router(Selector):
         if self.scores not in (None, *SCORES):
             raise SparseKVError(f"unknown scores {self.scores!r}: expected one of {', '.join(SCORES)}")
         if self.artifact is None:
-            raise SparseKVError("selector router needs a trained router: give router=...")
+            raise SparseKVError(f"selector {self.name} needs a trained router: give router=...")
         if self.probes is not None and self.token_budget is not None:
-            raise SparseKVError("selector router takes probes or token_budget, found both; leave one out")
+            raise SparseKVError(f"selector {self.name} takes probes or token_budget, found both; leave one out")
         buckets = self.artifact.centroids.shape[-2]
         if self.probes is not None and not 1 <= self.probes <= buckets:
             raise SparseKVError(f"probes must be between 1 and the router's {buckets} buckets, found {self.probes}")
