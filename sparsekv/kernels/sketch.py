@@ -239,13 +239,14 @@ def launch_best(scores: Tensor, tokens: Tensor | None, budget: Tensor, widest: i
     overlap = overlaps(device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     common = budget.contiguous(), heads, rows, width, widest
-    how: dict[str, Any] = {"BLOCK": TALLY_BLOCK, "OVERLAP": overlap, "num_warps": TALLY_WARPS, **pdl}
+    how: dict[str, Any] = {"BLOCK": TALLY_BLOCK, "OVERLAP": overlap, "num_warps": TALLY_WARPS}
     for digit in range(len(DIGITS)):
-        tally_kernel[(rows, blocks)](scores, tallies, *common, DIGIT=digit, **how)
-    count_kernel[(rows, blocks)](scores, tallies, above, equal, *common, blocks, **how)
+        # what is ahead of the first is no kernel: the tallies are set to zero
+        tally_kernel[(rows, blocks)](scores, tallies, *common, DIGIT=digit, **how, **(pdl if digit else {}))
+    count_kernel[(rows, blocks)](scores, tallies, above, equal, *common, blocks, **how, **pdl)
     fill_kernel[(rows, max(blocks, -(-widest // TALLY_BLOCK)))](
         scores, listed, tallies, above, equal, out, *common, blocks, LISTED=tokens is not None,
-        PARTS=power_of_two(blocks), **how)
+        PARTS=power_of_two(blocks), **how, **pdl)
     return out
 
 
