@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from steps import BUDGET, CASES, COMPLETIONS, SIZES, steps_of, tiny, trained
@@ -28,8 +30,8 @@ def own_bytes(case: str, x) -> float:
         "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
         "router-mean_key": HEADS_KV * BUCKETS * DIM * SIZE + places + 4 * HEADS_KV * BUDGET,
-        "sketch": model + places + (4 + sketch) * HEADS_KV * BUDGET,  # a tenth of the context is less than the budget
-        "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * -(-context // 2),
+        "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
+        "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
         "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)
 
 

@@ -66,11 +66,15 @@ def literal(found, view, queries, b: int, h: int, t: int, candidates: set[int]) 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("fit", ["fixed", "fitted"])
-@pytest.mark.parametrize("candidates", [0.3, 1.0])
+@pytest.mark.parametrize("candidates", [0.4, 1.0])
 def test_sketch(case: dict, fit: str, candidates: float) -> None:
     before, queries, step = make_view(**case)
     found = selector(before, fit=fit, candidates=candidates, adapt=False)
+    for b in range(before.keys.shape[0]):  # a share of the context, and four times the budget where there are as many
+        wanted = max(math.ceil(candidates * float(before.regions.context[b])), 4 * BUDGET)
+        assert int(found.pool[b]) == min(wanted, len(mid(before, b)))
     listed = built(SELECTORS["router"](token_budget=candidates, artifact=Trained(), adapt=False), before)
+    listed.budget, listed.widest = found.pool, found.widest_pool
     pool, read = listed.select(step, queries), found.select(step, queries)
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):

@@ -19,6 +19,8 @@ from sparsekv.errors import SparseKVError
 from sparsekv.kernels import Sketch, best_tokens, encode, sketch_scores
 
 FITS = ("fitted", "fixed")
+LEAST_CANDIDATES = 4
+"""Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
 
 
 @dataclass(eq=False)
@@ -37,7 +39,8 @@ class SketchRouter(Router):
     row_state: ClassVar[tuple[str, ...]] = (*Router.row_state, "pool", "codes", "turned", "asks", "fitted_sizes")
 
     candidates: float = option(0.1, help="Tokens whose sketches are scored, those of the best buckets: a share of the "
-                                         "context; 1 scores all without looking at buckets.", min=0.0, max=1.0)
+                                         "context, and at least four times the budget; 1 scores all without looking at "
+                                         "buckets.", min=0.0, max=1.0)
     fit: str = option("fitted", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
                                      "(the artifact's own: codes depend on the key alone).")
 
@@ -57,7 +60,7 @@ class SketchRouter(Router):
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
         wanted = tokens_of_budget(float(self.candidates), view.regions)
-        self.pool = torch.maximum(wanted, self.budget)
+        self.pool = torch.maximum(wanted, LEAST_CANDIDATES * self.budget).clamp(max=view.regions.mid_sizes)
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
 
     def build(self, view: LayerView) -> None:
