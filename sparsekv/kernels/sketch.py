@@ -6,8 +6,7 @@ normalised over the candidates and summed, and the best tokens are those of the 
 and no shape depends on what is in the tensors.
 
 A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
-others two each, in 4 bits: byte j holds channel j in its lower half and channel `j + r − w` in its upper one, all in
-two's complement.
+others two each, in 4 bits: byte j is the sum of channel j and 16 times channel `j + r − w`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def encode_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     for part in keys.split(KEYS_AT_ONCE, dim=2):
         codes = (part.to(acc) @ maps - centre + 0.5).floor_().clamp_(-top, top).to(torch.int8)
         alone, low, high = codes.split([whole, width - whole, width - whole], dim=-1)
-        parts.append(torch.cat([alone, (low & 15) | (high << 4)], dim=-1))
+        parts.append(torch.cat([alone, low + 16 * high], dim=-1))
     return torch.cat(parts, dim=2)
 
 
@@ -71,7 +70,7 @@ def decode(codes: Tensor, rank: int) -> Tensor:
     """The numbers in codes, `[..., w] -> [..., r]` int8."""
     width = codes.shape[-1]
     alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
-    return torch.cat([alone, (pairs << 4) >> 4, pairs >> 4], dim=-1)
+    return torch.cat([alone, (pairs << 4) >> 4, (pairs + 8) >> 4], dim=-1)
 
 
 def query_side(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
@@ -110,21 +109,29 @@ def sketch_scores_reference(
 ) -> Tensor:
     """`sketch_scores` in plain torch."""
     side = query_side_reference(q, sketch, scale)
-    heads, rank = codes.shape[1], side.shape[-1]
-    side = side.unflatten(1, (heads, -1))
+    side = side.unflatten(1, (codes.shape[1], -1))
     if tokens is None:
         assert first is not None and last is not None
         side = side.unflatten(0, (codes.shape[0], -1))
-        parts = [torch.einsum("bthgr,bhnr->bthgn", side, decode(part, rank).to(side.dtype))
-                 for part in codes.split(KEYS_AT_ONCE, dim=2)]
-        logits = torch.cat(parts, dim=-1).flatten(0, 1)
+        logits = torch.cat([_products(side, part[:, None]) for part in codes.split(KEYS_AT_ONCE, dim=2)],
+                           dim=-1).flatten(0, 1)
         place = torch.arange(codes.shape[2], device=q.device)
         used = ((place >= first[:, None]) & (place < last[:, None]))[:, None]
     else:
-        picked = decode(gather_rows(codes, tokens.clamp(min=0)), rank).to(side.dtype)
-        logits, used = side @ picked.mT, tokens >= 0
+        logits, used = _products(side, gather_rows(codes, tokens.clamp(min=0))), tokens >= 0
     weights = logits.masked_fill(~used[:, :, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum(2)
     return torch.where(used, weights, -1.0)
+
+
+def _products(side: Tensor, codes: Tensor) -> Tensor:
+    """Sums of products `[..., G, n]` of sides `[..., G, r]` with codes `[..., n, w]`, taken apart no further than they
+    must be: a byte of two channels is 16 times the upper one and the lower one."""
+    width = codes.shape[-1]
+    alone, low, high = side.split([2 * width - side.shape[-1], *[side.shape[-1] - width] * 2], dim=-1)
+    found = torch.cat([alone, high / 16], dim=-1) @ codes.to(side.dtype).mT
+    if low.shape[-1]:
+        found += (low - high / 16) @ ((codes[..., alone.shape[-1]:] << 4) >> 4).to(side.dtype).mT
+    return found
 
 
 def best_tokens(scores: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:

@@ -34,7 +34,7 @@ def encode_kernel(
     found = project(key, maps, centre, byte, dim, tl.where(byte < WHOLE, 127.0, 7.0)[None, :], RANK=RANK, DIM=DIM)
     if WHOLE < BYTES:
         high = project(key, maps, centre, byte + RANK - BYTES, dim, 7.0, RANK=RANK, DIM=DIM)
-        found = tl.where((byte < WHOLE)[None, :], found, (found & 15) | (high << 4))
+        found = tl.where((byte < WHOLE)[None, :], found, found + 16 * high)
     place = codes + ((row * heads + head) * length + token[:, None]) * BYTES + byte[None, :]
     tl.store(place, found.to(tl.int8), mask=(token < length)[:, None] & (byte < BYTES)[None, :])
 
@@ -86,7 +86,7 @@ def score_kernel(
         high = tl.load(from_side + RANK - BYTES, mask=inside & (byte >= WHOLE)[None, :], other=0.0)
         low = tl.where((byte < WHOLE)[:, None], held, (held << 28) >> 28)
         total = tl.dot(query, low.to(tl.float32), input_precision="tf32")
-        total += tl.dot(high, (held >> 4).to(tl.float32), input_precision="tf32")
+        total += tl.dot(high, ((held + 8) >> 4).to(tl.float32), input_precision="tf32")
     else:
         total = tl.dot(query, held.to(tl.float32), input_precision="tf32")
     total = tl.where(used[None, :], total, float("-inf"))
