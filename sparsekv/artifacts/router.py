@@ -1,4 +1,5 @@
-"""The router artifact: centroids of every (layer, KV head), and the query model that scores them."""
+"""The router artifact: centroids of every (layer, KV head), the query model that scores them, and the sketch that tells
+their keys apart."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.core.sketch import check_sketch
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import QueryModel
+from sparsekv.kernels import QueryModel, Sketch
 
 KIND = "router"
 
@@ -23,7 +25,8 @@ class RouterArtifactConfig:
     """What the router is and where it came from; stored as `config.json`.
 
     key_space: `pre` (RoPE removed) or `rot`. scores: `mean_key` (untrained, from the request's own bucket means) or
-    `mlp` (trained, one query model a KV head).
+    `mlp` (trained, one query model a KV head). sketch_bytes: bytes of a key's code, and sketch_wide: how many of its
+    channels have 8 bits; 0 bytes where there is no sketch.
     """
 
     model: dict[str, Any]
@@ -33,26 +36,32 @@ class RouterArtifactConfig:
     scores: str
     sink_size: int
     window_size: int
+    sketch_bytes: int = 0
+    sketch_wide: int = 0
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
     kind: str = KIND
 
 
 class RouterLayer(NamedTuple):
-    """One layer: centroids `[Hkv, C, d]` unit length; weights None for `mean_key` scores."""
+    """One layer: centroids `[Hkv, C, d]` unit length; weights None for `mean_key` scores; sketch with codes of
+    `sketch_bytes`, or None."""
 
     centroids: Tensor
     weights: QueryModel | None
     key_space: str
     scores: str
+    sketch: Sketch | None = None
+    sketch_bytes: int = 0
 
 
 class RouterArtifact:
-    """centroids `[L, Hkv, C, d]`; weights with leading dimensions `[L, H]`, or None."""
+    """centroids `[L, Hkv, C, d]`; weights and sketch with leading dimensions `[L, H]`, or None."""
 
     def __init__(self, config: RouterArtifactConfig, centroids: Tensor, weights: QueryModel | None,
-                 path: Path | None = None):
+                 path: Path | None = None, *, sketch: Sketch | None = None):
         self.config, self.centroids, self.weights, self.path = config, centroids, weights, path
+        self.sketch = sketch
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
     def layer(self, layer_idx: int) -> RouterLayer | None:
@@ -61,13 +70,17 @@ class RouterArtifact:
         if row is None:
             return None
         weights = None if self.weights is None else QueryModel(*(w[row] for w in self.weights))
-        return RouterLayer(self.centroids[row], weights, self.config.key_space, self.config.scores)
+        sketch = None if self.sketch is None else Sketch(*(x[row] for x in self.sketch))
+        return RouterLayer(self.centroids[row], weights, self.config.key_space, self.config.scores, sketch,
+                           self.config.sketch_bytes)
 
     def save(self, path: str | Path) -> None:
         tensors = {"centroids": self.centroids}
         if self.weights is not None:
             for name, weight in self.weights._asdict().items():
                 tensors[f"query_model.{name}"] = weight
+        if self.sketch is not None:
+            tensors |= {f"sketch.{name}": x for name, x in self.sketch._asdict().items()}
         save_artifact(path, asdict(self.config), tensors)
 
     @classmethod
@@ -94,7 +107,7 @@ class RouterArtifact:
             shapes = {"w1": (dim, hidden), "b1": (hidden,), "w2": (hidden, buckets), "b2": (buckets,)}
             weights = QueryModel(*(_float32(tensors, f"query_model.{name}", (layers, heads, *shapes[name]), where)
                                    for name in QueryModel._fields))
-        return cls(config, centroids, weights, Path(path))
+        return cls(config, centroids, weights, Path(path), sketch=_sketch(config, tensors, (layers, heads, dim), where))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
@@ -103,13 +116,32 @@ class RouterArtifact:
 
     def to(self, device: Any) -> RouterArtifact:
         weights = None if self.weights is None else QueryModel(*(w.to(device) for w in self.weights))
-        return RouterArtifact(self.config, self.centroids.to(device), weights, self.path)
+        sketch = None if self.sketch is None else Sketch(*(x.to(device) for x in self.sketch))
+        return RouterArtifact(self.config, self.centroids.to(device), weights, self.path, sketch=sketch)
 
     def summary(self) -> str:
         c = self.config
+        sketch = f"sketches of {c.sketch_bytes} bytes a key" if c.sketch_bytes else "no sketches"
         lines = [f"router {self.path or ''}: {len(c.layers)} layers, {c.num_buckets} buckets over "
-                 f"{'RoPE-free' if c.key_space == 'pre' else 'rotated'} keys, scores {c.scores}", *describe(c.quality)]
+                 f"{'RoPE-free' if c.key_space == 'pre' else 'rotated'} keys, scores {c.scores}, {sketch}",
+                 *describe(c.quality)]
         return "\n".join(lines)
+
+
+def _sketch(
+    config: RouterArtifactConfig, tensors: dict[str, Tensor], sizes: tuple[int, int, int], where: str,
+) -> Sketch | None:
+    """sizes: layers, KV heads, head dimension."""
+    if not config.sketch_bytes:
+        return None
+    layers, heads, dim = sizes
+    try:
+        check_sketch(config.sketch_bytes, config.sketch_wide, dim)
+    except SparseKVError as error:
+        raise damaged(where, str(error)) from error
+    rank = 2 * config.sketch_bytes - config.sketch_wide
+    shapes = {"keys": (dim, rank), "centre": (rank,), "queries": (dim, rank)}
+    return Sketch(*(take(tensors, f"sketch.{name}", (layers, heads, *shapes[name]), where) for name in Sketch._fields))
 
 
 def _float32(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:

@@ -157,7 +157,7 @@ class Evaluator:
             found = self._continue(batch, requests[0], method)
         elif rows:
             texts, read = self._answer(batch, requests, method, rows)
-            found = {"read": read}
+            found = read
         seconds = time.perf_counter() - began
         for case in dict.fromkeys(r.case for r in requests):
             own = [i for i, r in enumerate(requests) if r.case == case]
@@ -184,13 +184,12 @@ class Evaluator:
             attachment.sparse_chunks, attachment.compares = True, method.selector != "full"
             loss = continue_text(attachment, batch, following)
         report = attachment.report()
-        share = report["selectivity_sparse"]
-        return {"losses": [loss], "errors": [report["rel_err"] or 0.0], "read": 1.0 if share is None else share}
+        return {"losses": [loss], "errors": [report["rel_err"] or 0.0], **_shares(report)}
 
     def _answer(
         self, batch: Batch, requests: list[Request], method: Method, rows: list[int],
-    ) -> tuple[dict[int, str], float]:
-        """Answers by row, and the share of the context a sparse layer read; in parts where the device's memory does not
+    ) -> tuple[dict[int, str], dict[str, float]]:
+        """Answers by row, and what a sparse layer read; in parts where the device's memory does not
         hold what the method builds for all rows."""
         splits = self.splits.get(method.selector, 1)
         while True:
@@ -204,7 +203,7 @@ class Evaluator:
 
     def _answer_in_parts(
         self, batch: Batch, requests: list[Request], method: Method, rows: list[int], splits: int,
-    ) -> tuple[dict[int, str], float]:
+    ) -> tuple[dict[int, str], dict[str, float]]:
         texts: dict[int, str] = {}
         size = -(-len(rows) // splits)
         with self._attached(method) as attachment:
@@ -220,8 +219,8 @@ class Evaluator:
                 answers = answer_batch(attachment, part, [self._limit(requests[i]) for i in chosen], finished)
                 texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
                 del part
-            read = attachment.report()["selectivity_sparse"]
-        return texts, 1.0 if read is None else round(read, 5)
+            shares = _shares(attachment.report())
+        return texts, shares
 
     def _finished(self, request: Request, tokens: list[int]) -> bool:
         """Nothing that follows can change the score: the end was written, or all targets are there."""
@@ -241,6 +240,12 @@ class Evaluator:
     def _ends(self) -> set[int]:
         given = self.model.generation_config.eos_token_id
         return set(given) if isinstance(given, list) else {given, self.tokenizer.eos_token_id}
+
+
+def _shares(report: dict[str, Any]) -> dict[str, float]:
+    """Shares of a sparse layer's tokens and bytes that a step reads; of full attention 1."""
+    found = {"read": report["selectivity_sparse"], "bytes": report["bytes_share"]}
+    return {name: 1.0 if share is None else share for name, share in found.items()}
 
 
 def _score(request: Request, text: str) -> float | None:

@@ -33,7 +33,7 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
                                   {"scores": {}, "answers": {}, "losses": {}, "errors": {}, "depths": {}, "parts": {},
-                                   "infeasible": False, "seconds": 0.0,
+                                   "bytes": {}, "infeasible": False, "seconds": 0.0,
                                    "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
         if cell.get("infeasible"):
@@ -44,6 +44,8 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
             entry[name] |= {i: x for i, x in found if x is not None}
         cache = cell.get("cache_tokens", 0.0) / cell["tokens"]
         entry["parts"][cell["indices"][0]] = (cell["read"], cell["read"] + cache, cell["tokens"])
+        if "bytes" in cell:
+            entry["bytes"][cell["indices"][0]] = cell["bytes"]
         entry["seconds"] += cell["seconds"]
     return merged
 
@@ -56,9 +58,9 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     the share found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
-    `read`: share of the context read exactly, and `read_worst`: the same with the completion's cache fetched for one
-    token; machine, command, commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells
-    have no value.
+    `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token,
+    and `bytes_share`: all that a step of a sparse layer reads over the bytes of its keys and values; machine, command,
+    commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells have no value.
     """
     merged = merge_cells(cells)
     tasks: dict[str, dict[str, None]] = {}
@@ -167,8 +169,10 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
     if all(e["scores"] for e in entries):
         value, interval = _points([[100 * s for s in e["scores"].values()] for e in entries], seed)
     read, worst, tokens = map(_mean, zip(*(part for e in entries for part in e["parts"].values()), strict=True))
+    shares = [share for e in entries for share in e["bytes"].values()]
+    bytes_share = {"bytes_share": round(_mean(shares), 4)} if shares else {}
     return row(case, method, "score", value, "points of 100", **extra, **interval, read=round(read, 4),
-               read_worst=round(min(worst, 1.0), 4), context_tokens=round(tokens),
+               read_worst=round(min(worst, 1.0), 4), **bytes_share, context_tokens=round(tokens),
                seconds=round(sum(e["seconds"] for e in entries), 2))
 
 

@@ -22,6 +22,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.core.cost import bytes_share
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
@@ -60,7 +61,8 @@ def attach(
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
     router, phi: artifacts or their folders. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
-    without it `router` if one is given, else `dense`; `options` are the selector's own. token_budget: int = tokens,
+    without it `sketch` if a router is given (`router` if it has none, or with probes), else `dense`; `options` are the
+    selector's own. token_budget: int = tokens,
     float = share of the context, per query and KV head. completion: phi, centroid or none, or an Estimator; without it
     phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated
     tokens stay exact until there are more than this, then the older half joins the mid region. dense_layers decode with
@@ -140,8 +142,9 @@ class Attachment:
 
     def report(self) -> dict[str, Any]:
         """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
-        steps, dense layers included; selectivity_sparse without them), rel_err (mean relative L2 error of the sparse
-        layers' attention output; None unless it `compares`), the same per layer, and the selectors' own numbers.
+        steps, dense layers included; selectivity_sparse without them), bytes_share (all that a step of a sparse layer
+        reads over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse layers' attention
+        output; None unless it `compares`), the same per layer, and the selectors' own numbers.
         index_seconds: building index and estimates, after the prefill and before the second token [s]. replayed_steps,
         captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was not could not
         be, or None."""
@@ -467,7 +470,8 @@ class Attachment:
             view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
-            self.counters.sparse(view.layer_idx, step.read(view, queries))
+            self.counters.sparse(view.layer_idx, step.read(view, queries), bytes_share(
+                view, queries, step.selection, state.selector, state.estimator))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -41,6 +41,7 @@ class Counters:
         self.dense_calls: dict[int, int] = defaultdict(int)
         self.loaded: dict[int, Mean] = defaultdict(Mean)
         self.sparse_loaded: dict[int, Mean] = defaultdict(Mean)
+        self.bytes: dict[int, Mean] = defaultdict(Mean)
         self.error: dict[int, Mean] = defaultdict(Mean)
         self.statistics: dict[int, dict[str, float]] = {}
         self.index_seconds = 0.0
@@ -54,17 +55,19 @@ class Counters:
         self.dense_calls[layer] += tokens
         self.loaded[layer].add_sum(float(tokens), tokens)
 
-    def sparse(self, layer: int, share: Tensor) -> None:
-        """`[B, T]`: share of the tokens in sight that were read, mean over heads."""
+    def sparse(self, layer: int, share: Tensor, bytes_share: Tensor) -> None:
+        """`[B, T]` each: share of the tokens in sight that were read, mean over heads, and of the bytes
+        (`core/cost.py`)."""
         self.sparse_calls[layer] += share.shape[1]
         total = share.detach().sum(dtype=torch.float64)
         for means in (self.loaded, self.sparse_loaded):
             means[layer].add_sum(total, share.numel())
+        self.bytes[layer].add(bytes_share)
 
     def shares(self, device: torch.device) -> Tensor:
-        """`[layers]` float64: what replayed steps add their shares to, on the device."""
+        """`[2, layers]` float64: what replayed steps add their shares to, of tokens and of bytes, on the device."""
         if self._shares is None:
-            self._shares = torch.zeros(self.layers, dtype=torch.float64, device=device)
+            self._shares = torch.zeros(2, self.layers, dtype=torch.float64, device=device)
         return self._shares
 
     def replayed(self, rows: int, sparse: Sequence[int], dense: Sequence[int]) -> None:
@@ -72,8 +75,8 @@ class Counters:
         self.replayed_steps += 1
         for layer in sparse:
             self.sparse_calls[layer] += 1
-            self.loaded[layer].count += rows
-            self.sparse_loaded[layer].count += rows
+            for means in (self.loaded, self.sparse_loaded, self.bytes):
+                means[layer].count += rows
         for layer in dense:
             self.dense(layer, 1)
 
@@ -90,10 +93,11 @@ class Counters:
     def report(self) -> dict[str, Any]:
         """Totals and per-layer values; None where nothing was measured."""
         if self._shares is not None:
-            for layer, share in enumerate(self._shares.tolist()):
-                for means in (self.loaded, self.sparse_loaded):
-                    if share:
-                        means[layer].add_sum(share, 0)
+            for layer, (tokens, size) in enumerate(self._shares.T.tolist()):
+                if tokens:
+                    self.loaded[layer].add_sum(tokens, 0)
+                    self.sparse_loaded[layer].add_sum(tokens, 0)
+                    self.bytes[layer].add_sum(size, 0)
             self._shares.zero_()
         layers = sorted(set(self.sparse_calls) | set(self.dense_calls))
         return {
@@ -101,6 +105,7 @@ class Counters:
             "dense_calls": sum(self.dense_calls.values()),
             "selectivity": _mean(self.loaded),
             "selectivity_sparse": _mean(self.sparse_loaded),
+            "bytes_share": _mean(self.bytes),
             "rel_err": _mean(self.error),
             "selector": self._selector_means(),
             "index_seconds": self.index_seconds,
@@ -110,6 +115,7 @@ class Counters:
             "not_replayed": self.not_replayed,
             "layers": {i: {"sparse_calls": self.sparse_calls.get(i, 0), "dense_calls": self.dense_calls.get(i, 0),
                            "selectivity": self.loaded[i].value if i in self.loaded else None,
+                           "bytes_share": self.bytes[i].value if i in self.bytes else None,
                            "rel_err": self.error[i].value if i in self.error else None} for i in layers},
         }
 
@@ -120,9 +126,12 @@ class Counters:
                 if (v := [layer[name] for layer in self.statistics.values() if name in layer])}
 
 
-def read_shares(selections: Sequence[Selection], regions: Regions, lengths: Tensor) -> Tensor:
-    """Share of the tokens in sight that a step of each layer read, summed over rows, `[layers]` float64: one selection
-    a layer, one query a row, the same regions in all; lengths `[B]`. A few launches for all layers."""
+def read_shares(
+    selections: Sequence[Selection], regions: Regions, lengths: Tensor, heads_kv: int, more: Tensor,
+) -> Tensor:
+    """Share of the tokens in sight that a step of each layer read, and of their bytes (`core.cost.bytes_share`), summed
+    over rows, `[2, layers]` float64: one selection a layer, one query a row, the same regions in all; lengths `[B]`,
+    more `[layers, B]`: what chooses and completes, in tokens. A few launches for all layers."""
     counts: list[Tensor] = [torch.empty(0)] * len(selections)
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, selection in enumerate(selections):
@@ -132,10 +141,14 @@ def read_shares(selections: Sequence[Selection], regions: Regions, lengths: Tens
             found = torch.stack([selections[i].counts() for i in members])
         else:
             found = (torch.stack([selections[i].as_tokens() for i in members]) >= 0).sum(-1)
-        for i, count in zip(members, found.to(torch.float64).mean(-1).unbind(0), strict=True):
+        # lists of query heads of one group are read one by one
+        several = max(1.0, found.shape[-1] / heads_kv)
+        mean = found.to(torch.float64).mean(-1)
+        for i, count in zip(members, torch.stack([mean, several * mean], 1).unbind(0), strict=True):
             counts[i] = count
     context = lengths - regions.starts
-    return ((torch.stack(counts) + context - regions.mid_sizes) / context).sum(-1)
+    read = torch.stack(counts, 1) + (context - regions.mid_sizes)
+    return ((read + torch.stack([torch.zeros_like(more), more])) / context).sum(-1)
 
 
 def _mean(means: dict[int, Mean]) -> float | None:

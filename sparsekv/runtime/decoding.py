@@ -134,7 +134,7 @@ def _selector(
     else:
         if not isinstance(selector, str | None):
             raise SparseKVError(f"a selector is a name or a Selector, found {brief(selector)}")
-        name = selector or ("dense" if router is None else "router")
+        name = selector or _default(router, options)
         if name not in SELECTORS:
             raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
         made = SELECTORS[name]()
@@ -149,6 +149,13 @@ def _selector(
         made.artifact = router  # type: ignore[attr-defined]
     check_options(made)
     return made
+
+
+def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:
+    """The selector where none is named: the best that the artifact has been trained for."""
+    if router is None:
+        return "dense"
+    return "sketch" if router.sketch is not None and options.get("probes") is None else "router"
 
 
 def _estimator(

@@ -17,12 +17,14 @@ class GenerateConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
     prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
     prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
-    router: Path | None = option(None, help="Router artifact (folder). Sets --selector router.")
+    router: Path | None = option(None, help="Router artifact (folder): tokens are chosen by its sketches, or by "
+                                             "its buckets alone.")
     phi: Path | None = option(None, help="Feature-map artifact (folder); switches completion on.")
     token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
                                                    "prompt, from 1 on a count [tokens].", min=0)
-    selector: str | None = option(None, help="What is read exactly: router, topk, streaming, dense, … "
-                                             "Without it: router if one is given, else dense.", group="What is read")
+    selector: str | None = option(None, help="What is read exactly: sketch, router, topk, streaming, dense, … "
+                                             "Without it: sketch if a router is given (router if it has none, or with "
+                                             "--probes), else dense.", group="What is read")
     probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1,
                                 group="What is read")
     sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
@@ -53,10 +55,9 @@ def generate(config: GenerateConfig) -> None:
     if not math.isfinite(config.temperature):
         raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
     tokens = budget(config.token_budget)
-    selector = config.selector or ("router" if config.router else "dense")
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
-    with attach(model, router=config.router, phi=config.phi, selector=selector, probes=config.probes,
+    with attach(model, router=config.router, phi=config.phi, selector=config.selector, probes=config.probes,
                 token_budget=tokens, sink_size=config.sink_size,
                 window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
@@ -64,7 +65,7 @@ def generate(config: GenerateConfig) -> None:
             inputs["input_ids"], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         seconds = time.perf_counter() - started
-        report = attachment.report()
+        report, selector = attachment.report(), attachment.decoding.selector.name
     prompt_tokens = inputs["input_ids"].shape[1]
     made = out.shape[1] - prompt_tokens
     method = selector + (" + phi" if config.phi else "")

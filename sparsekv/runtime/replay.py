@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from sparsekv.core.cost import token_bytes
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
@@ -180,6 +181,8 @@ class Replay:
         self.dense = [i for i, s in enumerate(states) if s is None]
         self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
         self.views = [None if s is None else self._whole(s) for s in states]
+        self.heads_kv = first.keys.shape[1]
+        self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
         self.logits: Tensor | None = None
         self.graph: Any = None
         self._selections: list[Selection] = []
@@ -271,8 +274,8 @@ class Replay:
             _CURRENT.step = None
         if self.sparse:
             regions = self.views[self.sparse[0]].regions  # type: ignore[union-attr]
-            shares = read_shares(self._selections, regions, self.lengths)
-            self.counters.shares(self.device).index_add_(0, self.where, shares)
+            shares = read_shares(self._selections, regions, self.lengths, self.heads_kv, self.more)
+            self.counters.shares(self.device).index_add_(1, self.where, shares)
         self.positions.add_(1)
         return out.logits
 
@@ -296,6 +299,14 @@ class Replay:
         if any(view.rope is table for table, _ in self.ropes.values()):
             view.rope = view.rope.whole()  # type: ignore[union-attr]
         return view
+
+    def _more(self, state: LayerState, rows: int) -> Tensor:
+        """What chooses and completes, in tokens of the layer, `[B]` float64."""
+        cost = state.selector.cost_bytes(state.view)
+        if state.estimator is not None:
+            cost = cost + state.estimator.cost_bytes(state.view)
+        cost = torch.as_tensor(cost, dtype=torch.float64, device=self.device) / token_bytes(state.view)
+        return cost.expand(rows).clone()
 
     def _write_tables(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Before the first layer of a kind: the rotary tables of the new token, into their place."""

@@ -1,4 +1,5 @@
-"""`sparsekv train-router`: buckets of keys, and the query model that predicts where attention falls (Saap §4)."""
+"""`sparsekv train-router`: buckets of keys, the query model that predicts where attention falls (Saap §4), and the
+sketch that tells the keys of the best buckets apart."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ from sparsekv.config import option
 from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
+from sparsekv.core.selectors.sketch import SketchRouter
+from sparsekv.core.sketch import check_sketch
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import QueryModel, assign_buckets, bucket_mass
+from sparsekv.kernels import QueryModel, Sketch, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.progress import progress
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
+from sparsekv.trainers.sketch import closed_form, code_size
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
 
@@ -38,7 +42,8 @@ WATCHED_WINDOWS, WATCHED_REQUESTS = 2, 2
 class RouterRecipe:
     """How a router is trained. The defaults are what README's tables report: no query model. long_range: a query model
     trains on queries whose best key is further away than this [tokens], where a window has enough of them; one_window:
-    all queries of a step are of one window."""
+    all queries of a step are of one window. sketch_bytes, sketch_wide: a quarter of the head dimension and an eighth of
+    that where they are None."""
 
     num_buckets: int = 1024
     scores: str = "mean_key"
@@ -49,11 +54,13 @@ class RouterRecipe:
     lr: float = 2e-3
     long_range: int = 0
     one_window: bool = False
+    sketch_bytes: int | None = None
+    sketch_wide: int | None = None
 
 
 RECIPES = {DEFAULT: RouterRecipe(),
            "saap": RouterRecipe(scores="mlp", key_space="pre", max_steps=40_000, batch_size=1000, lr=1e-5,
-                                long_range=1024, one_window=True)}
+                                long_range=1024, one_window=True, sketch_bytes=0)}
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class RouterConfig(TrainingOptions):
                                            help="Queries per query head and step [queries].")
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
                                      help="Peak learning rate (Adam, warm-up, cosine to zero).")
+    sketch_bytes: int | None = option(None, min=0, help="Bytes of a key's sketch, 0 for none [bytes]. [default: a "
+                                                        "quarter of the head dimension; saap: 0]")
+    sketch_wide: int | None = option(None, min=0, group="Training", help="Channels of a sketch that have 8 bits; the "
+                                     "others have 4 [channels]. [default: an eighth of the bytes]")
 
 
 class OneLayer(NamedTuple):
@@ -84,6 +95,10 @@ class OneLayer(NamedTuple):
     @property
     def centroids(self) -> Tensor:
         return self.row.centroids
+
+    @property
+    def sketch(self) -> Sketch | None:
+        return self.row.sketch
 
     def layer(self, layer_idx: int) -> RouterLayer:
         return self.row
@@ -104,13 +119,19 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     if keys < recipe.num_buckets:
         raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
                             "head; use fewer buckets or a larger capture")
+    width, wide = code_size(recipe.sketch_bytes, recipe.sketch_wide, store.head_dim)
+    recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide)
+    if width:
+        check_sketch(width, wide, store.head_dim)
     with Run("router", config, recipe, store) as run:
-        return _train(run, config, recipe, store, train, validation)
+        return _train(run, config, recipe, store, train, validation, (width, wide))
 
 
 def _train(
     run: Run, config: RouterConfig, recipe: RouterRecipe, store: CaptureStore, train: list[int], validation: list[int],
+    code: tuple[int, int],
 ) -> RouterArtifact:
+    width, wide = code
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue
@@ -121,7 +142,8 @@ def _train(
         if saved is None:
             saved = {"centroids": cluster(pool, recipe, config.seed, name)}
             run.save(f"kmeans-{parts[0].name}", saved)
-        layer = RouterLayer(saved["centroids"].to(run.device), None, recipe.key_space, recipe.scores)
+        layer = RouterLayer(saved["centroids"].to(run.device), None, recipe.key_space, recipe.scores,
+                            closed_form(pool, width, wide) if width else None, width)
         validating = load_pool(store, parts, validation, device=run.device)
         if recipe.scores == "mlp":
             task = RouterTask(recipe, pool, validating, layer.centroids, parts, config.seed, name)
@@ -131,6 +153,8 @@ def _train(
         result = {"centroids": layer.centroids, **quality(validating, layer)}
         if layer.weights is not None:
             result |= {f"query_model.{k}": w for k, w in layer.weights._asdict().items()}
+        if layer.sketch is not None:
+            result |= {f"sketch.{k}": x for k, x in layer.sketch._asdict().items()}
         run.keep(parts, result)
     made: list[RouterArtifact] = []
 
@@ -139,12 +163,14 @@ def _train(
         weights = None
         if recipe.scores == "mlp":
             weights = QueryModel(*(tensors[f"query_model.{k}"] for k in QueryModel._fields))
+        sketch = Sketch(*(tensors[f"sketch.{k}"] for k in Sketch._fields)) if width else None
         made.append(RouterArtifact(
             RouterArtifactConfig(
                 model=store.model, layers=store.layers, num_buckets=recipe.num_buckets, key_space=recipe.key_space,
                 scores=recipe.scores, sink_size=store.config["sink_size"], window_size=store.config["window_size"],
+                sketch_bytes=width, sketch_wide=wide,
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=_card(card)),
-            tensors["centroids"], weights, run.out))
+            tensors["centroids"], weights, run.out, sketch=sketch))
         made[0].save(run.out)
 
     run.finish(assemble)
@@ -234,21 +260,28 @@ def targets(pool: Pool, centroids: Tensor, space: str, advance: Any) -> Tensor:
 
 
 def quality(pool: Pool, layer: RouterLayer) -> dict[str, Tensor]:
-    """The card, from held-out windows: per query head the share of the mid mass reached at every budget and an oracle's
-    on the same buckets; per KV head the imbalance `C · Σ share²` and the largest bucket's share of the keys."""
+    """The card, from held-out windows: per query head the share of the mid mass reached at every budget, by buckets
+    alone and with sketches of the artifact's own basis, and an oracle's on the same buckets; per KV head the imbalance
+    `C · Σ share²` and the largest bucket's share of the keys."""
     found: dict[str, list[Tensor]] = {}
     for document in range(pool.documents):
         for request in requests(pool.window(document), CARD_REQUESTS):
-            router, _ = request.build(Router(token_budget=max(BUDGETS), artifact=OneLayer(layer)), None)
+            made = {"": Router(token_budget=max(BUDGETS), artifact=OneLayer(layer))}
+            if layer.sketch is not None:
+                made["sketch_"] = SketchRouter(token_budget=max(BUDGETS), artifact=OneLayer(layer), fit="fixed")
+            for selector in made.values():
+                request.build(selector, None)
+            router = made[""]
             share, sizes = mid_share(request), router.counts[0]
             tables = {"imbalance": imbalance(sizes), "largest_bucket": sizes.amax(1) / sizes.sum(1).clamp(min=1)}
             for budget in BUDGETS:
-                router.token_budget = budget
-                router.prepare(request.prefill)
-                read = router.select(request.view, request.queries)
+                for name, selector in made.items():
+                    selector.token_budget = budget
+                    selector.prepare(request.prefill)
+                    read = selector.select(request.view, request.queries)
+                    tables[f"{name}mass_share@{budget}"] = mass_read(share, read).mean(0)
                 best = best_buckets(request, router, share, budget)
-                tables |= {f"mass_share@{budget}": mass_read(share, read).mean(0),
-                           f"oracle_mass_share@{budget}": mass_read(share, best).mean(0)}
+                tables[f"oracle_mass_share@{budget}"] = mass_read(share, best).mean(0)
             for name, table in tables.items():
                 found.setdefault(f"quality.{name}", []).append(table)
     return {name: torch.stack(values).mean(0) for name, values in found.items()}

@@ -64,6 +64,38 @@ def test_routers_of_a_kind_that_is_gone_are_refused(tmp_path, changed: dict, mes
         RouterArtifact.load(tmp_path / "a")
 
 
+def sketched(folder, **changed) -> RouterArtifact:
+    config = {"kind": "router", **COMMON, "num_buckets": 5, "key_space": "rot", "scores": "mean_key",
+              "sketch_bytes": 3, "sketch_wide": 1, **changed}
+    torch.manual_seed(0)
+    tensors = {"centroids": torch.randn(2, 2, 5, 8), "sketch.keys": torch.randn(2, 2, 8, 5),
+               "sketch.centre": torch.randn(2, 2, 5), "sketch.queries": torch.randn(2, 2, 8, 5)}
+    save_artifact(folder, config, tensors)
+    return RouterArtifact.load(folder)
+
+
+def test_a_router_with_sketches_is_saved_and_loaded(tmp_path) -> None:
+    made = sketched(tmp_path / "a")
+    assert "sketches of 3 bytes a key" in made.summary()
+    made.to("cpu").save(tmp_path / "b")
+    again = RouterArtifact.load(tmp_path / "b")
+    assert again.layer(1).sketch_bytes == 3
+    assert all(torch.equal(x, y[1]) for x, y in zip(again.layer(1).sketch, made.sketch, strict=True))
+    old_router(tmp_path / "c", "float32")
+    plain = RouterArtifact.load(tmp_path / "c")
+    assert plain.sketch is None and plain.layer(0).sketch is None and "no sketches" in plain.summary()
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"sketch_bytes": 9}, "is damaged: a sketch of 9 bytes with 1 channels of 8 bits has 17 channels; expected 1 to 8"),
+    ({"sketch_wide": 4}, "has 4 channels of 8 bits; expected 0 to 3"),
+    ({"sketch_wide": 2}, r"tensor sketch.keys has shape \(2, 2, 8, 5\), expected \(2, 2, 8, 4\)"),
+    ({"sketch_bytes": "3"}, "sketch_bytes is '3', expected int")])
+def test_sketches_that_cannot_be_are_refused(tmp_path, changed: dict, message: str) -> None:
+    with pytest.raises(SparseKVError, match=message):
+        sketched(tmp_path / "a", **changed)
+
+
 def test_feature_maps_with_the_errors_of_all_shifts_still_load(tmp_path) -> None:
     maps = Maps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
         lambda w: w.detach().unflatten(0, (2, -1)))

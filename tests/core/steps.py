@@ -25,7 +25,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 CASES |= {f"{name}-per_head": (name, {**given, "per_query_head": True}) for name, given in CASES.values()
           if "per_query_head" in SELECTORS[name].option_names()}
 CASES |= {"router-probes": ("router", {"probes": 3}), "router-mean_key": ("router", {"token_budget": BUDGET,
-                                                                                     "scores": "mean_key"})}
+                                                                                     "scores": "mean_key"}),
+          "sketch-fixed": ("sketch", {"token_budget": BUDGET, "fit": "fixed", "candidates": 0.7}),
+          "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key"})}
 COMPLETIONS = ("none", *ESTIMATORS)
 GROUPS = (1, 3, 4, 8)
 PADS = (0, 7, 30)

@@ -14,10 +14,12 @@ from sparsekv.kernels import (
     PhiState,
     QueryModel,
     ScoreMoments,
+    Sketch,
     bucket_tokens,
     build_index,
     group_probability,
     routing,
+    sketch,
     top_buckets,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
@@ -31,16 +33,16 @@ from sparsekv.kernels.bucket_sums import (
 )
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
-from sparsekv.kernels.decode import (
+from sparsekv.kernels.gather import gather_rows, launch_gather
+from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
+from sparsekv.kernels.paged import launch_paged, paged_scores_reference
+from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
+from sparsekv.kernels.stored import (
     append_token_reference,
     decode_attention_reference,
     launch_append,
     launch_decode,
 )
-from sparsekv.kernels.gather import gather_rows, launch_gather
-from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
-from sparsekv.kernels.paged import launch_paged, paged_scores_reference
-from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
@@ -359,6 +361,58 @@ def check_collisions(shape: tuple[int, ...], device: str) -> None:
         for least in (1, 5):
             found, truth = (meet(mine, asks, least=least) for meet in (launch_collisions, collisions_reference))
             assert found.dtype == torch.bool and torch.equal(found, truth), least
+
+
+def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, rank, bytes, keys, candidates, queries a row. A sketch for all rows
+    and one for each, a list of candidates with gaps and all tokens between two borders; a query without any."""
+    heads_q, heads, dim, rank, width, length, listed, queries = shape
+    torch.manual_seed(length)
+    keys = torch.randn(2, heads, length + 2, dim, device=device).to(dtype)[:, :, :length]
+    q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
+    top = sketch.largest(rank, width, device)
+    own = Sketch(torch.randn(2, heads, dim, rank, device=device) * top / 2 / dim**0.5,
+                 torch.randn(2, heads, rank, device=device), torch.randn(2, heads, dim, rank, device=device) / rank)
+    tokens = torch.rand(2 * queries, heads, length, device=device).argsort(-1)[..., :listed].int()
+    tokens[..., ::5] = -1
+    tokens[0] = -1
+    first = torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
+    last = first + torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
+    last[0] = first[0]
+    for maps in (own, Sketch(*(x[0] for x in own))):
+        exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
+        for codes in (sketch.launch_encode(keys, maps, width), sketch.encode_reference(keys, maps, width)):
+            assert codes.shape == (2, heads, length, width) and codes.dtype == torch.int8
+            away = sketch.decode(codes, rank) - exact.clamp(-top, top)
+            # the kernel's maps are rounded as the keys are
+            assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
+        side = sketch.launch_query(q, maps, 0.3)
+        assert error(side, sketch.query_side_reference(q.double(), double(maps), 0.3)) < 1e-5
+        for where in ({"tokens": tokens}, {"first": first, "last": last}):
+            mine = sketch.launch_scores(q, maps, codes, 0.3, **where)
+            truth = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, **where)
+            assert torch.equal(mine < 0, truth < 0) and bool((mine[0] < 0).all())
+            torch.testing.assert_close(mine.double(), truth, rtol=1e-2, atol=1e-4)
+
+
+def check_best_tokens(width: int, device: str) -> None:
+    """Exactly the twin's tokens, in its order, from scores with many ties, zeros and gaps."""
+    torch.manual_seed(width)
+    rows, heads = 5, 2
+    scores = torch.randint(-1, 4, (rows, heads, width), device=device) / 4
+    scores[1] = torch.rand(heads, width, device=device) ** 20
+    scores[2] = -1.0
+    scores[3] *= 1e-40
+    tokens = torch.rand(rows, heads, width, device=device).argsort(-1)
+    there = int((scores[0] >= 0).sum(-1).min()) if width else 0
+    for budget in ([0, there // 2, 5, there, 1], [there, 1, 0, width // 3, width + 9]):
+        for widest in {max(budget), there // 3 + 1, 0}:
+            for listed in (tokens, None):
+                given = torch.tensor(budget, device=device)
+                found = sketch.launch_best(scores, listed, given, widest)
+                truth = sketch.best_tokens_reference(scores.double(), listed, given, widest)
+                assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
+                assert torch.equal(found, truth), (budget, widest, listed is None)
 
 
 def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, features: int = 24) -> tuple[Any, ...]:

@@ -8,18 +8,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, decode, indexing, paged, routing
+from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, sketch, stored
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
-from sparsekv.kernels import decode_triton as d
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
+from sparsekv.kernels import sketch_triton as sk
+from sparsekv.kernels import stored_triton as d
 from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
@@ -29,9 +30,9 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
-            "positions",
+            "positions tallies above equal",
     "*i16": "codes queries",
-    "*fp32": "partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
+    "*fp32": "side partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part",
     "fp32": "scale eps",
     "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
@@ -42,6 +43,8 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
+    sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.query_kernel: {"maps": "*fp32"},
+    sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.fill_kernel: {"out": "*i32"},
 }
 
 
@@ -98,8 +101,8 @@ def main() -> None:
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
     for dim in (64, 128, 256):
-        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": decode.BLOCK,
-                                "STAGES": decode.stages_of(dim, 2)}, decode.WARPS, "bf16", SHARED)
+        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
+                                "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
           (90,))
@@ -116,6 +119,18 @@ def main() -> None:
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
+    for rank, width in ((60, 32), (96, 96)):
+        code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
+        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
+        check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
+        check(sk.score_kernel, {**code, "LISTED": width == 32, "BLOCK": sketch.SCORE_BLOCK}, sketch.SCORE_WARPS, "bf16")
+    check(sk.weigh_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": 1024, "BLOCK": sketch.WEIGH_BLOCK}, sketch.WEIGH_WARPS,
+          "bf16", (90,))
+    tally = {"BLOCK": sketch.TALLY_BLOCK, "LISTED": True, "PARTS": 128}
+    for digit in range(len(sketch.DIGITS)):
+        check(sk.tally_kernel, {**tally, "DIGIT": digit}, sketch.TALLY_WARPS, "bf16", (90,))
+    check(sk.count_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
+    check(sk.fill_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))

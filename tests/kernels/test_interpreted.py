@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from sparsekv.kernels import attend, attention_mass, completion
+from sparsekv.kernels import attend, attention_mass, completion, sketch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -105,3 +105,18 @@ def test_a_step_on_storage_with_room(shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.parametrize("shape", [(2, 3, 71, 24, 9), (1, 2, 1, 80, 1), (1, 1, 200, 16, 300)], ids=str)
 def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_bucket_sums(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 16, 16, 8, 63, 20, 1), (3, 3, 40, 10, 7, 171, 111, 2),
+                                   (6, 1, 24, 24, 24, 40, 40, 3), (16, 1, 80, 33, 19, 1, 1, 1),
+                                   (2, 2, 12, 7, 7, 300, 1, 1)], ids=str)
+def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_sketch(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("block", [1024, 32], ids=["one block", "several blocks"])
+@pytest.mark.parametrize("width", [0, 1, 33, 100])
+def test_best_tokens(width: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch, "TALLY_BLOCK", block)
+    checks.check_best_tokens(width, "cpu")

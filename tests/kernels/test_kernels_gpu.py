@@ -105,6 +105,18 @@ def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_bucket_sums(shape, dtype, DEVICE)
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(32, 8, 128, 60, 32, 1000, 111, 1), (3, 3, 64, 32, 16, 700, 700, 3),
+                                   (16, 1, 96, 33, 19, 63, 20, 2), (8, 8, 256, 256, 256, 40, 1, 1)], ids=str)
+def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_sketch(shape, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("width", [1, 1000, 5001])
+def test_best_tokens(width: int) -> None:
+    checks.check_best_tokens(width, DEVICE)
+
+
 def test_rows_of_the_host() -> None:
     source = torch.randn(2, 3, 50, 80).pin_memory()
     index = torch.randint(0, 50, (4, 3, 19), device=DEVICE)

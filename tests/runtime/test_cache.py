@@ -151,7 +151,7 @@ def test_soak_memory_grows_by_keys_values_and_index_alone(tokens: int):
         report = attachment.report()
     layers, heads, dim = len(cache.layers), *cache.layers[1].keys.shape[1::2]
     kv = layers * 2 * heads * dim * 4 + 2 * dim * 4
-    index = (layers - 1) * heads * (8 + 8 + 12 * 4)  # bucket and place of a key, its features
+    index = (layers - 1) * heads * (8 + 8 + dim // 3 + 12 * 4)  # bucket and place of a key, its code and features
     grown = sizes[tokens - 1] - sizes[tokens // 2 - 1]
     # a tensor that grows has an eighth of itself to spare, and 64 tokens at least
     room = (tokens // 8 + 64) * (kv + index)

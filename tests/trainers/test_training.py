@@ -73,6 +73,10 @@ def test_router_learns_and_survives_the_disk(store, tmp_path, scores: str, space
         assert share > short.config.quality["mass_share@0.1"]
     again = RouterArtifact.load(tmp_path / "b")
     assert torch.equal(again.centroids, long.centroids)
+    assert again.config.sketch_bytes == 4 and all(torch.equal(*x) for x in zip(again.sketch, long.sketch, strict=True))
+    card = long.config.quality
+    for budget in (0.02, 0.05):
+        assert card[f"mass_share@{budget}"] < card[f"sketch_mass_share@{budget}"] <= 1
     torch.testing.assert_close(again.centroids.norm(dim=-1), torch.ones(3, 2, 12))
     assert (again.weights is None) == (scores == "mean_key")
     inspect_path(InspectConfig(path=tmp_path / "b", heads=True))
@@ -98,7 +102,7 @@ def test_presets_train(store, tmp_path, preset: str) -> None:
               "batch_size": 8}
     if preset == "saap":
         made = train_router(RouterConfig(**common, num_buckets=12, hidden_size=24))
-        assert made.config.key_space == "pre" and made.weights is not None
+        assert made.config.key_space == "pre" and made.weights is not None and made.sketch is None
     else:
         phi = train_phi(PhiConfig(**common, width=16))
         assert not (phi.config.centred or phi.config.capped)
@@ -143,6 +147,8 @@ def test_bad_input_is_refused_before_training(store, tmp_path) -> None:
     for options, message in (
             ({"num_buckets": 5000}, "5000 buckets need at least as many keys"),
             ({"key_space": "x"}, "unknown key space"),
+            ({"sketch_bytes": 9}, "has 17 channels; expected 1 to 16, the head dimension; use other bytes"),
+            ({"sketch_bytes": 3, "sketch_wide": 4}, "4 channels of 8 bits; expected 0 to 3"),
             ({"validation_documents": 5}, "validation documents"),
             ({"capture": str(tmp_path / "nothing")}, "no capture store")):
         with pytest.raises(SparseKVError, match=message):

@@ -56,6 +56,10 @@ class Estimator:
         D)."""
         raise NotImplementedError
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """Bytes that a step of a layer reads for it, of one row, in the precision of the keys. Waits for no device."""
+        return self.cost_tokens(view) * 2 * view.keys.shape[-1] * view.keys.element_size() * view.num_kv_heads
+
     def fork(self) -> Self:
         return copy.copy(self)
 

@@ -143,6 +143,13 @@ class PhiEstimator(Estimator):
     def cost_tokens(self, view: LayerView) -> float:
         return phi_tokens(self.state.m.shape[-1], view.keys.shape[-1], moments=self.layer.capped)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """The cache, and the features of the tokens that are read. The maps themselves, the same for all rows, are not
+        counted, as the model's weights are not."""
+        kept = self.state.features
+        listed = 0.0 if kept is None else self.share * view.length * kept.shape[-1] * kept.element_size()
+        return super().cost_bytes(view) + listed * view.num_kv_heads
+
     def _log_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
         centre = self.centre if centre is None else centre
         return self.layer.log_phi_k(keys) if centre is None else self.layer.log_phi_k(keys, centre)

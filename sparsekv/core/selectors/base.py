@@ -102,6 +102,11 @@ class Selector:
         budget = self.token_budget or 0.0
         return float(budget) if isinstance(budget, float) else min(1.0, budget / max(1, view.length))
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """Bytes that a step of a layer reads to choose, of one row: one number, or one a row `[B]`. In the precision of
+        the keys, whatever the arithmetic's. Waits for no device."""
+        return 0.0
+
     def fork(self) -> Self:
         """An independent copy that shares tensors."""
         return copy.copy(self)

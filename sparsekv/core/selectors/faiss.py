@@ -13,6 +13,7 @@ from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.topk import key_bytes
 from sparsekv.errors import SparseKVError
 
 SHORT = {"flat": "Flat", "ivf": "IVF{lists},Flat", "hnsw": "HNSW{links}"}
@@ -83,6 +84,10 @@ class FaissTopK(Selector):
         super().take_rows(index)
         rows = [int(i) for i in index]
         self.indexes, self.first = [self.indexes[i] for i in rows], [self.first[i] for i in rows]
+
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """A flat index; what an approximate one reads is not known, and no less is said."""
+        return key_bytes(view)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, heads_q, count, dim = queries.rot.shape

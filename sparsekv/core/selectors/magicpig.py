@@ -65,6 +65,10 @@ class MagicPIG(Selector):
         bits = (x @ self.planes > 0).unflatten(-1, (self.tables, self.bits))
         return (bits * 2 ** torch.arange(self.bits, device=x.device, dtype=torch.int16)).sum(-1, dtype=torch.int16)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """The codes of all keys, two bytes a table."""
+        return view.regions.mid_sizes * (view.num_kv_heads * self.tables * self.codes.element_size())
+
     def select(self, view: LayerView, queries: Queries) -> Selection:
         sampled = collisions(self.codes, self._hash(queries.rot.float()))
         sampled &= view.regions.mid_mask(0, self.codes.shape[2])[:, None, None]

@@ -58,6 +58,10 @@ class Quest(Selector):
         used = torch.isfinite(bounds[0][..., 0])
         return (*(b.masked_fill_(~used[..., None], 0.0) for b in bounds), used)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """Two bounds of a key's size a page."""
+        return 2.0 * self.low[0].numel() * view.keys.element_size()
+
     def select(self, view: LayerView, queries: Queries) -> Selection:
         batch, heads_kv, pages, dim = self.low.shape
         count, group, size = queries.count, view.group, self.page_size

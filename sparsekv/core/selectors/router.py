@@ -61,9 +61,9 @@ class Router(Selector):
         if self.scores not in (None, *SCORES):
             raise SparseKVError(f"unknown scores {self.scores!r}: expected one of {', '.join(SCORES)}")
         if self.artifact is None:
-            raise SparseKVError("selector router needs a trained router: give router=...")
+            raise SparseKVError(f"selector {self.name} needs a trained router: give router=...")
         if self.probes is not None and self.token_budget is not None:
-            raise SparseKVError("selector router takes probes or token_budget, found both; leave one out")
+            raise SparseKVError(f"selector {self.name} takes probes or token_budget, found both; leave one out")
         buckets = self.artifact.centroids.shape[-2]
         if self.probes is not None and not 1 <= self.probes <= buckets:
             raise SparseKVError(f"probes must be between 1 and the router's {buckets} buckets, found {self.probes}")
@@ -120,14 +120,32 @@ class Router(Selector):
         if self.key_sums is not None:
             self._sum_keys(view, first, low, end)
 
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """What scores the buckets, where they begin, and the places of the tokens listed."""
+        heads, buckets, dim = self.centroids.shape[1:]
+        size = view.keys.element_size()
+        scored = heads * buckets * dim if self.weights is None else sum(w.numel() for w in self.weights)
+        return float(scored * size + 4 * heads * (buckets + 1 + self._listed(view)))
+
+    def _listed(self, view: LayerView) -> int:
+        """Tokens of a list of candidates."""
+        return self.widest if self.probes is None else int(self.read_share(view) * view.length)
+
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        q = queries.folded_pre if self.weights is not None and self.space == "pre" else queries.folded
-        scores = self._scores(view, q)
         if self.probes is None:
-            budget = queries.per_query(self.budget)
-            return Selection(tokens=route_tokens(q, scores, self.order, self.offsets, budget, self.widest))
-        chosen = route(q, scores, self.counts, min(self.probes, self.counts.shape[-1]))
+            return Selection(tokens=self._tokens(view, queries, self.budget, self.widest))
+        q = self._asking(queries)
+        chosen = route(q, self._scores(view, q), self.counts, min(self.probes, self.counts.shape[-1]))
         return Selection(buckets=chosen, order=self.order, offsets=self.offsets)
+
+    def _tokens(self, view: LayerView, queries: Queries, budget: Tensor, widest: int) -> Tensor:
+        """The best buckets' tokens, `budget [B]` of them, `[Q, Hkv, widest]`."""
+        q = self._asking(queries)
+        return route_tokens(q, self._scores(view, q), self.order, self.offsets, queries.per_query(budget), widest)
+
+    def _asking(self, queries: Queries) -> Tensor:
+        """The queries in the space of the scores, `[Q, Hq, d]`."""
+        return queries.folded_pre if self.weights is not None and self.space == "pre" else queries.folded
 
     def _scores(self, view: LayerView, q: Tensor) -> RouterScores:
         if self.weights is not None:

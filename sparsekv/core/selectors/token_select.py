@@ -11,7 +11,7 @@ from torch import Tensor
 from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
-from sparsekv.core.selectors.topk import group_scores, mask_mid, top_tokens
+from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import paged_scores
 
@@ -71,6 +71,10 @@ class TokenSelect(Selector):
 
     def extend(self, view: LayerView, old: object) -> None:
         self.cached_query = self.cached_tokens = None
+
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        """Less the steps whose selection was the one before."""
+        return key_bytes(view) * (1 - self.hits / max(1, self.steps))
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         q = (queries.pre if self.extrapolate else queries.rot).mean(2, keepdim=True)

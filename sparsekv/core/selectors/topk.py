@@ -45,6 +45,11 @@ def top_tokens(scores: Tensor, k: Tensor, widest: int) -> Tensor:
     return tokens.transpose(1, 2).flatten(0, 1)
 
 
+def key_bytes(view: LayerView) -> Tensor:
+    """Bytes of all keys of the mid region, `[B]`: what scoring every one of them reads."""
+    return view.regions.mid_sizes * (view.num_kv_heads * view.keys.shape[-1] * view.keys.element_size())
+
+
 @dataclass(eq=False)
 class TopK(Selector):
     """Exhaustive top-k over the mid region (completion paper, Lane A; top-k paper §3). The heads of a group share one
@@ -72,6 +77,9 @@ class TopK(Selector):
             return tokens
         depth = view.layer_idx / max(view.num_layers - 1, 1)
         return torch.round(tokens * (1.5 - depth)).long()
+
+    def cost_bytes(self, view: LayerView) -> Tensor | float:
+        return key_bytes(view)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         scores = group_scores(view, queries.rot)

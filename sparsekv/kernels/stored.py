@@ -29,7 +29,7 @@ def append_token_reference(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, l
 
 def launch_append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:
     """`append_token` through Triton."""
-    from sparsekv.kernels.decode_triton import append_kernel
+    from sparsekv.kernels.stored_triton import append_kernel
 
     k, v = dense_last(k), dense_last(v)
     batch, heads, _, dim = k.shape
@@ -73,7 +73,7 @@ def launch_decode(
 ) -> tuple[Tensor, Tensor]:
     """`decode_attention` through Triton: the tokens split over the device, then one merge."""
     from sparsekv.kernels.attend_triton import merge_kernel
-    from sparsekv.kernels.decode_triton import decode_kernel
+    from sparsekv.kernels.stored_triton import decode_kernel
 
     q, k, v = (dense_last(x) for x in (q, k, v))
     batch, heads_q, dim = q.shape

@@ -1,4 +1,4 @@
-"""The Triton kernels of `decode.py`; importing this module imports Triton."""
+"""The Triton kernels of `stored.py`; importing this module imports Triton."""
 
 import triton
 import triton.language as tl

@@ -1,0 +1,34 @@
+"""What a step of a layer reads, in bytes: the rows of keys and values, and all that chooses and completes them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.selectors.base import Selector
+
+
+def bytes_share(
+    view: LayerView, queries: Queries, selection: Selection, selector: Selector, estimator: Estimator | None,
+) -> Tensor:
+    """Bytes that a step reads over those of the keys and values in sight, `[B, T]`, every query taken as a step of its
+    own: the selected rows (for every list that has them) and the anchors, the selector's `cost_bytes` and the
+    estimator's. Waits for no device."""
+    row = token_bytes(view)
+    context = queries.lengths - queries.per_query(view.regions.starts)
+    anchors = context - queries.per_query(view.regions.mid_sizes)
+    counts = selection.counts()
+    if counts.shape[1] == 1:
+        counts = counts.expand(-1, view.num_kv_heads)
+    lists = counts.sum(-1, dtype=anchors.dtype) / view.num_kv_heads
+    more = selector.cost_bytes(view) + (0.0 if estimator is None else estimator.cost_bytes(view))
+    if isinstance(more, Tensor):
+        more = queries.per_query(more)
+    return ((lists + anchors + more / row) / context).view(-1, queries.count)
+
+
+def token_bytes(view: LayerView) -> int:
+    """Bytes of one token's key and value in all heads of a layer."""
+    return view.num_kv_heads * (view.keys.shape[-1] * view.keys.element_size()
+                                + view.values.shape[-1] * view.values.element_size())

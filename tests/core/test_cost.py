@@ -1,0 +1,82 @@
+"""What a step reads, in bytes: every selector's and estimator's own sum, written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from steps import BUDGET, CASES, COMPLETIONS, SIZES, steps_of, tiny, trained
+
+import sparsekv
+from sparsekv.core.cost import bytes_share, token_bytes
+from sparsekv.core.selectors import SELECTORS
+
+HEADS_KV, DIM, SIZE, BUCKETS = 2, 10, 8, 8
+PHI, CENTROIDS = 16, 256
+
+
+def own_bytes(case: str, x) -> float:
+    """What chooses, of a row, by hand: all numbers of 8 bytes but places (4), codes and hashes."""
+    mid, context = int(x.view.regions.mid_sizes[0]), int(x.queries.lengths[0])
+    keys = mid * HEADS_KV * DIM * SIZE
+    places = 4 * HEADS_KV * (BUCKETS + 1)
+    model = HEADS_KV * (DIM * 20 + 20 + 20 * BUCKETS + BUCKETS) * SIZE
+    pages = -(-(SIZES["sink_size"] + mid) // 16)
+    sketch = DIM // 3
+    return {
+        "topk": keys, "topk-per_head": keys, "faiss": keys, "faiss-per_head": keys,
+        "magicpig": mid * HEADS_KV * 150 * 2,
+        "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
+        "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
+        "router-mean_key": HEADS_KV * BUCKETS * DIM * SIZE + places + 4 * HEADS_KV * BUDGET,
+        "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
+        "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
+        "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)
+
+
+@pytest.mark.parametrize("completion", COMPLETIONS)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.startswith(("lfps", "token_select"))])
+def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
+    taken, _ = steps_of(tiny(4, DIM, torch.float64), case, completion, 1, monkeypatch)
+    x = taken[0]  # the mid region has not grown
+    row = 2 * DIM * SIZE * HEADS_KV
+    assert token_bytes(x.view) == row
+    context, lists = int(x.queries.lengths[0]), x.step.selection.as_tokens()[0]
+    lists = lists.expand(HEADS_KV, -1) if lists.shape[0] == 1 else lists
+    read = context - int(x.view.regions.mid_sizes[0]) + float((lists >= 0).sum()) / HEADS_KV
+    estimate = 0.0
+    if completion == "phi":
+        listed = x.estimator.share * x.view.length * PHI
+        estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM + listed) * SIZE * HEADS_KV
+    elif completion == "centroid":
+        estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV
+    found = float(bytes_share(x.view, x.queries, x.step.selection, x.selector, x.estimator))
+    assert found == pytest.approx((read + (own_bytes(case, x) + estimate) / row) / context, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["token_select", "lfps"])
+def test_those_that_score_keys_read_them(name: str, monkeypatch) -> None:
+    taken, _ = steps_of(tiny(4, DIM, torch.float64), name, "none", 2, monkeypatch)
+    for x in taken:
+        share = bytes_share(x.view, x.queries, x.step.selection, x.selector, None)
+        assert share.shape == (2, x.queries.count) and bool((share > x.step.read(x.view, x.queries) - 1e-9).all())
+
+
+def test_the_report_says_it() -> None:
+    model = tiny(3, DIM, torch.float64)
+    router, _ = trained(model)
+    ids = torch.randint(1, 61, (2, 90))
+    found = {}
+    for name in ("streaming", "topk", "sketch"):
+        options = {"token_budget": BUDGET} if SELECTORS[name].spends_budget else {}
+        options |= {"router": router} if SELECTORS[name].artifact_kind else {}
+        with sparsekv.attach(model, selector=name, dense_below=0, **SIZES, **options) as attachment:
+            model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        found[name] = attachment.report()
+    assert found["streaming"]["bytes_share"] == pytest.approx(found["streaming"]["selectivity_sparse"])
+    assert found["topk"]["bytes_share"] > found["topk"]["selectivity_sparse"] + 0.3
+    assert found["sketch"]["layers"][1]["bytes_share"] == found["sketch"]["bytes_share"]
+    with sparsekv.attach(model, selector="dense") as attachment:
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert attachment.report()["bytes_share"] is None

@@ -1,0 +1,184 @@
+"""The selector sketch against its formulas written out; its codes grow, are forked and reordered with the cache."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from test_selectors import CASES, best, chosen, each, group_of, mid
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+from views import built, extended, make_view
+
+import sparsekv
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.layer import LayerView
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.errors import SparseKVError
+from sparsekv.kernels import Sketch, decode
+
+BYTES, WIDE, BUDGET = 4, 2, 7
+
+
+@dataclass
+class Trained:
+    """Six buckets and a random sketch for every layer, two KV heads of dimension 8."""
+
+    sketched: bool = True
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(4)
+        self.centroids = torch.nn.functional.normalize(torch.randn(1, 2, 6, 8, generator=g), dim=-1)
+        rank = 2 * BYTES - WIDE
+        self.sketch = Sketch(torch.randn(1, 2, 8, rank, generator=g), torch.randn(1, 2, rank, generator=g),
+                             torch.randn(1, 2, 8, rank, generator=g)) if self.sketched else None
+
+    def layer(self, layer_idx: int) -> RouterLayer:
+        sketch = None if self.sketch is None else Sketch(*(x[0] for x in self.sketch))
+        return RouterLayer(self.centroids[0], None, "rot", "mean_key", sketch, BYTES if self.sketched else 0)
+
+
+def selector(view: LayerView, **options):
+    return built(SELECTORS["sketch"](**{"token_budget": BUDGET, "artifact": Trained(), **options}), view)
+
+
+def literal(found, view, queries, b: int, h: int, t: int, candidates: set[int]) -> set[int]:
+    """The best candidates by codes made one number at a time."""
+    sketch = found.sketch
+    keys, centre = (x[h] if found.turned is None else x[b, h] for x in sketch[:2])
+    asks = sketch.queries[b, h]
+    largest = [127] * WIDE + [7] * (sketch.rank - WIDE)
+    shares = []
+    for g in group_of(view, h):
+        scores = {}
+        for i in candidates:
+            code = [max(-m, min(m, math.floor(x + 0.5)))
+                    for x, m in zip((view.keys[b, h, i] @ keys - centre).tolist(), largest, strict=True)]
+            scores[i] = float(sum(x * y for x, y in zip(code, (queries.rot[b, g, t] @ asks).tolist(), strict=True)))
+        top = max(scores.values(), default=0.0)
+        weights = {i: math.exp((s - top) * view.scale) for i, s in scores.items()}
+        shares.append({i: w / sum(weights.values()) for i, w in weights.items()})
+    return best({i: sum(s[i] for s in shares) for i in candidates}, BUDGET)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("fit", ["fixed", "fitted"])
+@pytest.mark.parametrize("candidates", [0.4, 1.0])
+def test_sketch(case: dict, fit: str, candidates: float) -> None:
+    before, queries, step = make_view(**case)
+    found = selector(before, fit=fit, candidates=candidates, adapt=False)
+    for b in range(before.keys.shape[0]):  # a share of the context, and four times the budget where there are as many
+        wanted = max(math.ceil(candidates * float(before.regions.context[b])), 4 * BUDGET)
+        assert int(found.pool[b]) == min(wanted, len(mid(before, b)))
+    listed = built(SELECTORS["router"](token_budget=candidates, artifact=Trained(), adapt=False), before)
+    listed.budget, listed.widest = found.pool, found.widest_pool
+    pool, read = listed.select(step, queries), found.select(step, queries)
+    for row, b, t in each(step, queries):
+        for h in range(step.num_kv_heads):
+            among = set(mid(step, b)) if candidates == 1 else chosen(pool, row, h)
+            assert chosen(read, row, h) == literal(found, step, queries, b, h, t, among)
+
+
+def test_the_fitted_basis_tells_keys_apart_as_the_request_asks() -> None:
+    """With queries of few directions a code of few channels chooses what exact scores choose."""
+    before, queries, step = make_view(new=2, length=300)
+    few = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)) * torch.tensor([3.0, 2.0] + [0.01] * 6)[:, None]
+    before, step = (replace(v, recent_queries=v.recent_queries @ few) for v in (before, step))
+    queries = replace(queries, rot=queries.rot @ few)
+    exact = built(SELECTORS["topk"](token_budget=10), before).select(step, queries)
+    shared = {}
+    for fit in ("fixed", "fitted"):
+        read = selector(before, fit=fit, candidates=1.0, token_budget=10).select(step, queries)
+        shared[fit] = sum(len(chosen(read, row, h) & chosen(exact, row, h)) for row in range(2) for h in range(2)) / 40
+    assert shared["fitted"] > 0.85 > 0.6 > shared["fixed"]
+
+
+def test_codes_grow_as_if_made_at_once() -> None:
+    before, queries, step = make_view(batch=2, pads=(0, 30), new=40)
+    found = selector(before, fit="fixed", adapt=False)
+    other = found.fork()
+    extended(found, step, 110)
+    assert torch.equal(found.asks, other.asks)
+    assert found.codes.shape[2] == 110 and other.codes.shape[2] == 80
+    built(once := other.fork(), step)
+    assert torch.equal(found.codes, once.codes) and not torch.equal(found.asks, once.asks)
+    once.asks = other.asks
+    assert torch.equal(found.select(step, queries).tokens, once.select(step, queries).tokens)
+    found.take_rows(torch.tensor([1, 0, 1]))
+    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.asks[2], other.asks[1])
+    assert torch.equal(found.pool, once.pool[[1, 0, 1]])
+
+
+def test_the_basis_is_the_requests_own_until_it_has_doubled() -> None:
+    before, _, step = make_view(batch=2, pads=(0, 30), new=120)
+    found = selector(before, adapt=False)
+    basis, codes = found.turned, found.codes
+    assert basis.keys.shape[0] == 2
+    extended(found, step, 110)
+    assert found.turned is basis and torch.equal(found.codes[:, :, :80], codes) and found.codes.shape[2] == 110
+    extended(found, step, 200)
+    assert found.turned is not basis and found.codes.shape[2] == 200
+    once = selector(step, adapt=False)
+    step.regions = step.regions.moved(200)
+    built(once, step)
+    torch.testing.assert_close(found.turned.keys, once.turned.keys)
+    first = found.turned.keys[0]
+    found.take_rows(torch.tensor([1, 0]))
+    assert torch.equal(found.turned.keys[1], first)
+
+
+def test_without_queries_of_the_prompt_the_basis_is_the_artifacts() -> None:
+    before, _, _ = make_view()
+    found, fixed = (selector(replace(before, recent_queries=None), fit=fit) for fit in ("fitted", "fixed"))
+    assert found.turned is None and torch.equal(found.codes, fixed.codes)
+    assert decode(found.codes, 2 * BYTES - WIDE).abs().max() <= 127
+
+
+def test_an_artifact_without_sketches_decodes_by_buckets_alone_and_says_so() -> None:
+    before, queries, step = make_view(batch=2, pads=(0, 20))
+    with pytest.warns(UserWarning, match="trained without sketches and decodes by buckets alone; train it again"):
+        found = selector(before, artifact=Trained(sketched=False), candidates=1.0)
+    plain = built(SELECTORS["router"](token_budget=BUDGET, artifact=Trained(sketched=False)), before)
+    assert torch.equal(found.select(step, queries).tokens, plain.select(step, queries).tokens)
+    extended(found, step, 85)
+    assert found.codes is None
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"fit": "turned"}, "unknown fit 'turned': expected one of fitted, fixed"),
+    ({"candidates": 1.5}, "candidates are a share of the context between 0 and 1, found 1.5"),
+    ({"probes": 3, "token_budget": None}, "reads tokens and no whole buckets")])
+def test_bad_options_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(SparseKVError, match=message):
+        SELECTORS["sketch"](**{"token_budget": 3, "artifact": Trained(), **options}).validate()
+
+
+@pytest.mark.parametrize("fit", ["fixed", "fitted"])
+def test_everything_selected_is_the_plain_model(fit: str) -> None:
+    model, ids = make_model(), prompt(75)
+    plain = model.generate(ids, max_new_tokens=9, do_sample=False)
+    router, _ = artifacts(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sparsekv.attach(model, router=router, token_budget=1.0, fit=fit, dense_layers=()) as attachment:
+            assert torch.equal(model.generate(ids, max_new_tokens=9, do_sample=False), plain)
+    assert attachment.decoding.selector.name == "sketch" and attachment.report()["sparse_calls"] > 0
+    for options in ({"router": artifacts(model, sketched=False)[0]}, {"router": router, "probes": 2}):
+        assert sparsekv.attach(model, **options).decoding.selector.name == "router"
+
+
+def test_a_prefix_has_the_codes_it_was_saved_with(tmp_path) -> None:
+    """Codes are made when decoding begins, from keys and queries that the prefix holds."""
+    model, ids = make_model(), prompt(90)
+    router, _ = artifacts(model)
+    with sparsekv.attach(model, router=router, token_budget=9) as attachment:
+        cache = attachment.prefill(ids[:, :80])
+        attachment.save_prefix(cache, tmp_path / "prefix")
+        again = attachment.load_prefix(tmp_path / "prefix")
+        for held in (cache, again):
+            model(ids[:, 80:81], past_key_values=held, use_cache=True)
+        for a, b in zip(cache.layers[1:], again.layers[1:], strict=True):
+            assert torch.equal(a.state.selector.codes, b.state.selector.codes)
