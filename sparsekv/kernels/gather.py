@@ -45,9 +45,14 @@ def attend_gathered(
     if log_weights is not None:
         scores += log_weights.to(acc).reshape(count * lists, 1, width)
     scores.masked_fill_(~used.reshape(count * lists, 1, width), NEG_INF)
-    lse = torch.logsumexp(scores, -1) if width else scores.new_full(scores.shape[:-1], NEG_INF)
-    weights = torch.exp_(scores.sub_(finite(lse)[..., None]))
-    return torch.bmm(weights, values).reshape(count, heads_q, dim).to(q.dtype), lse.reshape(count, heads_q)
+    if width == 0:
+        return q.new_zeros(count, heads_q, dim), scores.new_full((count, heads_q), NEG_INF)
+    # weights over their own sum, not over exp(lse): large scores round the logarithm
+    top = finite(scores.amax(-1, keepdim=True))
+    weights = scores.sub_(top).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights, values) / torch.where(mass > 0, mass, 1.0)
+    return out.reshape(count, heads_q, dim).to(q.dtype), (top + mass.log()).reshape(count, heads_q)
 
 
 def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor) -> Tensor:
@@ -63,8 +68,10 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Combine partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
     lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - finite(lse))
-    return (weights[..., None] * outs.to(weights.dtype)).sum(0).to(outs.dtype), lse
+    weights = torch.exp(lses - finite(lses.amax(0)))
+    mass = weights.sum(0)
+    total = (weights[..., None] * outs.to(weights.dtype)).sum(0)
+    return (total / torch.where(mass > 0, mass, 1.0)[..., None]).to(outs.dtype), lse
 
 
 def gather_from_host(source: Tensor, index: Tensor) -> Tensor:

@@ -58,9 +58,13 @@ def decode_attention_reference(
     keys, values = (torch.where(inside, x[:, :, :end].to(acc), 0) for x in (k, v))
     scores = (q.to(acc).reshape(batch, k.shape[1], -1, dim) @ keys.mT) * scale
     scores = scores.masked_fill(~inside.mT, NEG_INF)
-    lse = scores.logsumexp(-1) if end else scores.new_full(scores.shape[:-1], NEG_INF)
-    out = torch.exp(scores - finite(lse)[..., None]) @ values
-    return out.reshape(batch, heads_q, dim).to(q.dtype), lse.reshape(batch, heads_q)
+    if end == 0:
+        return torch.zeros_like(q), scores.new_full((batch, heads_q), NEG_INF)
+    top = finite(scores.amax(-1, keepdim=True))
+    weights = torch.exp(scores - top)
+    mass = weights.sum(-1, keepdim=True)
+    out = (weights @ values) / torch.where(mass > 0, mass, 1.0)
+    return out.reshape(batch, heads_q, dim).to(q.dtype), (top + mass.log()).reshape(batch, heads_q)
 
 
 def stages_of(dim: int, size: int) -> int:
