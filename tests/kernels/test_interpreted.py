@@ -115,8 +115,7 @@ def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_sketch(shape, dtype, "cpu")
 
 
-@pytest.mark.parametrize("block", [1024, 32], ids=["one block", "several blocks"])
-@pytest.mark.parametrize("width", [0, 1, 33, 100])
+@pytest.mark.parametrize(("width", "block"), [(0, 1024), (1, 32), (33, 32), (33, 1024), (100, 1024)])
 def test_best_tokens(width: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch, "TALLY_BLOCK", block)
     checks.check_best_tokens(width, "cpu")

@@ -176,7 +176,7 @@ def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: 
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_training_stopped_by_a_signal_says_so_and_goes_on(store, tmp_path, number: int) -> None:
     words = [sys.executable, "-m", "sparsekv.cli", "train-phi", "--capture", str(store.path), "--output",
              str(tmp_path / "phi"), "--width", "16", "--batch-size", "8", "--keys-per-step", "32", "--device", "cpu",

@@ -72,9 +72,10 @@ SAID = {"capture": "finished documents are kept; the same command goes on (witho
         "train-router": "the same command with --resume goes on", "train-phi": "the same command with --resume goes on"}
 
 
-@pytest.mark.parametrize("command", ["capture", "eval", pytest.param("demo", marks=pytest.mark.slow),
-                                     pytest.param("train-router", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("command", "number"), [
+    ("capture", signal.SIGTERM), ("eval", signal.SIGINT), *(pytest.param(c, n, marks=pytest.mark.slow) for c, n in (
+        ("capture", signal.SIGINT), ("eval", signal.SIGTERM), ("demo", signal.SIGTERM), ("demo", signal.SIGINT),
+        ("train-router", signal.SIGTERM), ("train-router", signal.SIGINT)))])
 def test_a_stopped_command_says_how_to_go_on(
     sparsekv, saved_model, store, tmp_path, command: str, number: int,
 ) -> None:
@@ -181,7 +182,8 @@ def test_a_full_disk_is_one_sentence(sparsekv, saved_model, store, small_disk, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["capture", "eval", "train-router", "train-phi"])
+@pytest.mark.parametrize("command", ["train-phi", *(pytest.param(c, marks=pytest.mark.slow) for c in (
+    "capture", "eval", "train-router"))])
 def test_a_full_temporary_folder_harms_none(sparsekv, saved_model, store, small_disk, tmp_path, command: str) -> None:
     (small_disk / "ballast").write_bytes(bytes((1 << 20) - 4096))
     line = words(command, saved_model, store, tmp_path / "out")
@@ -192,8 +194,8 @@ def test_a_full_temporary_folder_harms_none(sparsekv, saved_model, store, small_
     assert process.returncode == 0, said
 
 
-@pytest.mark.parametrize("command", ["capture", "eval", pytest.param("demo", marks=pytest.mark.slow),
-                                     pytest.param("train-router", marks=pytest.mark.slow), "train-phi"])
+@pytest.mark.parametrize("command", ["capture", "train-phi", *(pytest.param(c, marks=pytest.mark.slow) for c in (
+    "demo", "eval", "train-router"))])
 def test_a_folder_that_cannot_be_written_is_one_sentence(
     sparsekv, saved_model, store, tmp_path, command: str,
 ) -> None:
@@ -205,7 +207,8 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["capture", "eval", "train-phi"])
+@pytest.mark.parametrize("command", ["capture", *(pytest.param(c, marks=pytest.mark.slow) for c in (
+    "eval", "train-phi"))])
 def test_a_folder_that_vanishes_is_one_sentence(sparsekv, saved_model, store, tmp_path, command: str) -> None:
     """A training makes it again: its result is whole, or it says what is missing."""
     short = ["--max-steps", 600] if command == "train-phi" else []
