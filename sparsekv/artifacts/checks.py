@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
+import xxhash
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
 
-HASH_BLOCK = 1 << 23
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
 FINGERPRINT: dict[str, type] = {
@@ -63,28 +60,16 @@ def check_version(version: Any, newest: int, where: str) -> None:
 
 
 def digest(record: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> str:
-    """SHA-256 over a record's canonical JSON and every CPU tensor's name, dtype, shape and bytes; of the bytes, over
-    the SHA-256 of every block of 8 MiB, which several cores hash at once. Format 2 hashed them in one piece."""
+    """SHA-256 over a record's canonical JSON and every CPU tensor's name, dtype, shape and the 128-bit XXH3 of its
+    bytes, which takes a twenty-fifth of the time of their SHA-256. Format 2 hashed the bytes themselves."""
     plain = json.loads(json.dumps(record))  # keys as they will be read: text, in its order
     found = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
-    in_one_piece = record.get("format_version") == 2
+    old = record.get("format_version") == 2
     for name, tensor in sorted((tensors or {}).items()):
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
         found.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        blocks = [data] if in_one_piece else hashers().map(
-            lambda at, data=data: hashlib.sha256(data[at:at + HASH_BLOCK]).digest(), range(0, len(data), HASH_BLOCK))
-        for block in blocks:
-            found.update(block)
+        found.update(data if old else xxhash.xxh3_128_digest(data))
     return found.hexdigest()
-
-
-@functools.cache
-def hashers() -> ThreadPoolExecutor:
-    """The threads that hash."""
-    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "sparsekv-hash")
-
-
-os.register_at_fork(after_in_child=hashers.cache_clear)  # threads stay behind in the parent
 
 
 def check_digest(record: dict[str, Any], tensors: dict[str, Tensor], where: str) -> None:

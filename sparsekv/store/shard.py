@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,20 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from sparsekv.artifacts.checks import hashers
-
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int32: "I32", torch.int64: "I64"}
 HASH_BLOCK = 1 << 24
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 LONGEST_HEADER = 100_000_000
 """What safetensors allows [bytes]."""
+
+
+@functools.cache
+def hashers() -> ThreadPoolExecutor:
+    """The threads that hash."""
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "sparsekv-hash")
+
+
+os.register_at_fork(after_in_child=hashers.cache_clear)  # threads stay behind in the parent
 
 
 class ShardWriter:
