@@ -67,7 +67,8 @@ class Counters:
     def shares(self, device: torch.device) -> Tensor:
         """`[2, layers]` float64: what replayed steps add their shares to, of tokens and of bytes, on the device."""
         if self._shares is None:
-            self._shares = torch.zeros(2, self.layers, dtype=torch.float64, device=device)
+            with torch.inference_mode(False):  # steps inside and outside of inference mode add to it
+                self._shares = torch.zeros(2, self.layers, dtype=torch.float64, device=device)
         return self._shares
 
     def replayed(self, rows: int, sparse: Sequence[int], dense: Sequence[int]) -> None:

@@ -174,9 +174,10 @@ class Replay:
             ends.append(self.length + layers.left)
         self.end = min(ends)
         rows, device = first.keys.shape[0], self.device
-        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.lengths = torch.full((rows,), self.length, dtype=torch.long, device=device)
+        with torch.inference_mode(False):  # steps inside and outside of inference mode write them
+            self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.lengths = torch.full((rows,), self.length, dtype=torch.long, device=device)
         self.sparse = [i for i, s in enumerate(states) if s is not None]
         self.dense = [i for i, s in enumerate(states) if s is None]
         self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)

@@ -245,6 +245,17 @@ def test_a_cache_filled_by_hand_decodes_alike(model) -> None:
     close(found[1], found[0])
 
 
+def test_inference_mode_comes_and_goes(model) -> None:
+    ids = ids_on(model, 90)
+    with attached(model, True, "router") as attachment:
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                found = model.generate(ids, max_new_tokens=12, do_sample=False)
+        assert attachment.report()["not_replayed"] is None and attachment.report()["replayed_steps"] >= 27
+    with attached(model, False, "router"):
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), found)
+
+
 def test_a_model_is_not_kept_alive() -> None:
     model = copy.deepcopy(make_model())
     with attached(model, True, "router") as attachment:
