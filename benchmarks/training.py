@@ -2,6 +2,7 @@
 
     python benchmarks/training.py --model MODEL --text FILE.txt [--phi max_steps=10000] [--output FOLDER]
     python benchmarks/training.py --part routers --model MODEL --text FILE.txt [--router num_buckets=2048]
+    python benchmarks/training.py --part phi --keep FOLDER --model MODEL --text FILE.txt
     python benchmarks/training.py --part speed
 
 Quality: trains on the first 80 % of the file's characters, measures on its last 20 % and (`ood:` rows) on the embedded
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._synthetic import synthetic_store
 from benchmarks._training import MEASURED_QUERIES, check, fit_shifts, measure, measure_routers
+from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.hub import load_model, resolve_device
@@ -100,9 +102,20 @@ def train_routers(options: argparse.Namespace, store: CaptureStore, folder: Path
         began, place = time.perf_counter(), folder / kind
         trained = (place / "config.json").is_file()  # by an earlier run
         routers[kind] = RouterArtifact.load(place) if trained else train_router(
-            RouterConfig(**{**common, "scores": kind, "output": str(place)}))
+            RouterConfig(**{**common, "scores": kind, "output": str(place), "resume": place.exists()}))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     return {kind: router.to(options.device) for kind, router in routers.items()}
+
+
+def train_maps(options: argparse.Namespace, store: CaptureStore, folder: Path, chosen: dict[str, Any]) -> PhiArtifact:
+    """The feature maps; those of an earlier run, or the rest of its training."""
+    began, place = time.perf_counter(), folder / "phi"
+    if (place / "config.json").is_file():
+        return PhiArtifact.load(place)
+    made = train_phi(PhiConfig(capture=str(store.path), output=str(place), validation_documents=VALIDATION,
+                               device=options.device, seed=options.seed, resume=place.exists(), **chosen))
+    print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
+    return made
 
 
 def folder_of(options: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
@@ -121,11 +134,7 @@ def quality(options: argparse.Namespace) -> None:
         dim = stores["train"].head_dim
         check(stores["heldout"], dim, device)
         routers = train_routers(options, stores["train"], folder, chosen["router"])
-        began = time.perf_counter()
-        phi = train_phi(PhiConfig(
-            capture=str(stores["train"].path), output=str(folder / "phi"), validation_documents=VALIDATION,
-            device=device, seed=options.seed, overwrite=True, **chosen["phi"])).to(device)
-        print(f"phi in {time.perf_counter() - began:.0f} s", flush=True)
+        phi = train_maps(options, stores["train"], folder, chosen["phi"]).to(device)
         _, validation = split_documents(stores["train"], VALIDATION)
         shifts = fit_shifts(stores["train"], validation[:2], dim, device, options.seed)
         sizes = {name: getattr(options, name) for name in ("documents", "generated_documents", "queries", "length")}
@@ -149,6 +158,12 @@ def quality(options: argparse.Namespace) -> None:
     print_table(rows)
     print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
     print(write_rows("training-heads", head_rows, options.output))
+
+
+def maps_alone(options: argparse.Namespace) -> None:
+    """The capture and the maps, kept: another process trains the routers meanwhile, `--part quality` measures."""
+    folder = Path(options.keep)
+    train_maps(options, capture(options, folder)["train"], folder, overridden(PHI, options.phi, PhiRecipe))
 
 
 def routers_alone(options: argparse.Namespace) -> None:
@@ -226,12 +241,11 @@ def _synchronize() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("quality", "routers", "speed"), default="quality")
+    parser.add_argument("--part", choices=("quality", "phi", "routers", "speed"), default="quality")
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--keep", help="folder in which stores and artifacts stay; another run goes on with its stores "
-                                       "and routers, and trains the maps anew")
+    parser.add_argument("--keep", help="folder in which stores and artifacts stay; another run goes on with them")
     parser.add_argument("--documents", type=int, default=150)
     parser.add_argument("--generated-documents", type=int, default=64, help="beside these: the model's own text")
     parser.add_argument("--queries", type=int, default=768)
@@ -252,7 +266,9 @@ def main() -> None:
         return
     if not options.model or not options.text:
         parser.error("--model and --text are needed to measure quality")
-    (quality if options.part == "quality" else routers_alone)(options)
+    if options.part == "phi" and not options.keep:
+        parser.error("--part phi trains the maps for another run: give --keep FOLDER")
+    {"quality": quality, "phi": maps_alone, "routers": routers_alone}[options.part](options)
 
 
 if __name__ == "__main__":
