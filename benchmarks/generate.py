@@ -1,6 +1,6 @@
 """Milliseconds a token in a user's hands: `model.generate` and the lean loop, ours and transformers', in one run.
 
-    python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--output FOLDER]
+    python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--profile] [--output FOLDER]
 
 Models have random weights: `8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128), `smollm2`
 that of SmolLM2-135M. Up to 128k in one row the cache is prefilled (`prefill_s`); longer and wider ones are filled with
@@ -142,7 +142,26 @@ def synchronize(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def ours(model: Any, method: str, cache: SparseCache, ids: Tensor, trained: Any, tokens: int) -> dict[str, float]:
+def profile(cache: SparseCache) -> None:
+    """The kernels of one replayed step, most time first; the cache is of no use afterwards."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    if cache.replay is None or cache.replay.graph is None:
+        return
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(3):
+            cache.replay.graph.replay()
+        torch.cuda.synchronize()
+    rows = sorted(((e.self_device_time_total / 3, e.count // 3, e.key) for e in found.key_averages()), reverse=True)
+    print(f"    {sum(r[1] for r in rows)} kernels, {sum(r[0] for r in rows) / 1e3:.3f} ms")
+    for microseconds, count, name in rows[:16]:
+        print(f"    {microseconds:9.1f} us {count:5d} {name[:90]}", flush=True)
+
+
+def ours(
+    model: Any, method: str, cache: SparseCache, ids: Tensor, trained: Any, tokens: int, profiled: bool,
+) -> dict[str, float]:
     options: dict[str, Any] = {"sink_size": SINK, "window_size": WINDOW}
     if method == "dense":
         options = {}
@@ -163,6 +182,8 @@ def ours(model: Any, method: str, cache: SparseCache, ids: Tensor, trained: Any,
             found[f"{name}_ms"], first = clock.read()
             found.setdefault("first_s", first)
             found["index_s"] = attachment.report()["index_seconds"] - found.get("index_s", 0.0)
+            if profiled and name == "generate":
+                profile(cache)
             cache.crop(length)
             for layer in cache.layers:
                 layer.state = None  # type: ignore[union-attr]
@@ -228,7 +249,7 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any) -> 
                 found = theirs(model, method, cache, ids, min(tokens, PEER_TOKENS))
                 cache = None
             else:
-                found = ours(model, method, cache, ids, trained, tokens)
+                found = ours(model, method, cache, ids, trained, tokens, options.profile)
         except (RuntimeError, ValueError) as error:
             print(f"{case} {method}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
             cache = None
@@ -249,6 +270,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run of ours [tokens]")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method of ours")
     parser.add_argument("--name", default="generate", help="of the file, for runs that are put together")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
