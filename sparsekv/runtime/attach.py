@@ -502,12 +502,9 @@ class Seat:
         self.thread = 0
         self.hooks: frozenset[int] = frozenset()
         self.layers = Layers(model, modules)
-        self._undo: list[Any] = []
-
-    @property
-    def forward(self) -> Any:
+        self.forward: Any = model.forward
         """The model's own."""
-        return self._own_forward
+        self._undo: list[Any] = []
 
     def enter(self, attachment: Attachment) -> None:
         with self.lock:
@@ -516,22 +513,30 @@ class Seat:
                                     "model once a thread")
             if not self.attachments:
                 self.thread = threading.get_ident()
-                self._take()
+                try:
+                    self._take()
+                except BaseException:
+                    self._give_back()
+                    raise
             self.attachments.append(attachment)
 
     def leave(self, attachment: Attachment) -> None:
         with self.lock:
             self.attachments.remove(attachment)
             if not self.attachments:
-                while self._undo:
-                    self._undo.pop()()
-                _SEATS.pop(self.model, None)
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """The model as it was."""
+        while self._undo:
+            self._undo.pop()()
+        _SEATS.pop(self.model, None)
 
     def _take(self) -> None:
         model = self.model
         AttentionInterface.register(NAME, _attention)
         AttentionMaskInterface.register(NAME, flash_attention_mask)
-        self._own_forward = model.forward
+        self.forward = model.forward
         handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
         handles.append(model.register_forward_pre_hook(self._give_cache, with_kwargs=True))
         self.hooks = frozenset(h.id for h in handles)
