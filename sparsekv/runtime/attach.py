@@ -218,8 +218,6 @@ class Attachment:
         if replay is None:
             return None
         try:
-            if place is None:
-                replay.positions.fill_(replay.length)
             return replay.step(token, place)
         except Exception as error:  # whatever the model, the compiler or the driver raises
             reason = f"its step failed: {first_line(error)}"

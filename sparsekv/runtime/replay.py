@@ -2,7 +2,7 @@
 
 The step is the model's own transformers code, from embedding to logits; its decoder layers are compiled, and attention
 calls back into `Replay.layer`, which appends the new token to storage of fixed capacity and takes the runtime's own
-step. Lengths and positions are counted on the device. Where the mid region grows or the storage is full, the next step
+step. Lengths are counted on the device. Where the mid region grows or the storage is full, the next step
 is captured anew.
 """
 
@@ -195,12 +195,13 @@ class Replay:
         return (first.room > 0 and first.whole[0] is self.data
                 and first.get_seq_length() == self.length < self.end)
 
-    def step(self, ids: Tensor | None, positions: Tensor | None) -> Tensor:
-        """One token of every row: ids, positions `[B, 1]`, None: those of the buffers. Returns logits `[B, 1, V]`,
+    def step(self, ids: Tensor, positions: Tensor | None) -> Tensor:
+        """One token of every row: ids, positions `[B, 1]`, None: the next of the cache. Returns logits `[B, 1, V]`,
         overwritten by the next step."""
-        if ids is not None:
-            self.ids.copy_(ids)
-        if positions is not None:
+        self.ids.copy_(ids)
+        if positions is None:
+            self.positions.fill_(self.length)
+        else:
             self.positions.copy_(positions.expand_as(self.positions))
         if self.graph is None:
             self.logits = self._first()
@@ -277,7 +278,6 @@ class Replay:
             regions = self.views[self.sparse[0]].regions  # type: ignore[union-attr]
             shares = read_shares(self._selections, regions, self.lengths, self.heads_kv, self.more)
             self.counters.shares(self.device).index_add_(1, self.where, shares)
-        self.positions.add_(1)
         return out.logits
 
     def layer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
