@@ -2,10 +2,11 @@
 attention.
 
 `sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
-`sparse_probes` the best 32 buckets (Saap). Everything runs inside CUDA graphs over several buffer sets, so that no
-figure is the cache's. First the kernels are checked against their float64 twins. Writes docs/results/decode.json (or
-the folder given). FlashInfer is a peer where it can be imported. `--parts` chooses: steps, whale, growth, parts (index,
-votes, cache). What a token costs in a user's hands is `benchmarks/generate.py`.
+`sparse_probes` the best 32 buckets (Saap); `sparse_sketch*` the best 1 % of the mid region by the sketches of the
+candidates that the best buckets give, 10 % of it. Everything runs inside CUDA graphs over several buffer sets, so that
+no figure is the cache's. First the kernels are checked against their float64 twins. Writes docs/results/decode.json
+(or the folder given). FlashInfer is a peer where it can be imported. `--parts` chooses: steps, whale, growth, parts
+(index, votes, cache). What a token costs in a user's hands is `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
 """
@@ -31,6 +32,8 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
+from sparsekv.core.selectors.sketch import SketchRouter
+from sparsekv.core.sketch import fit_sketch
 from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
     BucketMeans,
@@ -45,6 +48,7 @@ from sparsekv.kernels import (
     attend_tokens,
     build_index,
     choose_tokens,
+    encode,
     extend_index,
     factored,
     group_probability,
@@ -58,9 +62,11 @@ from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
 from sparsekv.kernels.indexing import assign_buckets_reference
 from sparsekv.kernels.paged import paged_scores_reference
 from sparsekv.kernels.routing import bucket_logits_reference, top_buckets
+from sparsekv.kernels.sketch import best_tokens_reference, sketch_scores_reference
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH = DIM, 128
+SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
@@ -151,6 +157,32 @@ class Buffers:
 
     def sparse_probes(self) -> torch.Tensor:
         return self.step(self.router(model=True, probes=PROBES)).out
+
+    def sketch_router(self) -> SketchRouter:
+        """The product's second stage over this index, with the codes of all keys and a basis of random queries."""
+        if not hasattr(self, "codes"):
+            rows = self.k[:, :, :8192].float()
+            mean = rows.mean(2)
+            spread = rows - mean[:, :, None]
+            covariance = spread.mT @ spread / rows.shape[2]
+            moment = torch.eye(DIM, device="cuda").expand_as(covariance)
+            self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
+            self.codes = encode(self.k, self.sketch, SKETCH_BYTES)
+        mid = max(self.k.shape[2] - SINK - TAIL, 0)
+        made = SketchRouter(candidates=CANDIDATES)
+        made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
+        made.weights, made.means = None, self.means.means
+        made.fixed = made.turned = self.sketch
+        made.codes, made.width = self.codes, SKETCH_BYTES
+        made.widest, made.widest_pool = -(-mid // round(1 / SKETCH_BUDGET)), -(-mid // round(1 / CANDIDATES))
+        made.budget, made.pool = (torch.full_like(self.starts, n) for n in (made.widest, made.widest_pool))
+        return made
+
+    def sparse_sketch(self) -> torch.Tensor:
+        return self.step(self.sketch_router()).out
+
+    def sparse_sketch_phi(self) -> torch.Tensor:
+        return self.step(self.sketch_router(), self.completion()).out
 
     def attention_only(self) -> torch.Tensor:
         if not hasattr(self, "fixed"):
@@ -265,6 +297,10 @@ def check() -> None:
                                            None if estimator is None else double(query))
             print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
             failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
+        for name, estimator in (("sparse_sketch", None), ("sparse_sketch_phi", phi)):
+            error, gap, lost = sketch_differences(b, estimator, None if estimator is None else double(query))
+            print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
+            failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
         if failed:
             raise SystemExit("a kernel differs from its twin; no speed is reported")
 
@@ -292,6 +328,26 @@ def differences(
         reached = [torch.where(x >= 0, tokens.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
                    for x in (read, choose_tokens(density, *index, *b.budget))]
         truth = attend_tokens_reference(*wide, read, **b.options(), completion=completion)
+    lost = (1 - reached[0] / reached[1].clamp(min=1e-30)).max() if reached[1].any() else torch.zeros(())
+    return (float((out.double() - truth[0]).norm() / truth[0].norm()), float((lse.double() - truth[1]).abs().max()),
+            float(lost))
+
+
+def sketch_differences(
+    b: Buffers, estimator: PhiEstimator | None, completion: CompletionQuery | None,
+) -> tuple[float, float, float]:
+    """`differences` of the second stage: what the twin's choice among the same candidates reaches beyond it."""
+    router = b.sketch_router()
+    step = b.step(router, estimator)
+    read = step.selection.as_tokens()
+    pool = router._tokens(b.view, b.queries, router.pool, router.widest_pool)
+    scores = sketch_scores_reference(b.q.double(), double(b.sketch), b.codes, DIM**-0.5, pool)
+    best = best_tokens_reference(scores, pool, router.budget, router.widest)
+    mass = torch.zeros(*scores.shape[:2], b.k.shape[2] + 1, dtype=scores.dtype, device="cuda")
+    mass.scatter_(-1, torch.where(pool >= 0, pool, b.k.shape[2]).long(), scores)
+    reached = [torch.where(x >= 0, mass.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1) for x in (read, best)]
+    truth = attend_tokens_reference(*(x.double() for x in (b.q, b.k, b.v)), read, **b.options(), completion=completion)
+    out, lse = step.out[:, :, 0], step.lse
     lost = (1 - reached[0] / reached[1].clamp(min=1e-30)).max() if reached[1].any() else torch.zeros(())
     return (float((out.double() - truth[0]).norm() / truth[0].norm()), float((lse.double() - truth[1]).abs().max()),
             float(lost))
@@ -327,7 +383,7 @@ def steps() -> None:
     for case, heads_q, heads, length, batch in SHAPES:
         sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
-                                    "sdpa_flash", "sdpa_cudnn")
+                                    "sparse_sketch", "sdpa_flash", "sdpa_cudnn")
         if batch == 1:
             methods += ("flashinfer",)
         if case in FLEX_SHAPES:
@@ -335,7 +391,7 @@ def steps() -> None:
         measure(case, sets, methods)
         for b in sets[3:]:
             b.__dict__.clear()
-        measure(case, sets[:3], ("sparse_phi",))
+        measure(case, sets[:3], ("sparse_phi", "sparse_sketch_phi"))
         del sets, b
         torch.cuda.empty_cache()
 
@@ -403,7 +459,19 @@ def parts() -> None:
         (hidden @ up)[:, :14_336] @ down
         return out
 
+    b.sketch_router()
+    b.view.recent_queries, b.view.recent_end = q_all[:, :, -64:], 131_072
+
+    def sketched(fit: str) -> torch.Tensor | None:
+        """The second stage's part of the end of a prefill: basis, or the queries' side, and codes."""
+        router = b.sketch_router()
+        router.fit = fit
+        router._fit(b.view)
+        return router.codes
+
     cases: dict[str, Callable[[], Any]] = {
+        "sketch_fitted": lambda: sketched("fitted"),
+        "sketch_fixed": lambda: sketched("fixed"),
         "prefill": prefill,
         "assign": lambda: assign_buckets(b.k, centroids),
         "assign_torch": lambda: assign_buckets_reference(b.k[:, :, :32_768], centroids),
