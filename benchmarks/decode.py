@@ -62,7 +62,7 @@ from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
 from sparsekv.kernels.indexing import assign_buckets_reference
 from sparsekv.kernels.paged import paged_scores_reference
 from sparsekv.kernels.routing import bucket_logits_reference, top_buckets
-from sparsekv.kernels.sketch import best_tokens_reference, sketch_scores_reference
+from sparsekv.kernels.sketch import best_tokens_reference, grades_of, sketch_scores_reference
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH = DIM, 128
@@ -340,9 +340,9 @@ def sketch_differences(
     router = b.sketch_router()
     step = b.step(router, estimator)
     read = step.selection.as_tokens()
-    pool = router._tokens(b.view, b.queries, router.pool, router.widest_pool)
+    pool = route_tokens(*router._candidates(b.view, b.queries, router.pool, router.widest_pool))
     scores = sketch_scores_reference(b.q.double(), double(b.sketch), b.codes, DIM**-0.5, pool)
-    best = best_tokens_reference(scores, pool, router.budget, router.widest)
+    best = best_tokens_reference(grades_of(scores), pool, router.budget, router.widest)
     mass = torch.zeros(*scores.shape[:2], b.k.shape[2] + 1, dtype=scores.dtype, device="cuda")
     mass.scatter_(-1, torch.where(pool >= 0, pool, b.k.shape[2]).long(), scores)
     reached = [torch.where(x >= 0, mass.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1) for x in (read, best)]

@@ -47,7 +47,7 @@ from sparsekv.kernels.routing import (
     route_tokens,
     top_buckets,
 )
-from sparsekv.kernels.sketch import Sketch, best_tokens, decode, encode, query_side, sketch_scores
+from sparsekv.kernels.sketch import Candidates, Sketch, decode, encode, sketch_tokens
 from sparsekv.kernels.stored import append_token, decode_attention
 from sparsekv.kernels.types import (
     BucketMeans,
@@ -61,12 +61,12 @@ from sparsekv.kernels.types import (
 )
 
 __all__ = [
-    "RANK", "BucketMeans", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
+    "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
     "RouterScores", "ScoreMoments", "Sketch", "add_centre", "against_bucket", "anchor_indices", "append_token",
-    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "best_tokens", "bucket_counts",
+    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts",
     "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode",
     "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows",
     "group_probability", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features",
-    "phi_query", "query_side", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
-    "sketch_scores", "top_buckets",
+    "phi_query", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
+    "sketch_tokens", "top_buckets",
 ]

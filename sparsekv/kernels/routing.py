@@ -67,7 +67,7 @@ def route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tenso
     """The `probes` buckets of the largest probability summed over the group, `[Q, Hkv, probes]` int32, padded with -1
     where fewer are non-empty (Saap §4.2). Arguments as for
     `bucket_logits_reference`."""
-    if _fits(q, scores):
+    if routable(q, scores):
         return launch_route(q, scores, counts, probes)
     return top_buckets(group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1]), counts, probes)
 
@@ -88,7 +88,7 @@ def route_tokens(
     q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
     budget. Returns `[Q, Hkv, widest]` int32 in any order, padded with -1.
     """
-    if _fits(q, scores):
+    if routable(q, scores):
         logits = launch_logits(q, scores, offsets, offsets=True)
         return launch_choose(logits, order, offsets, budget, widest, logits=True)
     return route_tokens_reference(q, scores, order, offsets, budget, widest)
@@ -122,7 +122,7 @@ def choose_tokens_reference(density: Tensor, order: Tensor, offsets: Tensor, bud
     return tokens_at(order, table.gather(-1, ranked), sizes, widest)
 
 
-def _fits(q: Tensor, scores: RouterScores) -> bool:
+def routable(q: Tensor, scores: RouterScores) -> bool:
     """Whether the kernels take it: a CUDA device, half precision or float32, a model in the dtype of q."""
     if not on_device(q):
         return False
@@ -131,9 +131,12 @@ def _fits(q: Tensor, scores: RouterScores) -> bool:
     return scores.w1.dtype == q.dtype and scores.w2.shape[2] <= MAX_BUCKETS
 
 
-def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool) -> Tensor:
+def launch_logits(
+    q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool, beside: bool = False,
+) -> Tensor:
     """`bucket_logits_reference` through Triton. table: counts, or with `offsets` the offsets of the index. The first
-    launch waits for everything before it, a second only for its inputs."""
+    launch waits for everything before it, a second only for its inputs; with `beside` bucket means are read while the
+    kernel before, which made none of the inputs, still runs."""
     from sparsekv.kernels.routing_triton import hidden_kernel, mean_kernel, score_kernel
 
     q, table = dense_last(q), table.contiguous()
@@ -154,7 +157,8 @@ def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bo
         means = dense_last(scores.means)
         mean_kernel[grid](
             q, means, table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2], *means.stride()[:3], dim,
-            buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets, num_warps=SCORE_WARPS)
+            buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets, BESIDE=beside, num_warps=SCORE_WARPS,
+            **({"launch_pdl": True} if beside and overlap else {}))
         return logits
     w1, b1, w2, b2 = (w.contiguous() for w in scores)
     hidden = w1.shape[2]
@@ -186,27 +190,40 @@ def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -
     return chosen
 
 
-def launch_choose(
-    scores: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool,
-) -> Tensor:
-    """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`: scores `[Q, H, C]` are densities, or
-    logits of the query heads. How many tokens every bucket gives, then the tokens themselves."""
-    from sparsekv.kernels.routing_triton import fill_kernel, give_kernel
+def launch_give(scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool) -> Tensor:
+    """How many tokens the buckets up to each give to the budget, `[Q, H, C]` int32: scores `[Q, H, C]` are densities,
+    or with `logits` logits of the query heads, normalised and summed over the group."""
+    from sparsekv.kernels.routing_triton import give_kernel
 
-    scores, order, offsets = scores.contiguous(), dense_last(order), offsets.contiguous()
+    scores, offsets = scores.contiguous(), offsets.contiguous()
     count, heads, buckets = scores.shape
     batch, heads_kv = offsets.shape[:2]
     group = heads // heads_kv if logits else 1
     heads //= group
     rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
     ends = torch.empty(count, heads, buckets, dtype=torch.int32, device=scores.device)
+    give_kernel[(count * heads,)](
+        scores, offsets, budget.contiguous(), ends, heads, count // batch, buckets, widest, LISTS=heads // heads_kv,
+        OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide, LOGITS=logits, num_warps=rank_warps(rows * wide),
+        **({"launch_pdl": True} if logits and overlap else {}))
+    return ends
+
+
+def launch_choose(
+    scores: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool,
+) -> Tensor:
+    """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`. How many tokens every bucket gives,
+    then the tokens themselves."""
+    from sparsekv.kernels.routing_triton import fill_kernel
+
+    ends = launch_give(scores, offsets, budget, widest, logits=logits)
+    order, offsets = dense_last(order), offsets.contiguous()
+    count, heads, buckets = ends.shape
+    batch, heads_kv = offsets.shape[:2]
+    overlap = overlaps(scores.device)
     tokens = torch.empty(count, heads, widest, dtype=torch.int32, device=scores.device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     lists: dict[str, Any] = {"LISTS": heads // heads_kv, "OVERLAP": overlap}
-    give_kernel[(count * heads,)](
-        scores, offsets, budget.contiguous(), ends, heads, count // batch, buckets, widest, **lists, GROUP=group,
-        ROWS=rows, PADDED=wide, LOGITS=logits, num_warps=rank_warps(rows * wide),
-        **(pdl if logits else {}))
     if tokens.numel():
         fill_kernel[(count * heads, -(-widest // FILL_BLOCK))](
             order, offsets, ends, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,

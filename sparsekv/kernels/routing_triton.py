@@ -80,9 +80,10 @@ def score_kernel(
 def mean_kernel(
     q, means, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
 ):
-    """`q·mean·scale + log n` for FOLD queries of one row of the cache."""
+    """`q·mean·scale + log n` for FOLD queries of one row of the cache. BESIDE: it runs beside the kernel before it, of
+    which it takes nothing, and ends after it."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     blocks = tl.cdiv(per_row, FOLD)
     cache_row = (tl.program_id(0) // heads // blocks).to(tl.int64)
@@ -103,6 +104,8 @@ def mean_kernel(
     total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
     if OVERLAP:
         gdc_launch_dependents()
+        if BESIDE:
+            gdc_wait()
     tl.store(logits + (row * heads * GROUP + head_q)[:, None] * num_buckets + bucket[None, :], total,
              mask=used[:, None] & inside[None, :])
 
@@ -184,19 +187,9 @@ def give_kernel(
 
 
 @triton.jit
-def fill_kernel(
-    order, offsets, ends, tokens, heads, per_row, num_buckets, width, o_row, o_head,
-    LISTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    """BLOCK slots of one list: the bucket of each by a binary search in what the buckets give."""
-    at = tl.program_id(0).to(tl.int64)
-    cache_row, head = at // heads // per_row, at % heads // LISTS
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ends += at * num_buckets
-    offsets += (cache_row * (heads // LISTS) + head) * (num_buckets + 1)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+def token_of_slot(order, offsets, ends, slot, num_buckets, width, STEPS: tl.constexpr):
+    """The tokens of slots of one list, int32, -1 behind its last: the bucket of each by a binary search in what the
+    buckets give."""
     inside = slot < tl.minimum(tl.load(ends + num_buckets - 1), width)
     low = slot * 0
     high = low + num_buckets
@@ -209,5 +202,23 @@ def fill_kernel(
     bucket = tl.minimum(low, num_buckets - 1)
     before = tl.load(ends + bucket - 1, mask=bucket > 0, other=0)
     place = tl.load(offsets + bucket) + slot - before
-    token = tl.load(order + cache_row * o_row + head * o_head + place, mask=inside, other=-1)
-    tl.store(tokens + at * width + slot, token.to(tl.int32), mask=slot < width)
+    return tl.load(order + place, mask=inside, other=-1).to(tl.int32)
+
+
+@triton.jit
+def fill_kernel(
+    order, offsets, ends, tokens, heads, per_row, num_buckets, width, o_row, o_head,
+    LISTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """BLOCK slots of one list."""
+    at = tl.program_id(0).to(tl.int64)
+    cache_row, head = at // heads // per_row, at % heads // LISTS
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ends += at * num_buckets
+    offsets += (cache_row * (heads // LISTS) + head) * (num_buckets + 1)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    order += cache_row * o_row + head * o_head
+    token = token_of_slot(order, offsets, ends, slot, num_buckets, width, STEPS=STEPS)
+    tl.store(tokens + at * width + slot, token, mask=slot < width)

@@ -2,8 +2,9 @@
 
 A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
 products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
-normalised over the candidates and summed, and the best tokens are those of the largest sum. Nothing waits for the host,
-and no shape depends on what is in the tensors.
+normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: 128
+to a doubling, from 2⁻²⁵ of a head's attention on, coarse where codes are coarser. Nothing waits for the host, and no
+shape depends on what is in the tensors.
 
 A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
 others two each, in 4 bits: byte j is the sum of channel j and 16 times channel `j + r − w`.
@@ -18,14 +19,16 @@ from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.routing import launch_give, launch_logits, routable, route_tokens_reference
+from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_WARPS = 64, 4
 QUERY_WARPS = 4
 SCORE_BLOCK, SCORE_WARPS = 128, 4
-WEIGH_BLOCK, WEIGH_WARPS = 512, 4
-TALLY_BLOCK, TALLY_WARPS = 1024, 4
-DIGITS = ((20, 11), (10, 10), (0, 10))
-"""The digits of a 31-bit number that the search for the last chosen score goes through: shift and bits."""
+GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 1024, 4
+BEST_BLOCK, BEST_WARPS = 2048, 8
+GRADES, FLOOR = 4096, 13_056
+"""Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
 KEYS_AT_ONCE = 8192
 
 
@@ -73,13 +76,8 @@ def decode(codes: Tensor, rank: int) -> Tensor:
     return torch.cat([alone, (pairs << 4) >> 4, (pairs + 8) >> 4], dim=-1)
 
 
-def query_side(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
-    """What codes are multiplied by, `[Q, Hq, r]` float32 at least: q `[Q, Hq, d]` with RoPE, the softmax scale."""
-    return launch_query(q, sketch, scale) if on_device(q) else query_side_reference(q, sketch, scale)
-
-
 def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
-    """`query_side` in plain torch."""
+    """What codes are multiplied by, `[Q, Hq, r]` float32 at least: q `[Q, Hq, d]` with RoPE, the softmax scale."""
     count, heads_q, dim = q.shape
     acc = acc_dtype(q)
     maps = sketch.queries.to(acc)
@@ -89,7 +87,44 @@ def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
     return side.unflatten(2, (count // rows, -1)).transpose(1, 2).reshape(count, heads_q, -1)
 
 
-def sketch_scores(
+class Candidates(NamedTuple):
+    """The tokens of the best buckets by the budget rule (`route_tokens`): q in the space of the scores, the scores, the
+    index, the budget `[Q]` and the largest of it."""
+
+    q: Tensor
+    scores: RouterScores
+    order: Tensor
+    offsets: Tensor
+    budget: Tensor
+    widest: int
+
+
+def sketch_tokens(
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
+    candidates: Candidates | None = None, first: Tensor | None = None, last: Tensor | None = None,
+) -> Tensor:
+    """Exactly the `budget[q]` candidates whose sketches promise the largest share of the group's attention, or all
+    where there are fewer; of equal grades those that stand first.
+
+    q `[Q, Hq, d]` with RoPE, codes `[B, Hkv, M, w]`; without candidates all tokens `first[q] <= i < last[q]` are.
+    Returns `[Q, Hkv, widest]` int32 in the order of the candidates, padded with -1.
+    """
+    if on_device(q) and (candidates is None or routable(candidates.q, candidates.scores)):
+        return launch_tokens(q, sketch, codes, scale, budget, widest, candidates, first, last)
+    return sketch_tokens_reference(q, sketch, codes, scale, budget, widest, candidates, first, last)
+
+
+def sketch_tokens_reference(
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
+    candidates: Candidates | None = None, first: Tensor | None = None, last: Tensor | None = None,
+) -> Tensor:
+    """`sketch_tokens` in plain torch."""
+    tokens = None if candidates is None else route_tokens_reference(*candidates)
+    grades = grades_of(sketch_scores_reference(q, sketch, codes, scale, tokens, first, last))
+    return best_tokens_reference(grades, tokens, budget, widest)
+
+
+def sketch_scores_reference(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, tokens: Tensor | None = None, first: Tensor | None = None,
     last: Tensor | None = None,
 ) -> Tensor:
@@ -99,15 +134,6 @@ def sketch_scores(
     q `[Q, Hq, d]` with RoPE, codes `[B, Hkv, M, w]`, tokens `[Q, Hkv, K]` padded with -1. Without tokens the
     candidates are `first[q] <= i < last[q]` and K = M.
     """
-    score = launch_scores if on_device(q) else sketch_scores_reference
-    return score(q, sketch, codes, scale, tokens, first, last)
-
-
-def sketch_scores_reference(
-    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, tokens: Tensor | None = None, first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
-    """`sketch_scores` in plain torch."""
     side = query_side_reference(q, sketch, scale)
     side = side.unflatten(1, (codes.shape[1], -1))
     if tokens is None:
@@ -134,27 +160,27 @@ def _products(side: Tensor, codes: Tensor) -> Tensor:
     return found
 
 
-def best_tokens(scores: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
-    """Exactly the `budget[q]` candidates of the largest score, or all where there are fewer; of equal scores those that
-    stand first. scores `[Q, H, K]`, negative where there is no candidate; tokens `[Q, H, K]`, or None where candidate i
-    is token i. Returns `[Q, H, widest]` int32 in the order of the candidates, padded with -1."""
-    choose = launch_best if on_device(scores) else best_tokens_reference
-    return choose(scores, tokens, budget, widest)
+def grades_of(scores: Tensor) -> Tensor:
+    """The grades of scores, int16: 0 where there is no candidate, else 1 to GRADES - 1, as the float32's bits are
+    ordered."""
+    upper = (scores.float().clamp(min=0.0).view(torch.int32) >> 16) - FLOOR
+    return torch.where(scores < 0, 0, upper.clamp(0, GRADES - 2) + 1).to(torch.int16)
 
 
-def best_tokens_reference(scores: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
-    """`best_tokens` in plain torch."""
-    count, heads, width = scores.shape
-    out = torch.full((count, heads, widest + 1), -1, dtype=torch.int32, device=scores.device)
+def best_tokens_reference(grades: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
+    """The `budget[q]` candidates of the best grades `[Q, H, K]`, of equal ones the first: `[Q, H, widest]` int32 in
+    their order, padded with -1. tokens `[Q, H, K]`, or None where candidate i is token i."""
+    count, heads, width = grades.shape
+    out = torch.full((count, heads, widest + 1), -1, dtype=torch.int32, device=grades.device)
     if width == 0 or widest == 0:
         return out[..., :widest]
-    wanted = budget[:, None].clamp(max=widest).minimum((scores >= 0).sum(-1))
-    kept = scores.topk(min(widest, width), dim=-1).values
+    wanted = budget[:, None].clamp(max=widest).minimum((grades > 0).sum(-1))
+    kept = grades.topk(min(widest, width), dim=-1).values
     least = kept.gather(-1, (wanted[..., None] - 1).clamp(min=0))
-    above, equal = scores > least, scores == least
+    above, equal = grades > least, grades == least
     missing = wanted[..., None] - above.sum(-1, keepdim=True)
     chosen = (above | (equal & (equal.cumsum(-1) <= missing))) & (wanted > 0)[..., None]
-    listed = torch.arange(width, dtype=torch.int32, device=scores.device).expand_as(scores) if tokens is None else (
+    listed = torch.arange(width, dtype=torch.int32, device=grades.device).expand_as(grades) if tokens is None else (
         tokens.to(torch.int32))
     slot = torch.where(chosen, chosen.cumsum(-1) - 1, widest)
     return out.scatter_(-1, slot, torch.where(chosen, listed, -1))[..., :widest]
@@ -175,85 +201,94 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     return codes
 
 
-def launch_query(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
-    """`query_side` through Triton."""
+class Graded(NamedTuple):
+    """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
+    each grade above 1 `[Q, Hkv, GRADES]`, the number of candidates in the place of grade 0."""
+
+    grades: Tensor
+    tokens: Tensor | None
+    tallies: Tensor
+
+
+def launch_tokens(
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
+    candidates: Candidates | None, first: Tensor | None, last: Tensor | None,
+) -> Tensor:
+    """`sketch_tokens` through Triton: the queries' sides, beside them the buckets' scores; what every bucket gives; the
+    products, the grades, the best. Each launch is prepared while the one before it ends."""
+    return launch_best(*launch_grades(q, sketch, codes, scale, candidates, first, last), budget, widest)
+
+
+def launch_query(q: Tensor, sketch: Sketch, scale: float) -> tuple[Tensor, Tensor]:
+    """`query_side_reference` through Triton, and tallies of zeros."""
     from sparsekv.kernels.sketch_triton import query_kernel
 
     q, maps = dense_last(q), sketch.queries.contiguous()
     count, heads_q, dim = q.shape
-    rows = maps.shape[0] if maps.dim() == 4 else 1
+    rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
     side = torch.empty(count, heads_q, sketch.rank, dtype=torch.float32, device=q.device)
+    tallies = torch.empty(count, heads, GRADES, dtype=torch.int32, device=q.device)
     query_kernel[(count * heads_q,)](
-        q, maps, side, scale, heads_q, heads_q // maps.shape[-3], count // rows, dim, *q.stride()[:2], _by_row(maps, 4),
-        RANK=sketch.rank, WIDTH=power_of_two(sketch.rank), DIM=power_of_two(dim), num_warps=QUERY_WARPS)
-    return side
+        q, maps, side, tallies, scale, heads_q, heads_q // heads, count // rows, dim, *q.stride()[:2], _by_row(maps, 4),
+        RANK=sketch.rank, WIDTH=power_of_two(sketch.rank), DIM=power_of_two(dim), OVERLAP=overlaps(q.device),
+        num_warps=QUERY_WARPS)
+    return side, tallies
 
 
-def launch_scores(
-    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, tokens: Tensor | None = None, first: Tensor | None = None,
-    last: Tensor | None = None,
-) -> Tensor:
-    """`sketch_scores` through Triton: the queries' sides, the products with the largest and the mass of every block,
-    the sums over the group."""
-    from sparsekv.kernels.sketch_triton import score_kernel, weigh_kernel
+def launch_grades(
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, candidates: Candidates | None, first: Tensor | None,
+    last: Tensor | None,
+) -> Graded:
+    """The grades of the candidates through Triton."""
+    from sparsekv.kernels.sketch_triton import grade_kernel, score_kernel
 
-    side, codes = launch_query(q, sketch, scale), dense_last(codes)
+    side, tallies = launch_query(q, sketch, scale)
+    codes, device = dense_last(codes), q.device
     count, heads_q, rank = side.shape
-    heads, bytes_ = codes.shape[1], codes.shape[3]
-    listed = None if tokens is None else tokens.to(torch.int32).contiguous()
-    width = codes.shape[2] if listed is None else listed.shape[2]
-    group, device = heads_q // heads, q.device
-    scores = torch.empty(count, heads, width, dtype=torch.float32, device=device)
+    heads, length, bytes_ = codes.shape[1:]
+    width = length if candidates is None else candidates.widest
+    tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
+    grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
     if not width:
-        return scores
-    blocks = -(-width // SCORE_BLOCK)
-    logits = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
-    tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
-    if listed is None:
+        return Graded(grades, tokens, tallies)
+    if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
-        listed = edges[0]
+        lists, buckets, strides = (edges[0],) * 3, 1, (0, 0)
     else:
-        edges = listed, listed
+        offsets, order = candidates.offsets.contiguous(), dense_last(candidates.order)
+        buckets, strides, edges = offsets.shape[2] - 1, (order.stride(0), order.stride(1)), (offsets, offsets)
+        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, beside=True)
+        lists = order, offsets, launch_give(logits, offsets, candidates.budget, width, logits=True)
+    blocks, group = -(-width // SCORE_BLOCK), heads_q // heads
+    logits = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
+    tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
     overlap = overlaps(device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    rows = power_of_two(group)
     score_kernel[(count * heads, blocks)](
-        side, codes, listed, *edges, logits, tops, masses, heads, count // codes.shape[0], width, *codes.stride()[:3],
-        LISTED=tokens is not None, RANK=rank, BYTES=bytes_, WIDTH=padded(bytes_), GROUP=group, ROWS=padded(group),
-        BLOCK=SCORE_BLOCK, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
-    weigh_kernel[(count * heads, -(-width // WEIGH_BLOCK))](
-        logits, tops, masses, scores, width, blocks, GROUP=group, ROWS=rows, PARTS=power_of_two(blocks),
-        BLOCK=WEIGH_BLOCK, OVERLAP=overlap, num_warps=WEIGH_WARPS, **pdl)
-    return scores
+        side, codes, *lists, *edges, grades if tokens is None else tokens, logits, tops, masses, heads,
+        count // codes.shape[0], width, buckets, *codes.stride()[:3], *strides,
+        LISTED=tokens is not None, STEPS=buckets.bit_length(), RANK=rank, BYTES=bytes_, WIDTH=padded(bytes_),
+        GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
+    grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
+        logits, tops, masses, grades, tallies, width, blocks, GROUP=group, ROWS=power_of_two(group),
+        PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCK=GRADE_BLOCK, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
+    return Graded(grades, tokens, tallies)
 
 
-def launch_best(scores: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
-    """`best_tokens` through Triton: the last chosen score digit by digit from counts of how many scores have each, then
-    how many every block gives, then the tokens. A score orders as its bits do, plus one: zero is no candidate."""
-    from sparsekv.kernels.sketch_triton import count_kernel, fill_kernel, tally_kernel
+def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: Tensor, widest: int) -> Tensor:
+    """`best_tokens_reference` through Triton."""
+    from sparsekv.kernels.sketch_triton import best_kernel
 
-    scores = scores.float().contiguous()
-    count, heads, width = scores.shape
-    device, rows = scores.device, count * heads
-    out = torch.empty(count, heads, widest, dtype=torch.int32, device=device)
+    count, heads, width = grades.shape
+    out = torch.empty(count, heads, widest, dtype=torch.int32, device=grades.device)
     if not width or not widest:
         return out.fill_(-1)
-    listed = scores if tokens is None else tokens.to(torch.int32).contiguous()
-    tallies = torch.zeros(len(DIGITS), rows, 1 << DIGITS[0][1], dtype=torch.int32, device=device)
-    blocks = -(-width // TALLY_BLOCK)
-    above, equal = (torch.empty(rows, blocks, dtype=torch.int32, device=device) for _ in range(2))
-    overlap = overlaps(device)
-    pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    common = budget.contiguous(), heads, rows, width, widest
-    how: dict[str, Any] = {"BLOCK": TALLY_BLOCK, "OVERLAP": overlap, "num_warps": TALLY_WARPS}
-    for digit in range(len(DIGITS)):
-        # what is ahead of the first is no kernel: the tallies are set to zero
-        tally_kernel[(rows, blocks)](scores, tallies, *common, DIGIT=digit, **how, **(pdl if digit else {}))
-    count_kernel[(rows, blocks)](scores, tallies, above, equal, *common, blocks, **how, **pdl)
-    fill_kernel[(rows, max(blocks, -(-widest // TALLY_BLOCK)))](
-        scores, listed, tallies, above, equal, out, *common, blocks, LISTED=tokens is not None,
-        PARTS=power_of_two(blocks), **how, **pdl)
+    overlap = overlaps(grades.device)
+    best_kernel[(count * heads, -(-max(width, widest) // BEST_BLOCK))](
+        grades, grades if tokens is None else tokens, tallies, budget.contiguous(), out, heads, width, widest,
+        LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=BEST_BLOCK, OVERLAP=overlap, num_warps=BEST_WARPS,
+        **({"launch_pdl": True} if overlap else {}))
     return out
 
 

@@ -4,6 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparsekv.kernels.routing_triton import token_of_slot
+
+GRADES: tl.constexpr = tl.constexpr(4096)
+FLOOR: tl.constexpr = tl.constexpr(13056)
+"""The upper half of the bits of 2⁻²⁵ as a float32: what is below it has grade 1."""
+
 
 @triton.jit
 def project(key, maps, centre, channel, dim, top, RANK: tl.constexpr, DIM: tl.constexpr):
@@ -41,9 +47,12 @@ def encode_kernel(
 
 @triton.jit
 def query_kernel(
-    q, maps, side, scale, heads_q, group, per_row, dim, q_row, q_head, m_row,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    q, maps, side, tallies, scale, heads_q, group, per_row, dim, q_row, q_head, m_row,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):
+    """What codes are multiplied by, of one query and head; the first head of a group sets its tally to zero."""
+    if OVERLAP:
+        gdc_launch_dependents()
     row = (tl.program_id(0) // heads_q).to(tl.int64)
     head = (tl.program_id(0) % heads_q).to(tl.int64)
     width, channel = tl.arange(0, DIM), tl.arange(0, WIDTH)
@@ -53,33 +62,41 @@ def query_kernel(
     query = tl.load(q + row * q_row + head * q_head + width, mask=width < dim, other=0.0)
     total = tl.sum(query.to(tl.float32)[:, None] * weights.to(tl.float32), 0) * scale
     tl.store(side + (row * heads_q + head) * RANK + channel, total, mask=channel < RANK)
+    if head % group == 0:
+        grade = tl.arange(0, GRADES)
+        tl.store(tallies + (row * heads_q + head) // group * GRADES + grade, tl.zeros([GRADES], tl.int32))
 
 
 @triton.jit
 def score_kernel(
-    side, codes, tokens, first, last, logits, tops, masses, heads, per_row, count, c_row, c_head, c_token,
-    LISTED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    side, codes, order, offsets, ends, first, last, tokens, logits, tops, masses, heads, per_row, count, num_buckets,
+    c_row, c_head, c_token, o_row, o_head,
+    LISTED: tl.constexpr, STEPS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Products of the group's query sides with a block of codes, the largest and the mass of each; -inf where there is
-    no candidate."""
+    """Products of the group's query sides with the codes of a block of candidates, the largest and the mass of each;
+    -inf where there is no candidate. LISTED: candidates are what the buckets give, and are written down."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
+    cache_row = row // per_row
     group, byte = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     if LISTED:
-        token = tl.load(tokens + at * count + place, mask=place < count, other=-1)
+        token = token_of_slot(order + cache_row * o_row + head * o_head,
+                              offsets + (cache_row * heads + head) * (num_buckets + 1), ends + at * num_buckets, place,
+                              num_buckets, count, STEPS=STEPS)
         used = token >= 0
+        tl.store(tokens + at * count + place, token, mask=place < count)
     else:
         token = place
         used = (place < count) & (place >= tl.load(first + row)) & (place < tl.load(last + row))
     from_side = side + (at * GROUP + group[:, None]) * RANK + byte[None, :]
     inside = (group < GROUP)[:, None] & (byte < BYTES)[None, :]
-    held = tl.load(codes + row // per_row * c_row + head * c_head + token[None, :].to(tl.int64) * c_token
+    held = tl.load(codes + cache_row * c_row + head * c_head + token[None, :].to(tl.int64) * c_token
                    + byte[:, None], mask=used[None, :] & (byte < BYTES)[:, None], other=0).to(tl.int32)
     query = tl.load(from_side, mask=inside, other=0.0)
     if WHOLE < BYTES:
@@ -101,142 +118,83 @@ def score_kernel(
 
 
 @triton.jit
-def weigh_kernel(
-    logits, tops, masses, scores, count, parts,
+def grade_kernel(
+    logits, tops, masses, grades, tallies, count, parts,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The softmax of every head over all candidates, summed over the group; -1 where there is no candidate."""
+    """The grades of a block of candidates from the softmax of every head over all, summed over the group; and how many
+    have each grade above 1, the number of candidates in the place of grade 0."""
     at = tl.program_id(0).to(tl.int64)
-    group, part = tl.arange(0, ROWS), tl.arange(0, PARTS)
+    group = tl.arange(0, ROWS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head_q = at * GROUP + group
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    there = (group < GROUP)[:, None] & (part < parts)[None, :]
-    each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
-    weight = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
-    top = tl.max(each, 1)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = (group < GROUP)[:, None] & (part < parts)[None, :]
+        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
+        top = tl.maximum(top, tl.max(each, 1))
     top = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(weight * tl.exp(each - top[:, None]), 1)
+    mass = tl.zeros([ROWS], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        there = (group < GROUP)[:, None] & (part < parts)[None, :]
+        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
+        weight = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
+        mass += tl.sum(weight * tl.exp(each - top[:, None]), 1)
     inside = (group < GROUP)[:, None] & (place < count)[None, :]
     value = tl.load(logits + head_q[:, None] * count + place[None, :], mask=inside, other=float("-inf"))
-    share = tl.exp(value - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
-    total = tl.where(tl.max(value, 0) == float("-inf"), -1.0, tl.sum(share, 0))
-    tl.store(scores + at * count + place, total, mask=place < count)
+    share = tl.sum(tl.exp(value - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None], 0)
+    used = tl.max(value, 0) > float("-inf")
+    upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
+    grade = tl.where(used, upper, 0)
+    tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)
+    tl.atomic_add(tallies + at * GRADES + grade, 1, mask=grade > 1, sem="relaxed")
+    tl.atomic_add(tallies + at * GRADES, tl.sum(used.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
-def numbers(scores, at, place, count):
-    """Scores as integers in the same order, from 1 on; 0 where there is no candidate."""
-    score = tl.load(scores + at * count + place, mask=place < count, other=-1.0)
-    return tl.where(score >= 0, tl.maximum(score, 0.0).to(tl.int32, bitcast=True) + 1, 0)
-
-
-@triton.jit
-def next_digit(tally, missing, BINS: tl.constexpr):
-    """The digit of the last score that is chosen, where `missing` are still to be chosen, and how many of that digit;
-    -1 where none is missing."""
-    digit = tl.arange(0, BINS)
-    size = tl.load(tally + digit)
-    above = tl.sum(size, 0) - tl.cumsum(size, 0)
-    here = (above < missing) & (above + size >= missing)
-    return tl.max(tl.where(here, digit, -1), 0), missing - tl.sum(tl.where(here, above, 0), 0)
-
-
-@triton.jit
-def wanted(tallies, budget, row, at, width):
-    """How many are chosen: the budget, and no more than there are or the list holds."""
-    digit = tl.arange(0, 2048)
-    there = tl.sum(tl.load(tallies + at * 2048 + digit), 0)
-    return tl.minimum(tl.minimum(tl.load(budget + row), width), there).to(tl.int32)
-
-
-@triton.jit
-def last_chosen(tallies, budget, row, at, rows, width):
-    """The smallest number that is chosen, and how many of those that equal it; no number where nothing is."""
-    missing = wanted(tallies, budget, row, at, width)
-    high, left = next_digit(tallies + at * 2048, missing, BINS=2048)
-    middle, left = next_digit(tallies + (rows + at) * 2048, left, BINS=1024)
-    low, left = next_digit(tallies + (2 * rows + at) * 2048, left, BINS=1024)
-    least = (high << 20) | (middle << 10) | low
-    return tl.where(missing > 0, least, 0x7FFFFFFF), tl.where(missing > 0, left, 0)
-
-
-@triton.jit
-def tally_kernel(
-    scores, tallies, budget, heads, rows, count, width,
-    DIGIT: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+def best_kernel(
+    grades, tokens, tallies, budget, out, heads, count, width,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """How many numbers of a block have every value of one digit, of those whose digits before it are the last chosen
-    one's."""
+    """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: the lowest
+    grade that is chosen from the tally, and how many are chosen ahead of the block."""
     at = tl.program_id(0).to(tl.int64)
-    row = at // heads
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * BLOCK
+    place = begin + tl.arange(0, BLOCK)
+    grades += at * count
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    number = numbers(scores, at, place, count)
-    BINS: tl.constexpr = 2048 if DIGIT == 0 else 1024
-    used = number > 0
-    value = number >> 20
-    if DIGIT > 0:
-        high, left = next_digit(tallies + at * 2048, wanted(tallies, budget, row, at, width), BINS=2048)
-        used = used & (value == high)
-        value = (number >> 10) & 1023
-        if DIGIT > 1:
-            middle, left = next_digit(tallies + (rows + at) * 2048, left, BINS=1024)
-            used = used & (value == middle)
-            value = number & 1023
-    digit = tl.arange(0, BINS)
-    size = tl.histogram(tl.where(used, value, 0), BINS)
-    size -= tl.where(digit == 0, BLOCK - tl.sum(used.to(tl.int32), 0), 0)
-    tl.atomic_add(tallies + (DIGIT * rows + at) * 2048 + digit, size, mask=size > 0, sem="relaxed")
-
-
-@triton.jit
-def count_kernel(
-    scores, tallies, above, equal, budget, heads, rows, count, width, blocks,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    """How many numbers of every block are larger than the last chosen one, and how many equal it."""
-    at = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    number = numbers(scores, at, place, count)
-    least, _ = last_chosen(tallies, budget, at // heads, at, rows, width)
-    own = at * blocks + tl.program_id(1)
-    tl.store(above + own, tl.sum((number > least).to(tl.int32), 0))
-    tl.store(equal + own, tl.sum((number == least).to(tl.int32), 0))
-
-
-@triton.jit
-def fill_kernel(
-    scores, tokens, tallies, above, equal, out, budget, heads, rows, count, width, blocks,
-    LISTED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-):
-    """The chosen tokens of a block in their places, and -1 in the places behind the last."""
-    at = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
-    number = numbers(scores, at, place, count)
-    least, missing = last_chosen(tallies, budget, at // heads, at, rows, width)
-    part = tl.arange(0, PARTS)
-    before = part < tl.minimum(tl.program_id(1), blocks)
-    larger = tl.sum(tl.load(above + at * blocks + part, mask=before, other=0), 0)
-    same = tl.sum(tl.load(equal + at * blocks + part, mask=before, other=0), 0)
-    equals = (number == least).to(tl.int32)
-    rank = same + tl.cumsum(equals, 0)
-    chosen = (number > least) | ((number == least) & (rank <= missing))
-    slot = larger + tl.minimum(same, missing) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    digit = tl.arange(0, GRADES)
+    size = tl.load(tallies + at * GRADES + digit)
+    there = tl.sum(tl.where(digit == 0, size, 0), 0)
+    wanted = tl.minimum(tl.minimum(tl.load(budget + at // heads), width), there).to(tl.int32)
+    size = tl.where(digit > 1, size, 0)
+    total = tl.sum(size, 0)
+    above = total - tl.cumsum(size, 0)
+    here = (above < wanted) & (above + size >= wanted)
+    least = tl.max(tl.where(here, digit, 1), 0)
+    missing = wanted - tl.where(least > 1, tl.sum(tl.where(digit == least, above, 0), 0), total)
+    least = tl.where(wanted > 0, least, GRADES)
+    larger, same = tl.zeros([AHEAD], tl.int32), tl.zeros([AHEAD], tl.int32)
+    for start in range(0, tl.minimum(begin, count), AHEAD):
+        ahead = start + tl.arange(0, AHEAD)
+        known = tl.load(grades + ahead, mask=ahead < tl.minimum(begin, count), other=0).to(tl.int32)
+        larger += (known > least).to(tl.int32)
+        same += (known == least).to(tl.int32)
+    before, alike = tl.sum(larger, 0), tl.sum(same, 0)
+    grade = tl.load(grades + place, mask=place < count, other=0).to(tl.int32)
+    equals = (grade == least).to(tl.int32)
+    chosen = (grade > least) | ((equals > 0) & (alike + tl.cumsum(equals, 0) <= missing))
+    slot = before + tl.minimum(alike, missing) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LISTED:
         token = tl.load(tokens + at * count + place, mask=chosen, other=-1)
     else:
         token = place
     tl.store(out + at * width + slot, token, mask=chosen)
-    total = wanted(tallies, budget, at // heads, at, width)
-    tl.store(out + at * width + place, -1, mask=(place >= total) & (place < width))
+    tl.store(out + at * width + place, -1, mask=(place >= wanted) & (place < width))

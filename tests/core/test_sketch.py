@@ -7,7 +7,8 @@ import torch
 
 from sparsekv.core.sketch import check_sketch, fit_queries, fit_sketch, second_moment
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import Sketch, decode, encode, query_side, sketch_scores
+from sparsekv.kernels import Sketch, decode, encode
+from sparsekv.kernels.sketch import query_side_reference, sketch_scores_reference
 
 DIM, HEADS, GROUP, LENGTH = 12, 2, 3, 400
 
@@ -36,7 +37,7 @@ def fitted(queries: torch.Tensor, keys: torch.Tensor, width: int, wide: int) -> 
 
 def of_codes(queries: torch.Tensor, keys: torch.Tensor, sketch: Sketch, width: int) -> torch.Tensor:
     """Scores `[2, H, G, T, n]` from codes."""
-    side = query_side(queries.transpose(1, 2).flatten(0, 1), sketch, 1.0)
+    side = query_side_reference(queries.transpose(1, 2).flatten(0, 1), sketch, 1.0)
     side = side.unflatten(0, (2, -1)).transpose(1, 2).unflatten(1, (HEADS, GROUP))
     return torch.einsum("bhgtr,bhnr->bhgtn", side, decode(encode(keys, sketch, width), sketch.rank).double())
 
@@ -109,7 +110,7 @@ def test_queries_or_keys_that_are_all_alike(dtype: torch.dtype) -> None:
         if k.shape[2]:
             tokens = torch.arange(LENGTH).expand(100, HEADS, -1)
             asked = queries.transpose(1, 2).flatten(0, 1)
-            scores = sketch_scores(asked, sketch, encode(k, sketch, 4), 0.3, tokens)
+            scores = sketch_scores_reference(asked, sketch, encode(k, sketch, 4), 0.3, tokens)
             torch.testing.assert_close(scores.sum(-1), torch.full_like(scores[..., 0], GROUP))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsekv.kernels import (
     BucketMeans,
+    Candidates,
     CompletionQuery,
     FeatureMapWeights,
     PhiState,
@@ -365,7 +366,8 @@ def check_collisions(shape: tuple[int, ...], device: str) -> None:
 
 def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """shape: query heads, KV heads, head dimension, rank, bytes, keys, candidates, queries a row. A sketch for all rows
-    and one for each, a list of candidates with gaps and all tokens between two borders; a query without any."""
+    and one for each; candidates of buckets by means and by a model, and all tokens between two borders; a query
+    without any."""
     heads_q, heads, dim, rank, width, length, listed, queries = shape
     torch.manual_seed(length)
     keys = torch.randn(2, heads, length + 2, dim, device=device).to(dtype)[:, :, :length]
@@ -373,12 +375,18 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     top = sketch.largest(rank, width, device)
     own = Sketch(torch.randn(2, heads, dim, rank, device=device) * top / 2 / dim**0.5,
                  torch.randn(2, heads, rank, device=device), torch.randn(2, heads, dim, rank, device=device) / rank)
-    tokens = torch.rand(2 * queries, heads, length, device=device).argsort(-1)[..., :listed].int()
-    tokens[..., ::5] = -1
-    tokens[0] = -1
     first = torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
     last = first + torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
     last[0] = first[0]
+    budget = torch.randint(0, listed + 1, (2 * queries,), device=device)
+    budget[0], budget[-1] = 0, listed
+    order = torch.rand(2, heads, length, device=device).argsort(-1).int()
+    cuts = torch.rand(2, heads, 10, device=device).sort(-1).values * length
+    offsets = torch.nn.functional.pad(cuts.int(), (1, 1), value=0)
+    offsets[..., -1] = length
+    model = QueryModel(*(torch.randn(heads, *x, device=device).to(dtype) for x in ((dim, 8), (8,), (8, 11), (11,))))
+    means = BucketMeans(torch.randn(2, heads, 11, dim, device=device).to(dtype), 0.3)
+    pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
         for codes in (sketch.launch_encode(keys, maps, width), sketch.encode_reference(keys, maps, width)):
@@ -386,33 +394,63 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             away = sketch.decode(codes, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        side = sketch.launch_query(q, maps, 0.3)
-        assert error(side, sketch.query_side_reference(q.double(), double(maps), 0.3)) < 1e-5
-        for where in ({"tokens": tokens}, {"first": first, "last": last}):
-            mine = sketch.launch_scores(q, maps, codes, 0.3, **where)
-            truth = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, **where)
-            assert torch.equal(mine < 0, truth < 0) and bool((mine[0] < 0).all())
-            torch.testing.assert_close(mine.double(), truth, rtol=1e-2, atol=1e-4)
+        side, tallies = sketch.launch_query(q, maps, 0.3)
+        assert error(side, sketch.query_side_reference(q.double(), double(maps), 0.3)) < 1e-5 and not tallies.any()
+        for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
+            mine = sketch.launch_grades(q, maps, codes, 0.3, pool, edges.get("first"), edges.get("last"))
+            if pool is None:
+                assert mine.tokens is None
+            else:
+                logits = launch_logits(pool.q, pool.scores, offsets, offsets=True)
+                listing = launch_choose(logits, order, offsets, budget, listed, logits=True)
+                assert mine.tokens is not None and torch.equal(mine.tokens, listing)
+            scores = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, mine.tokens, **edges)
+            truth = sketch.grades_of(scores)
+            assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
+            # products of 10 bits of mantissa: a grade is 0.8 %
+            assert bool(((mine.grades - truth).abs() <= 2).all())
+            assert torch.equal(mine.tallies, tallied(mine.grades))
+            for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
+                found = sketch.launch_best(*mine, wanted, widest)
+                assert torch.equal(found, sketch.best_tokens_reference(mine.grades, mine.tokens, wanted, widest))
+                whole = sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, pool, edges.get("first"),
+                                             edges.get("last"))
+                assert torch.equal(whole, found)
+
+
+def tallied(grades: Tensor) -> Tensor:
+    """How many have each grade above 1, and in the place of grade 0 how many there are."""
+    counts = torch.zeros(*grades.shape[:2], sketch.GRADES, dtype=torch.int32, device=grades.device)
+    counts.scatter_add_(-1, grades.long(), torch.ones_like(grades, dtype=torch.int32))
+    counts[..., 0], counts[..., 1] = (grades > 0).sum(-1), 0
+    return counts
 
 
 def check_best_tokens(width: int, device: str) -> None:
-    """Exactly the twin's tokens, in its order, from scores with many ties, zeros and gaps."""
+    """Exactly the twin's tokens, in its order, from grades with many ties, ones and gaps."""
     torch.manual_seed(width)
     rows, heads = 5, 2
-    scores = torch.randint(-1, 4, (rows, heads, width), device=device) / 4
-    scores[1] = torch.rand(heads, width, device=device) ** 20
-    scores[2] = -1.0
-    scores[3] *= 1e-40
-    tokens = torch.rand(rows, heads, width, device=device).argsort(-1)
-    there = int((scores[0] >= 0).sum(-1).min()) if width else 0
+    grades = torch.randint(0, 5, (rows, heads, width), device=device, dtype=torch.int16)
+    grades[1] = torch.randint(0, sketch.GRADES, (heads, width), device=device, dtype=torch.int16)
+    grades[2] = 0
+    grades[3] = grades[3].clamp(max=1)
+    tokens = torch.rand(rows, heads, width, device=device).argsort(-1).int()
+    there = int((grades[0] > 0).sum(-1).min()) if width else 0
     for budget in ([0, there // 2, 5, there, 1], [there, 1, 0, width // 3, width + 9]):
         for widest in {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
-                found = sketch.launch_best(scores, listed, given, widest)
-                truth = sketch.best_tokens_reference(scores.double(), listed, given, widest)
+                found = sketch.launch_best(grades, listed, tallied(grades), given, widest)
+                truth = sketch.best_tokens_reference(grades, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)
+
+
+def check_grades() -> None:
+    """Grades order as scores do, to 0.8 %; none is lost at either end."""
+    scores = torch.tensor([-1.0, 0.0, 1e-30, 2.0**-25, 2.0**-24, 0.5, 0.504, 1.0, 4.0, 1e9], dtype=torch.float64)
+    grades = sketch.grades_of(scores)
+    assert grades.tolist() == [0, 1, 1, 1, 129, 3073, 3074, 3201, 3457, sketch.GRADES - 1]
 
 
 def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, features: int = 24) -> tuple[Any, ...]:

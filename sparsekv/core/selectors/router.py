@@ -17,6 +17,7 @@ from sparsekv.core.selectors.base import Selector
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import (
     BucketMeans,
+    Candidates,
     QueryModel,
     RouterScores,
     assign_buckets,
@@ -133,15 +134,15 @@ class Router(Selector):
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         if self.probes is None:
-            return Selection(tokens=self._tokens(view, queries, self.budget, self.widest))
+            return Selection(tokens=route_tokens(*self._candidates(view, queries, self.budget, self.widest)))
         q = self._asking(queries)
         chosen = route(q, self._scores(view, q), self.counts, min(self.probes, self.counts.shape[-1]))
         return Selection(buckets=chosen, order=self.order, offsets=self.offsets)
 
-    def _tokens(self, view: LayerView, queries: Queries, budget: Tensor, widest: int) -> Tensor:
-        """The best buckets' tokens, `budget [B]` of them, `[Q, Hkv, widest]`."""
+    def _candidates(self, view: LayerView, queries: Queries, budget: Tensor, widest: int) -> Candidates:
+        """The best buckets' tokens, `budget [B]` of them."""
         q = self._asking(queries)
-        return route_tokens(q, self._scores(view, q), self.order, self.offsets, queries.per_query(budget), widest)
+        return Candidates(q, self._scores(view, q), self.order, self.offsets, queries.per_query(budget), widest)
 
     def _asking(self, queries: Queries) -> Tensor:
         """The queries in the space of the scores, `[Q, Hq, d]`."""

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.core.estimators.phi import key_covariance, key_mean
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
+from sparsekv.core.sketch import fit_queries, fit_sketch, key_moments, second_moment
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import Sketch, best_tokens, encode, sketch_scores
+from sparsekv.kernels import Sketch, encode, sketch_tokens
 
 FITS = ("fitted", "fixed")
 LEAST_CANDIDATES = 4
 """Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
+FITTED_KEYS = 16_384
+"""Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
 
 
 @dataclass(eq=False)
@@ -97,14 +98,14 @@ class SketchRouter(Router):
     def select(self, view: LayerView, queries: Queries) -> Selection:
         if self.codes is None:
             return super().select(view, queries)
-        tokens, where = None, {}
+        candidates, where = None, {}
         if self.routed:
-            tokens = self._tokens(view, queries, self.pool, self.widest_pool)
+            candidates = self._candidates(view, queries, self.pool, self.widest_pool)
         else:
             where = {"first": queries.per_query(view.regions.mid_first), "last": queries.per_query(
                 view.regions.mid_last)}
-        scores = sketch_scores(queries.folded, self.sketch, self.codes, view.scale, tokens, **where)
-        return Selection(tokens=best_tokens(scores, tokens, queries.per_query(self.budget), self.widest))
+        return Selection(tokens=sketch_tokens(queries.folded, self.sketch, self.codes, view.scale, queries.per_query(
+            self.budget), self.widest, candidates, **where))
 
     @property
     def routed(self) -> bool:
@@ -122,20 +123,20 @@ class SketchRouter(Router):
     def _fit(self, view: LayerView) -> None:
         """Codes of the mid region as it now is, and what queries multiply them by."""
         assert self.fixed is not None
-        first, last = view.regions.mid_first, view.regions.mid_last
+        end = int(view.regions.mid_last.max())
+        every = slice(None, end, -(-end // FITTED_KEYS) or None)
+        keys, used = view.keys[:, :, every], view.regions.mid_mask(0, end)[:, ::every.step]
         self.turned: Sketch | None = None
         self.asks: Tensor | None = None
         self.fitted_sizes = view.regions.mid_sizes
         moment = recent_moment(view) if self.fit == "fitted" else None
         if moment is not None:
-            mean = key_mean(view, first, last)
             wide = 2 * self.width - self.fixed.rank
-            self.turned = fit_sketch(moment, mean, key_covariance(view, first, last, mean), self.width, wide)
+            self.turned = fit_sketch(moment, *key_moments(keys, used), self.width, wide)
             self.codes = None
         self.codes = self._more(view, self.turned or self.fixed)
         if self.turned is None:
-            end = self.codes.shape[2]
-            self.asks = fit_queries(self.fixed, self.codes, view.keys[:, :, :end], view.regions.mid_mask(0, end))
+            self.asks = fit_queries(self.fixed, self.codes[:, :, every], keys, used)
 
     def _more(self, view: LayerView, sketch: Sketch) -> Tensor:
         """The codes with those of the keys that have none."""
