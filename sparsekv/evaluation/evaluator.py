@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -56,25 +57,34 @@ class Evaluator:
         self.splits: dict[str, int] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
-            "requests": _digest(self.requests), "accounting": accounting, "max_new_tokens": max_new_tokens,
+            "requests": digest(self.requests), "accounting": accounting, "max_new_tokens": max_new_tokens,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
             **(said or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
-    def run(self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None) -> None:
-        """Fill the cells. `advance(n)` is called as requests are measured by methods."""
+    def run(
+        self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None,
+        until: float = math.inf,
+    ) -> bool:
+        """Fill the cells; whether all are full. `advance(n)` is called as requests are measured by methods. Past `until`
+        (`time.perf_counter()`) nothing is begun."""
         for requests in self.batches():
             todo = [m for m in methods if self._open(requests, m)]
             advance((len(methods) - len(todo)) * len(requests))
             if not todo:
                 continue
+            if time.perf_counter() >= until:
+                return False
             prompts = [self._prompt(r) for r in requests]
             with attach(self.model, selector="dense") as dense:
                 batch = prefill_batch(dense, prompts, room=max(map(self._limit, requests)) + 1)
             for method in todo:
+                if time.perf_counter() >= until:
+                    return False
                 self._measure(batch, requests, method)
                 advance(len(requests))
             del batch
+        return True
 
     def batches(self) -> Iterator[list[Request]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
@@ -252,7 +262,7 @@ def _score(request: Request, text: str) -> float | None:
     return None if request.metric == "lm-eval" else score(request, text)
 
 
-def _digest(requests: Sequence[Request]) -> str:
+def digest(requests: Sequence[Request]) -> str:
     """A hash of all prompts: cells of other prompts are not mixed in."""
     text = json.dumps([[r.case, r.index, r.prompt, r.targets] for r in requests])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

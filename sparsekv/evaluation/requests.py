@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import importlib
 import io
+import itertools
 import json
 import logging
 import random
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -236,7 +239,7 @@ def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Reque
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (the tasks draw from the global generator)
     with _quiet():
-        tasks = manager.load([name])["tasks"].values()
+        tasks = manager.load([_fewer(name, manager, samples)])["tasks"].values()
     found: list[Request] = []
     for task in tasks:
         if task.OUTPUT_TYPE != "generate_until":
@@ -252,6 +255,29 @@ def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Reque
             task.build_all_requests(samples=taken, rank=0, world_size=1)
         found += [_request(instance, name in SUITES["ruler"]) for instance in task.instances]
     return found
+
+
+def _fewer(name: str, manager: Any, samples: int) -> Any:
+    """The task as lm-eval knows it; RULER's, which make 500 prompts of every length, with `samples` of each."""
+    entry = manager.task_index.get(name) if name in SUITES["ruler"] else None
+    path, _, function = str((entry.cfg or {}).get("custom_dataset", "") if entry is not None else "").rpartition(".")
+    if not path:
+        return name
+    home = "lm_eval.tasks.ruler."
+
+    def made(**options: Any) -> Any:
+        own = vars(importlib.import_module(home + Path(path).name))
+        modules = [own, *(vars(m) for m in list(sys.modules.values()) if m.__name__.startswith(home))]
+        shown = [(module, module["tqdm"]) for module in modules if "tqdm" in module]
+        try:
+            for module, _ in shown:
+                module["tqdm"] = lambda every, **_: itertools.islice(every, samples)  # each loop over prompts has one
+            return own[function](**options)
+        finally:
+            for module, before in shown:
+                module["tqdm"] = before
+
+    return {"group": "fewer", "task": [{"task": name, "custom_dataset": made}]}
 
 
 def _request(instance: Any, ruler: bool) -> Request:
