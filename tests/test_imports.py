@@ -68,7 +68,8 @@ def test_data_moves_to_the_right(path: Path) -> None:
         if is_leaf(me):
             assert stage is None, f"the leaf {me} imports the stage {stage} ({name})"
         elif stage is not None and stage != stage_of(me):
-            allowed = me == "__init__" or me == "" or (stage_of(me) == "evaluation" and stage == "runtime")
+            decodes = stage_of(me) == "evaluation" or me == "capture.generate"
+            allowed = me == "__init__" or me == "" or (decodes and stage == "runtime")
             assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
 
 
@@ -97,8 +98,9 @@ def test_heavy_packages_are_imported_inside_calls(path: Path) -> None:
 
 
 def _imported_lazily(module: str) -> bool:
-    """No file imports this module at its own top: it is reached only inside a call."""
-    return not any(inside(name, f"sparsekv.{module}") for path in FILES for name in imports(path, top_only=True))
+    """No file imports this module at its own top, but kernels theirs: it is reached only inside a call."""
+    return not any(inside(name, f"sparsekv.{module}") for path in FILES if not path.stem.endswith("_triton")
+                   for name in imports(path, top_only=True))
 
 
 def test_import_is_fast_and_loads_nothing_heavy() -> None:

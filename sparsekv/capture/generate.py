@@ -10,6 +10,7 @@ import torch
 
 from sparsekv.corpus import GENERATED, Window
 from sparsekv.progress import progress
+from sparsekv.runtime.attach import attach
 
 ROWS, LENGTH = 256, 512
 
@@ -36,13 +37,11 @@ def generated_windows(
     return [Window(prefix + tokens[i * body:(i + 1) * body], (GENERATED,)) for i in range(count)]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _write(
     model: Any, tokenizer: Any, prefix: list[int], rows: int, length: int, generator: torch.Generator, advance: Any,
 ) -> torch.Tensor:
     """`[rows, length]` token ids, none of them special; the model saw `prefix` before each row."""
-    from transformers import DynamicCache
-
     device = generator.device
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)), dtype=torch.long, device=device)
     vocabulary = torch.arange(min(len(tokenizer), model.get_input_embeddings().num_embeddings), device=device)
@@ -51,15 +50,18 @@ def _write(
     def begin() -> torch.Tensor:
         return vocabulary[torch.randint(len(vocabulary), (rows, 1), generator=generator, device=device)]
 
-    cache, found = DynamicCache(config=model.config), [begin()]
+    found = [begin()]
     inputs = torch.cat([torch.tensor(prefix, dtype=torch.long, device=device).expand(rows, -1), found[0]], 1)
     advance(rows)
-    for _ in range(length - 1):
-        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1]
-        # columns past the tokenizer's are no tokens
-        chance = logits[:, :len(tokenizer)].float().softmax(-1).to(device)
-        inputs = torch.multinomial(chance, 1, generator=generator)
-        inputs = torch.where(torch.isin(inputs, special), begin(), inputs)
-        found.append(inputs)
-        advance(rows)
+    with attach(model, selector="dense") as attachment:
+        attachment.compiles = False
+        cache = attachment.cache(inputs.shape[1] + length)
+        for _ in range(length - 1):
+            logits = attachment.step(inputs, cache)[:, -1]
+            # columns past the tokenizer's are no tokens
+            chance = logits[:, :len(tokenizer)].float().softmax(-1).to(device)
+            inputs = torch.multinomial(chance, 1, generator=generator)
+            inputs = torch.where(torch.isin(inputs, special), begin(), inputs)
+            found.append(inputs)
+            advance(rows)
     return torch.cat(found, 1)

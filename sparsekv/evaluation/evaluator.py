@@ -66,8 +66,8 @@ class Evaluator:
         self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None,
         until: float = math.inf,
     ) -> bool:
-        """Fill the cells; whether all are full. `advance(n)` is called as requests are measured by methods. Past `until`
-        (`time.perf_counter()`) nothing is begun."""
+        """Fill the cells; whether all are full. `advance(n)` is called as requests are measured by methods. Past
+        `until` (`time.perf_counter()`) nothing is begun."""
         for requests in self.batches():
             todo = [m for m in methods if self._open(requests, m)]
             advance((len(methods) - len(todo)) * len(requests))
@@ -152,8 +152,10 @@ class Evaluator:
         completion: Any = method.completion
         if completion == "centroid":
             completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
-        return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
+        made = attach(self.model, selector="dense" if method.selector == "full" else method.selector,
                       completion=completion, **options)
+        made.compiles = False
+        return made
 
     def _measure(self, batch: Batch, requests: list[Request], method: Method) -> None:
         """Measure a batch and write one line a task; infeasible tasks are written as such."""

@@ -104,6 +104,9 @@ class Attachment:
 
     replays: bool | None = None
     """Single-token steps are captured once and replayed (`runtime/replay.py`); None: on a CUDA device."""
+    compiles = True
+    """A model that has decoded for a while gets its layers compiled, for every batch size anew: not for evaluation,
+    where many batches of many sizes are answered."""
 
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding):
         self.model, self.modules, self.decoding = model, modules, decoding
@@ -201,6 +204,11 @@ class Attachment:
         pad = config.pad_token_id if pad_token_id is None else pad_token_id
         return decode_loop(self._logits, self._step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
                            temperature=temperature, eos=eos, pad=pad, seed=seed, streamer=streamer)
+
+    def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
+        """Logits `[B, 1, V]` of what follows ids `[B, n]`, which join the cache's tokens; overwritten by the next step.
+        For loops of one's own, without padding."""
+        return self._step(ids, None, None, cache) if ids.shape[1] == 1 else self._logits(ids, None, None, cache)
 
     def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:
         return self.model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
@@ -324,7 +332,8 @@ class Attachment:
             self.decoding.short_until(first.keys))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := self._ropes.get(key)) is not None}
-        cache.replay = Replay(seat.forward, seat.layers, cache, states, starts, self.counters, ropes, until, self)
+        cache.replay = Replay(seat.forward, seat.layers, cache, states, starts, self.counters, ropes, until, self,
+                              self.compiles)
         return cache.replay if cache.replay.fits(cache) else None
 
     def _states(self, cache: SparseCache, length: int) -> list[LayerState | None] | None:

@@ -157,10 +157,10 @@ class Replay:
     def __init__(
         self, forward: Any, layers: Layers, cache: SparseCache, states: list[LayerState | None], starts: Tensor,
         counters: Counters, ropes: dict[Any, tuple[GrowingRope, LayerRope]], until: int | None,
-        owner: object,
+        owner: object, compiles: bool,
     ):
-        self.owner = owner
-        """The attachment that made it."""
+        self.owner, self.compiles = owner, compiles
+        """The attachment that made it; whether layers may be compiled."""
         self.forward, self.layers, self.states, self.counters = forward, layers, states, counters
         self.stores: list[Any] = list(cache.layers)
         first = self.stores[0]
@@ -170,7 +170,7 @@ class Replay:
         ends = [self.capacity, *(s.room for s in states if s is not None)]
         if until is not None:
             ends.append(until - 1)
-        if layers.left:
+        if compiles and layers.left:
             ends.append(self.length + layers.left)
         self.end = min(ends)
         rows, device = first.keys.shape[0], self.device
@@ -222,7 +222,8 @@ class Replay:
         if self.device.type != "cuda":
             return self._pass()
         began = time.perf_counter()
-        self.layers.compile()
+        if self.compiles:
+            self.layers.compile()
         here, stream = torch.cuda.current_stream(self.device), torch.cuda.Stream(self.device)
         stream.wait_stream(here)
         with torch.cuda.stream(stream):
