@@ -17,9 +17,12 @@ from sparsekv.core import offline
 from sparsekv.core.estimators import Estimator, PhiEstimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import tokens_of_budget
+from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.router import Router
+from sparsekv.core.selectors.sketch import SketchRouter
+from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts
-from sparsekv.kernels import QueryModel, choose_tokens
+from sparsekv.kernels import QueryModel, Sketch, choose_tokens
 from sparsekv.models.feature_map import log_kernel
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader, shifted_errors
@@ -64,16 +67,17 @@ def side_by_side(phi: PhiArtifact, *, gated: bool) -> PhiLayer:
                     tuple(phi.config.read_shares), phi.config.capped)
 
 
-def router_of(artifact: RouterArtifact, request: offline.Request) -> Router:
-    """The buckets of all layers as those of one, over a request."""
-    c, weights = artifact.config, artifact.weights
+def router_of(artifact: RouterArtifact, request: offline.Request, kind: type[Router] = Router) -> Router:
+    """The buckets of all layers, and their sketches, as those of one, over a request."""
+    c, weights, sketch = artifact.config, artifact.weights, artifact.sketch
     layer = RouterLayer(artifact.centroids.flatten(0, 1),
                         None if weights is None else QueryModel(*(w.flatten(0, 1) for w in weights)), c.key_space,
-                        c.scores)
-    return request.build(Router(token_budget=max(BUDGETS), artifact=OneLayer(layer)), None)[0]
+                        c.scores, None if sketch is None else Sketch(*(x.flatten(0, 1) for x in sketch)),
+                        c.sketch_bytes)
+    return request.build(kind(token_budget=max(BUDGETS), artifact=OneLayer(layer)), None)[0]
 
 
-def spend(router: Router, view: LayerView, queries: Queries, budget: float) -> Selection:
+def spend(router: Selector, view: LayerView, queries: Queries, budget: float) -> Selection:
     """What a router reads at another budget."""
     router.token_budget = budget
     router.prepare(view)
@@ -100,7 +104,10 @@ def cases(routers: dict[str, RouterArtifact], request: offline.Request) -> dict[
         router = router_of(artifact, request)
         reads[f"router_{name}@0.05"] = spend(router, view, queries, 0.05)
         if name == "mean_key":
-            reads |= {f"router@{b}": spend(router, view, queries, b) for b in BUDGETS}
+            # requests of sampled queries have no last ones to fit to: sketches of the artifact's own basis
+            stages = {"router": router, "sketch": router_of(artifact, request, SketchRouter),
+                      "topk_group": request.build(TopK(token_budget=max(BUDGETS)), None)[0]}
+            reads |= {f"{n}@{b}": spend(s, view, queries, b) for n, s in stages.items() for b in BUDGETS}
             reads["oracle@0.05"] = offline.best_buckets(request, router, offline.mid_share(request), 0.05)
             reads["kmeans@0.05"] = nearest_centroids(request, router, 0.05)
     return reads

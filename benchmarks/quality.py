@@ -7,9 +7,9 @@
 
 The first line alone needs lm-eval; FILE (.jsonl.gz) travels. --train captures a text that has nothing to do with the
 tasks and trains the router and the feature maps on it. A prompt is prefilled once, in batches, and answered by every
-method and budget. Shards, one process a GPU, take every n-th prompt of a task and write into one folder. After --minutes
-nothing is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the
-tables of what is there.
+method and budget. Shards, one process a GPU, take every n-th prompt of a task and write into one folder. After
+--minutes nothing is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect
+draws the tables of what is there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 
 
 def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """A router and feature maps for every layer, from a text, by the recipe that is the commands' default. Run again, it
-    goes on."""
+    """A router and feature maps for every layer, from a text, by the recipe that is the commands' default. Run again,
+    it goes on."""
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -165,8 +165,8 @@ def main() -> None:
     parser.add_argument("--lengths", type=numbers(int), help="only these")
     parser.add_argument("--samples", type=numbers(int), help="at most so many of every task and length; with "
                                                              "--make-prompts of each length")
-    parser.add_argument("--batch-tokens", type=int, help="tokens of the prompts in memory at once; without it what half "
-                                                         "of the free memory takes")
+    parser.add_argument("--batch-tokens", type=int, help="tokens of the prompts in memory at once; without it what "
+                                                         "half of the free memory takes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after this time")
     parser.add_argument("--accounting", default="retrieved", choices=["retrieved", "worst_case", "amortised"])
     parser.add_argument("--shard", type=pair, default=(0, 1), help="i/n: every n-th prompt of a task, from i on")
