@@ -131,20 +131,22 @@ def grade_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    top = tl.full([ROWS], float("-inf"), tl.float32)
+    each = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         there = (group < GROUP)[:, None] & (part < parts)[None, :]
-        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
-        top = tl.maximum(top, tl.max(each, 1))
+        each = tl.maximum(each, tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there,
+                                        other=float("-inf")))
+    top = tl.max(each, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, PARTS], tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         there = (group < GROUP)[:, None] & (part < parts)[None, :]
         each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
         weight = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
-        mass += tl.sum(weight * tl.exp(each - top[:, None]), 1)
+        sums += weight * tl.exp(each - top[:, None])
+    mass = tl.sum(sums, 1)
     inside = (group < GROUP)[:, None] & (place < count)[None, :]
     value = tl.load(logits + head_q[:, None] * count + place[None, :], mask=inside, other=float("-inf"))
     share = tl.sum(tl.exp(value - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None], 0)
