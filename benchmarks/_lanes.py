@@ -7,10 +7,28 @@ from typing import Any
 
 from sparsekv.evaluation.methods import percent
 from sparsekv.evaluation.scores import BASELINES
-from sparsekv.evaluation.tables import GAINS, cases_of, cell_text, every_method, gains, in_order, lanes, markdown, table
+from sparsekv.evaluation.tables import (
+    BYTES,
+    GAINS,
+    bytes_read,
+    cases_of,
+    cell_text,
+    every_method,
+    gains,
+    in_order,
+    lanes,
+    markdown,
+    table,
+)
 
 AGREEMENT = ("How much of full attention's own answer is given before the first character that differs, points of 100: "
              "what a method changes, whether or not the model can do the task.")
+SKETCHES = ((16384, "sketch+phi", 0.01, -2.0), (16384, "sketch+phi", 0.02, -0.7),
+            (16384, "sketch:fit=fixed+phi", 0.02, -2.0), (32768, "sketch+phi", 0.01, -3.5),
+            (32768, "sketch+phi", 0.02, -2.0))
+"""Length, method, budget, points to full attention at least, on the long-context model."""
+AGREED = ((16384, 0.02, 93), (16384, 0.05, 97))
+"""Length, budget, agreement with full attention's answers at least."""
 
 
 def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
@@ -30,10 +48,20 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
     for b in budgets:
         line("topk+phi is not below topk", "topk+phi", "topk", b, 0.0)
     line("router+phi is within 2 points of full attention", "router+phi", "full", 0.05, -2.0)
-    for name in in_order({rival for _, rival, _ in known}, BASELINES):
-        for b in budgets:
-            line(f"router+phi is above {name}", "router+phi", name, b, 1e-9)
-    return ["target", "difference", "reached"], lines
+    for length, method, b, least in SKETCHES:
+        if case == f"ruler@{length}":
+            line(f"{method} is within {-least:g} points of full attention", method, "full", b, least)
+    for length, b, least in AGREED:
+        found = next((r for r in rows if r["case"] == case == f"ruler@{length}" and r["metric"] == "agreement"
+                      and (r["method"], r["budget"]) == ("sketch+phi", b)), None)
+        if found is not None:
+            lines.append([f"sketch+phi agrees with full attention to {least} % at {percent(b)}", cell_text(found),
+                          "yes" if found["value"] >= least else "no"])
+    for system in ("router+phi", "sketch+phi"):
+        for name in in_order({rival for m, rival, _ in known if m == system}, BASELINES):
+            for b in budgets:
+                line(f"{system} is above {name}", system, name, b, 1e-9)
+    return ["target", "found", "reached"], lines
 
 
 def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -46,7 +74,8 @@ def lanes_markdown(rows: Sequence[dict[str, Any]]) -> str:
         for title, note, (header, lines) in (
                 (lane_a, "", table(rows, case, of_a)), ("What completion adds", GAINS, gains(rows, case)),
                 (lane_b, "", table(rows, case, of_b)), ("Targets", "", targets(rows, case)),
-                ("Agreement with full attention", AGREEMENT, table(rows, case, every_method(rows), "agreement"))):
+                ("Agreement with full attention", AGREEMENT, table(rows, case, every_method(rows), "agreement")),
+                ("Bytes read", BYTES, bytes_read(rows, case))):
             if lines:
                 parts += [f"### {title}", *([note] if note else []), markdown(header, lines)]
     parts += ["## Each task"] if single else []

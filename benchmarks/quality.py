@@ -35,7 +35,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
-from sparsekv.evaluation.figures import score_by_budget
+from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
 from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import RULER_OFFLINE, Request, load_requests, make_requests, save_requests
 from sparsekv.evaluation.scores import score_rows
@@ -133,7 +133,9 @@ def write_tables(options: argparse.Namespace) -> None:
              "“–”: the budget cannot pay for what is always read.\n\n")
     (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
-        drawn = score_by_budget(rows, case, in_order({r["method"] for r in rows}, ["full", *LANE_B]))
+        charged = any("bytes_share" in r for r in rows if r["case"] == case)
+        drawn = (score_by_bytes if charged else score_by_budget)(
+            rows, case, in_order({r["method"] for r in rows}, ["full", *LANE_B]))
         (options.output / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
         print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
 

@@ -143,6 +143,15 @@ def training() -> str:
                  for c in cases]
         parts.append(f"## {title}\n\n" + markdown(["read exactly", "mass", *(METHODS[m] for m in methods)], table)
                      + "\n")
+    fitted = [c for c in dict.fromkeys(r["case"] for r in quality) if c.startswith("request:")]
+    if fitted:
+        columns = {"none": "nothing", "phi": "φ, calibrated", "phi_request": "φ, fitted to the request",
+                   "centroid": "bucket centroids"}
+        table = [[c.removeprefix("request:"), *(_cell(values, c, m, "rel_err") for m in columns)] for c in fitted]
+        parts.append("## Right after a prefill\n\nAs the runtime has it: errors of the 256 tokens that follow a "
+                     "prefill of half and of three quarters of every window, φ as calibrated and with its mass fitted "
+                     "to the prefill's last 32 queries.\n\n"
+                     + markdown(["read exactly", *columns.values()], table) + "\n")
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))
     if metrics:
         table = [[p + "calibration", *(_cell(values, p + "calibration", "phi", m) for m in metrics)]
@@ -272,6 +281,43 @@ def router_lengths() -> str:
     return "\n".join(parts)
 
 
+def sketch() -> str:
+    """The ablation: buckets, sketches, their fit, φ; then bytes of a code, channels of 8 bits, share of candidates."""
+    rows = load("sketch")
+    values = {(r["case"], r["method"], r["budget"]): r["value"] for r in rows}
+    places, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("case", "method"))
+    budgets = sorted({r["budget"] for r in rows})
+    parts = [f"# Sketches: what each part brings\n\n{rows[0]['machine']}; `{rows[0]['command']}` at "
+             f"{rows[0]['commit']}. Share of exact top-k's attention mass (by group) that is read, at "
+             + ", ".join(f"{b:.0%}" for b in budgets) + " of the context, layers "
+             + ", ".join(map(str, rows[0]["layers"])) + ".\n"]
+
+    def line(place: str, method: str) -> str:
+        return " / ".join(_cell(values, place, method, b) for b in budgets)
+
+    parts.append(markdown(["", *places], [[m, *(line(p, m) for p in places)] for m in methods if m != "topk"]) + "\n")
+    scored = [r for r in load("quality") if r["metric"] == "score" and r["case"].startswith("ruler@")]
+    steps = {"buckets alone": "router", "+ sketch, fixed": "sketch:fit=fixed", "+ fit to the request": "sketch",
+             "exact top-k": "topk", "full attention": "full"}
+    score = {(r["case"], r["method"], r["budget"]): r["value"] for r in scored if r["value"] is not None}
+    if any(r["method"].startswith("sketch") for r in scored):
+        origin = scored[0]
+        parts.append("## In points of RULER's six offline tasks\n\n"
+                     f"{origin['machine']}; `{origin['command']}` at {origin['commit']}; "
+                     "[quality.md](quality.md) has the intervals.\n")
+    for case in sorted({r["case"] for r in scored if r["method"].startswith("sketch")}, key=lambda c: int(c[6:])):
+        shares = sorted({b for c, m, b in score if c == case and m.startswith("sketch")})
+
+        def points(method: str, case: str = case, shares: list[float] = shares) -> str:
+            found = [score.get((case, method, b), score.get((case, method, None))) for b in shares]
+            return " / ".join("–" if x is None else f"{x:.1f}" for x in (found[:1] if method == "full" else found))
+
+        parts.append(f"### {case}, at " + " / ".join(f"{b:.0%}" for b in shares) + "\n\n" + markdown(
+            ["read", "alone", "+ φ"], [[name, points(m), "" if m == "full" else points(f"{m}+phi")]
+                                       for name, m in steps.items()]) + "\n")
+    return "\n".join(parts)
+
+
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
@@ -279,6 +325,6 @@ def _ratio(value: float | None) -> str:
 if __name__ == "__main__":
     decode_figure()
     for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("partitions", partitions),
-                       ("router_lengths", router_lengths)):
+                       ("router_lengths", router_lengths), ("sketch", sketch)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")

@@ -63,8 +63,7 @@ class Evaluator:
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
     def run(
-        self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None,
-        until: float = math.inf,
+        self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None, until: float = math.inf,
     ) -> bool:
         """Fill the cells; whether all are full. `advance(n)` is called as requests are measured by methods. Past
         `until` (`time.perf_counter()`) nothing is begun."""

@@ -53,6 +53,39 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
     return drawn(figure)
 
 
+def score_by_bytes(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None) -> Drawing:
+    """Score of the methods (all without `methods`) over what a step of theirs reads of the cache's bytes (`bytes_share`
+    of rows of metric `score`), a line a method through its budgets; full attention is the height to reach."""
+    figure, axes = canvas()
+    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
+             and (methods is None or r["method"] in methods)]
+    ends, shares = {}, []
+    for method in dict.fromkeys(r["method"] for r in known):
+        _, colour, style = look(method)
+        line = sorted((r["bytes_share"], r["value"]) for r in known
+                      if r["method"] == method and r.get("bytes_share") is not None)
+        if method == "full":
+            ends[method] = next(r["value"] for r in known if r["method"] == method)
+            axes.axhline(ends[method], color=colour, linestyle=style, linewidth=1.8)
+        elif line:
+            ends[method] = line[-1][1]
+            shares += [x for x, _ in line]
+            x, y = zip(*line, strict=True)
+            axes.plot(x, y, color=colour, linestyle=style, linewidth=1.7, marker="o", markersize=3.5)
+    top = max([1.0, *(r["value"] for r in known)])
+    end_labels(axes, ends, top, 1)
+    axes.set_ylim(0, 1.04 * top)
+    axes.set_xscale("log")
+    low, high = min(shares, default=0.01), max(shares, default=1.0)
+    axes.set_xlim(low / 1.15, high * 1.15)
+    ticks = [x for x in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if low / 1.15 <= x <= high * 1.15]
+    axes.set_xticks(ticks, [percent(x) for x in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("bytes a step of a sparse layer reads, of its keys' and values'")
+    axes.set_ylabel("score [points of 100]")
+    return drawn(figure)
+
+
 def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> Drawing:
     """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
     figure, axes = canvas()

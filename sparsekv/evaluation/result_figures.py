@@ -12,6 +12,8 @@ from sparsekv.evaluation.scores import is_mean, mean_case
 from sparsekv.evaluation.tables import in_order, lanes
 
 FEW = 6
+LOOK = ("grey: full attention. The colour says what is read, the line what completes it: dashed nothing, solid φ; "
+        "dotted: other options of its selector.")
 
 
 def result_figures(rows: list[dict[str, Any]]) -> list[Figure]:
@@ -26,10 +28,15 @@ def result_figures(rows: list[dict[str, Any]]) -> list[Figure]:
         methods = {r["method"] for r in scored if r["case"] == case} - {"full"}
         parts = {"": sorted(methods)} if len(methods) <= FEW else {
             f", {title.partition(':')[0].lower()}": in_order(methods, names) for title, names in lanes(rows).items()}
-        made += [Figure(f"{case}: score by budget{part}", draw.score_by_budget(rows, case, ["full", *names]),
-                        "Mean score and its 95 % bootstrap interval; grey: full attention. The colour says what is "
-                        "read, the line what completes it: dashed nothing, solid φ.")
-                 for part, names in parts.items() if names]
+        for part, names in parts.items():
+            if not names:
+                continue
+            made.append(Figure(f"{case}: score by budget{part}", draw.score_by_budget(rows, case, ["full", *names]),
+                               f"Mean score and its 95 % bootstrap interval; {LOOK}"))
+            if any(r.get("bytes_share") is not None for r in scored if r["case"] == case and r["method"] in names):
+                made.append(Figure(f"{case}: score by bytes{part}", draw.score_by_bytes(rows, case, ["full", *names]),
+                                   "Mean score over all that a step reads, index and completion included, a mark a "
+                                   f"budget; {LOOK}"))
     return made + _selectivity(scored) + _needles(rows)
 
 

@@ -34,8 +34,8 @@ class EvalConfig:
 
     methods: str | None = option(None, group=METHODS, help=(
         "Methods to measure beside full attention, separated by commas: a selector, with +phi or +centroid what "
-        "completes it, options as lfps:alpha=0.03; without it streaming, topk and, with --router, router, each also "
-        "with +phi if --phi is given."))
+        "completes it, options as lfps:alpha=0.03; without it streaming, topk and, with --router, router and (where it "
+        "has sketches) sketch, each also with +phi if --phi is given."))
     budgets: str = option("0.01,0.05", group=METHODS, help="Tokens retrieved per query and KV head, as fractions of "
                                                            "the context, separated by commas.")
     accounting: str = option("retrieved", group=METHODS, help=(
@@ -226,9 +226,11 @@ def _check(config: EvalConfig) -> Checked:
                       "fractions such as 0.01,0.05, above 0 and up to 1")
     if config.accounting not in ACCOUNTINGS:
         raise SparseKVError(f"unknown accounting {config.accounting!r}: expected some of {', '.join(ACCOUNTINGS)}")
+    router = None if config.router is None else RouterArtifact.load(config.router)
     names = [] if config.methods is None else [n.strip() for n in config.methods.split(",") if n.strip()]
     if config.methods is None:
-        selectors = ["streaming", "topk", *(["router"] if config.router else [])]
+        sketched = router is not None and router.config.sketch_bytes
+        selectors = ["streaming", "topk", *(["router"] if config.router else []), *(["sketch"] if sketched else [])]
         names = [s + c for s in selectors for c in ("", *(["+phi"] if config.phi else []))]
     methods = parse_methods(["full", *names], budgets)
     for kind, given in (("router", config.router), ("phi", config.phi)):
@@ -241,8 +243,7 @@ def _check(config: EvalConfig) -> Checked:
     only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
     if config.save_requests is None and not goes_on and not only_requests:
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
-    return Checked(tasks, methods, lengths, depths,
-                   None if config.router is None else RouterArtifact.load(config.router),
+    return Checked(tasks, methods, lengths, depths, router,
                    None if config.phi is None else PhiArtifact.load(config.phi))
 
 

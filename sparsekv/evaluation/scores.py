@@ -115,10 +115,11 @@ def _depths(made: dict[str, Any], entry: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _rivals(method: str, names: Sequence[str]) -> list[str]:
-    """Whom a method is compared with: the same selector uncompleted, and router + φ with full attention and Lane B."""
+    """Whom a method is compared with: full attention, the same selector uncompleted; router + φ and sketch + φ with the
+    systems of Lane B."""
     selector, _, completion = method.partition("+")
-    systems = ("full", *BASELINES) if plain(method) == "router+phi" else ()
-    return [n for n in names if (completion and n == selector) or plain(n) in systems]
+    systems = BASELINES if plain(method) in ("router+phi", "sketch+phi") else ()
+    return [n for n in names if n != method and (n == "full" or (completion and n == selector) or plain(n) in systems)]
 
 
 def _differences(merged: dict[Any, Any], case: str, one: tuple[str, float | None], rival: str) -> list[float]:

@@ -10,10 +10,11 @@ from sparsekv.evaluation.report import Table
 from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.scores import BASELINES, is_mean
 
-LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+centroid", "router+phi")
-LANE_B = (*BASELINES, "router", "router+phi", "topk", "topk+phi")
+LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+centroid", "router+phi", "sketch", "sketch+phi")
+LANE_B = (*BASELINES, "router", "router+phi", "sketch", "sketch+phi", "topk", "topk+phi")
 SCORES = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. –: "
           "the budget cannot pay for what is always read.")
+BYTES = "All that a step of a sparse layer reads, index and completion included, of its keys' and values' bytes."
 GAINS = "Points above the same selector without completion, paired by sample: ± half the 95 % bootstrap interval."
 
 
@@ -60,6 +61,16 @@ def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[li
     return ["gain of", *map(percent, budgets)], shown
 
 
+def bytes_read(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
+    """What a step of a sparse layer reads of the cache's bytes: header and lines, a line a method."""
+    known = {(r["method"], r["budget"]): f"{100 * r['bytes_share']:.1f} %" for r in rows
+             if r["case"] == case and r["metric"] == "score" and r.get("bytes_share") is not None}
+    budgets = sorted({b for _, b in known if b is not None})
+    methods = in_order({m for m, _ in known}, every_method(rows))
+    return ["method", *map(percent, budgets)], [
+        [m, *(known.get((m, None)) or known.get((m, b), "–") for b in budgets)] for m in methods if m != "full"]
+
+
 SUMMARY = ["read exactly", "needles found", "perplexity", "attention error", "selectivity"]
 
 
@@ -94,9 +105,10 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
             header, lines = table(rows, case, names)
             if len(lines) > 1:
                 made.append(Table(f"{case}. {title}", header, lines, SCORES))
-        header, lines = gains(rows, case)
-        if lines:
-            made.append(Table(f"{case}. What completion adds", header, lines, GAINS))
+        for title, note, (header, lines) in (("What completion adds", GAINS, gains(rows, case)),
+                                             ("Bytes read", BYTES, bytes_read(rows, case))):
+            if lines:
+                made.append(Table(f"{case}. {title}", header, lines, note))
     return made, [Table(c, *table(rows, c, every_method(rows)), SCORES) for c in single]
 
 

@@ -301,7 +301,7 @@ def test_methods_may_have_options_of_their_selector(tmp_path, tokenizer) -> None
     _, lines = table(rows, "one@128", ["random"])
     assert [line[0] for line in lines] == ["full", "random", "random:seed=5"]
     assert {(r["method"], r["against"]) for r in rows if r["metric"] == "difference"} == {
-        ("random:seed=5+centroid", "random:seed=5")}
+        ("random:seed=5+centroid", "random:seed=5"), *((m.name, "full") for m in methods[1:])}
     cells = [{"case": case, "method": m, "budget": 0.1, "indices": [0], "scores": [s], "read": 0.1, "tokens": 9,
               "seconds": 1.0} for case in ("one@1", "two@1") for m, s in (
                   ("lfps", 0.1), ("lfps:alpha=0.03", 0.5), ("router+phi", 0.4))]
@@ -360,7 +360,7 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, saved_model) 
     result = run_eval(EvalConfig(**options))
     assert {r["method"] for r in result.rows} == {"full", "topk", "topk+centroid", "streaming", "streaming+centroid"}
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("<svg") == 2 and "Selectivity by task" in page
+    assert page.count("<svg") == 3 and "Selectivity by task" in page and "score by bytes" in page
     assert "Lane A" in page and "ruler@128" in result.table
     assert all(r["machine"] and r["commit"] for r in result.rows)
     again = run_eval(EvalConfig(**options, resume=True))
