@@ -408,3 +408,23 @@ def test_help_names_every_task_and_the_units(monkeypatch, capsys) -> None:
     from sparsekv.evaluation.run import EvalConfig
 
     assert len(fields(EvalConfig)) <= 22
+
+
+def test_past_its_time_nothing_is_begun_and_what_is_there_is_kept(tmp_path, tokenizer) -> None:
+    methods = parse_methods(["full", "topk"], [0.2])
+    made = Evaluator(make_model(), tokenizer, requests(), output=tmp_path)
+    assert not made.run(methods, until=0.0) and not made.done
+    assert made.run(methods[:1]) and not made.run(methods, until=0.0)
+    again = Evaluator(make_model(), tokenizer, requests(), output=tmp_path, resume=True)
+    assert {method for _, _, method, _ in again.done} == {"full"} and again.run(methods)
+    assert again.run(methods, until=0.0)  # nothing is open
+
+
+def test_scores_are_drawn_over_bytes() -> None:
+    from sparsekv.evaluation.figures import score_by_bytes
+
+    rows = [{"case": "ruler@1", "metric": "score", "method": m, "budget": b, "value": 50.0 + i, "bytes_share": share}
+            for i, (m, b, share) in enumerate((("full", None, 1.0), ("sketch+phi", 0.01, 0.02),
+                                               ("sketch+phi", 0.05, 0.06), ("topk", 0.01, None)))]
+    drawn = score_by_bytes(rows, "ruler@1")
+    assert "sketch + φ" in drawn and "full attention" in drawn and "exact top-k" not in drawn and drawn.png
