@@ -29,6 +29,10 @@ class Quest(Selector):
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)
+    dense_first: int = option(0, help="First layers that keep full attention; the paper's two are 2 [layers].", min=0)
+
+    def serves(self, layer_idx: int) -> bool:
+        return layer_idx >= self.dense_first
 
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)

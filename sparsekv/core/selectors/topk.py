@@ -63,8 +63,8 @@ class TopK(Selector):
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
                                               "share one list and token_budget counts that list.")
     layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, or linear in depth, "
-                                                "of equal total: 1.5 times the budget in the first layer, half in the "
-                                                "last.")
+                                                "of equal total: half the budget in the first layer, 1.5 times it in "
+                                                "the last.")
 
     def validate(self) -> None:
         super().validate()
@@ -76,7 +76,7 @@ class TopK(Selector):
         if self.layer_budgets == "uniform":
             return tokens
         depth = view.layer_idx / max(view.num_layers - 1, 1)
-        return torch.round(tokens * (1.5 - depth)).long()
+        return torch.round(tokens * (0.5 + depth)).long()
 
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         return key_bytes(view)
