@@ -327,8 +327,9 @@ def test_contiguous_positions_are_the_keys_moved_together():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_quest(case):
-    _, step, queries, got = run("quest", case, token_budget=32)
+@pytest.mark.parametrize("k", [9, 32, 39])
+def test_quest(case, k):
+    _, step, queries, got = run("quest", case, token_budget=k)
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):
             pages: dict[int, list[int]] = {}
@@ -339,9 +340,9 @@ def test_quest(case):
                 low, high = step.keys[b, h, tokens].amin(0), step.keys[b, h, tokens].amax(0)
                 bounds[page] = max(float(torch.maximum(queries.rot[b, g, t] * low, queries.rot[b, g, t] * high).sum())
                                    for g in group_of(step, h))
-            budget = min(32, len(mid(step, b)))
-            count = len(pages) if budget == len(mid(step, b)) else max(budget // 16, 1)
-            assert chosen(got, row, h) == {i for page in best(bounds, count) for i in pages[page]}
+            order = [page * 16 + i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in range(16)]
+            read = order if k >= len(mid(step, b)) else order[:k]
+            assert chosen(got, row, h) == set(read) & set(mid(step, b))
 
 
 @pytest.mark.parametrize("case", CASES)
