@@ -19,7 +19,8 @@ def prefill_chunks(view: LayerView, query: Tensor, selector: Selector, window_si
     A chunk attends to itself (causally), the sink and the `window_size` tokens before it, and to what its mean query
     selects of the tokens between; densely while the budget is all of them. The chunks begin at the first of the T
     tokens. With a `contiguous` selector keys and queries get the positions 0, 1, 2, … in the order of the tokens.
-    Of `view.regions` only rows and sink count. Raises SparseKVError for a `contiguous` selector and a batch with padding.
+    Of `view.regions` only rows and sink count. Raises SparseKVError for a `contiguous` selector and a batch with
+    padding.
     """
     total, count = view.keys.shape[2], query.shape[2]
     parts = []

@@ -57,7 +57,7 @@ class LFPS(Selector):
         missing = view.regions.starts.repeat_interleave(view.num_query_heads)
         self.vertical = ScoreTable(rows, length, view.keys.device, missing=missing)
         self.slash = ScoreTable(rows, length, view.keys.device, backwards=True, missing=missing)
-        self.scored, self.steps = 0.0, 0
+        self.scored, self.skipped, self.steps = 0.0, 0.0, 0
         self.variance_ratio: Tensor = self._fill(view)
         self.mean_key: Tensor
         self.mean_value: Tensor
@@ -114,6 +114,7 @@ class LFPS(Selector):
         tokens, scores = self._best(view, q, lists, row, token)
         self._learn(tokens, scores, t, ~bypass.flatten())
         self.steps += 1
+        self.skipped += float(bypass.float().mean())
         skipped = bypass.view(batch, lists, -1).all(-1, keepdim=True).expand(-1, -1, q.shape[1] // lists)
         return tokens, value, rest.masked_fill(~skipped.reshape(rest.shape), NEG_INF)
 
@@ -244,4 +245,6 @@ class LFPS(Selector):
 
     def statistics(self) -> dict[str, float]:
         """Share of the cache's keys that were scored, and of heads not searched."""
-        return {"keys_scored": self.scored / self.steps} if self.steps else {}
+        if not self.steps:
+            return {}
+        return {"keys_scored": self.scored / self.steps, "heads_bypassed": self.skipped / self.steps}

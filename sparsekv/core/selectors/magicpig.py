@@ -15,7 +15,6 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 from sparsekv.kernels.collisions import collisions
 
-
 MOST_BITS, USUAL_BITS = 12, 10
 FILLED = 0.9
 """Share of a budget that the samples of the prompt's last queries have to use."""
@@ -35,10 +34,9 @@ def sampling_probability(cosine: Tensor, bits: int | Tensor, tables: int) -> Ten
 @dataclass(eq=False)
 class MagicPIG(Selector):
     """SimHash of centred keys with K bits and L tables; a token is read by a query head when at least two tables agree,
-    and its weight is divided by the chance of that (Chen et al. 2024, §4). How many are read follows from K and L, which
-    the paper varies with the budget: with `bits` 0 a KV head gets the largest K whose samples use `token_budget`
-    (`fitting_bits`; for the last queries of the prompt, ours). `token_budget` caps what is sampled by keeping a uniform
-    part, reweighted."""
+    and its weight is divided by the chance of that (Chen et al. 2024, §4). How many are read follows from K and L: with
+    `bits` 0 a KV head gets the largest K whose samples use `token_budget` (`fitting_bits`, ours: the paper has one of
+    both a budget). `token_budget` caps what is sampled by keeping a uniform part, reweighted."""
 
     name: ClassVar[str] = "magicpig"
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
@@ -46,7 +44,7 @@ class MagicPIG(Selector):
     row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits")
     needs_budget: ClassVar[bool] = False
 
-    bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 where there is none "
+    bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 without one "
                                "[bits].", min=0, max=15)
     tables: int = option(150, help="Hash tables, L [tables].", min=2)
     seed: int = option(0, help="Seed of the hyperplanes.")

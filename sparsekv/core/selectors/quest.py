@@ -20,8 +20,8 @@ INF = float("inf")
 @dataclass(eq=False)
 class Quest(Selector):
     """Reads pages with the largest upper bound `Σ_c max(q_c·min_c, q_c·max_c)` of their scores (Tang et al. 2024,
-    §3.2). The heads of a group share pages by their largest bound. Of the last page that `token_budget` pays for only as
-    much is read as it pays; the whole mid region is all pages."""
+    §3.2). The heads of a group share pages by their largest bound. Of the last page that `token_budget` pays for only
+    as much is read as it pays; the whole mid region is all pages."""
 
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"

@@ -63,8 +63,8 @@ class TokenSelect(Selector):
                                     "of raw scores).")
     theta: float = option(0.9, help="Cosine similarity with the cached query from which its selection is reused; above "
                                     "1 never [cosine].")
-    scaled: bool = option(False, help="The softmax of the soft vote is that of q·k/√d, as attention's, and not of q·k, as "
-                                      "the paper's formula is printed.")
+    scaled: bool = option(False, help="The soft vote's softmax is of q·k/√d, as attention's, and not of q·k, as the "
+                                      "paper prints it.")
     prefill_chunk: int = option(0, help="Tokens of a prompt that select together, by their mean query; 0 reads prompts "
                                         "densely [tokens].", min=0)
     extrapolate: bool = option(False, help="Give the keys that are read contiguous positions (length extrapolation).")
