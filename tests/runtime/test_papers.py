@@ -51,7 +51,7 @@ def test_the_threshold_of_lfps_on_equal_peaks(peaks: int) -> None:
     scores[:peaks] = 1 / peaks
     table = table_of(scores)
     std = math.sqrt(1 / (peaks * 4000))
-    assert float(table.threshold(0.2) - table.mean) == pytest.approx(0.2 * 1.7 * std * math.sqrt(peaks), rel=0.03)
+    assert float(table.threshold(0.2) - table.mean) == pytest.approx(0.2 * 2.2 * std * math.sqrt(peaks), rel=0.03)
 
 
 def test_the_tables_of_lfps_begin_in_the_unit_they_are_updated_in() -> None:

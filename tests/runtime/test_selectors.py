@@ -416,7 +416,7 @@ class LiteralLFPS:
         x = np.array(list(table.values()) + [0.0] * (count - len(table)))
         mean, variance = x.mean(), x.var()
         kurtosis = ((x - mean) ** 4).mean() / variance**2
-        return mean, mean + alpha * 1.7 * variance**0.5 * (count / kurtosis)**0.5
+        return mean, mean + alpha * 2.2 * variance**0.5 * (count / kurtosis)**0.5
 
     def step(self, view, queries, b: int, h: int, k: int, alpha: float) -> set[int]:
         t = view.length - 1

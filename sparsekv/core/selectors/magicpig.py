@@ -35,8 +35,8 @@ def sampling_probability(cosine: Tensor, bits: int | Tensor, tables: int) -> Ten
 class MagicPIG(Selector):
     """SimHash of centred keys with K bits and L tables; a token is read by a query head when at least two tables agree,
     and its weight is divided by the chance of that (Chen et al. 2024, §4). How many are read follows from K and L: with
-    `bits` 0 a KV head gets the largest K whose samples use `token_budget` (`fitting_bits`, ours: the paper has one of
-    both a budget). `token_budget` caps what is sampled by keeping a uniform part, reweighted."""
+    `bits` 0 a KV head gets the largest K whose samples use `token_budget` (`fitting_bits`, ours: the paper gives both
+    for some budgets). `token_budget` caps what is sampled by keeping a uniform part, reweighted."""
 
     name: ClassVar[str] = "magicpig"
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
