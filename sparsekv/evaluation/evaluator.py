@@ -75,15 +75,23 @@ class Evaluator:
             if time.perf_counter() >= until:
                 return False
             prompts = [self._prompt(r) for r in requests]
+            room = max(map(self._limit, requests)) + 1
             with attach(self.model, selector="dense") as dense:
-                batch = prefill_batch(dense, prompts, room=max(map(self._limit, requests)) + 1)
+                batch = prefill_batch(dense, prompts, room=room)
             for method in todo:
                 if time.perf_counter() >= until:
                     return False
-                self._measure(batch, requests, method)
+                self._measure(self._prefilled(prompts, batch, method, room), requests, method)
                 advance(len(requests))
             del batch
         return True
+
+    def _prefilled(self, prompts: list[list[int]], batch: Batch, method: Method, room: int) -> Batch:
+        """The prompts as a method reads them: densely, or sparsely by one that reads prompts in chunks."""
+        if not dict(method.options).get("prefill_chunk"):
+            return batch
+        with self._attached(method) as attachment:
+            return prefill_batch(attachment, prompts, room=room)
 
     def batches(self) -> Iterator[list[Request]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
