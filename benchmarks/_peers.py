@@ -1,5 +1,5 @@
-"""The rivals with the settings that serve them best, as methods of `sparsekv eval`; chosen by `benchmarks/papers.py
---part sweep`, whose rows are in docs/results/papers.json."""
+"""The rivals' settings, as methods of `sparsekv eval`: what `benchmarks/papers.py --part sweep` tries, and what served
+best; its rows are in docs/results/papers.json."""
 
 from __future__ import annotations
 
@@ -16,3 +16,16 @@ SWEEP = {
     "magicpig": ("magicpig:bits=10", "magicpig", "magicpig:tables=300"),
 }
 """What is tried of every rival: the first is the selector's default, where it has one."""
+
+PEERS = {
+    "streaming_llm": "streaming_llm",
+    "snapkv": "snapkv:observation_window=16:kernel_size=5:pooling=avg",
+    "pyramidkv": "pyramidkv:observation_window=16:kernel_size=5:pooling=avg",
+    "quest": "quest:dense_first=2",
+    "token_select": "token_select:theta=2",
+    "lfps": "lfps:alpha=0.1:fills=true",
+    "magicpig": "magicpig",
+}
+"""What served each best: the least error of the attention's output at 2 % of 4096 tokens on the long-context model.
+Pages of 8 and 300 tables serve Quest and MagicPIG a little better, but read more to choose than they save, and are left
+out."""

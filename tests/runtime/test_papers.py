@@ -8,13 +8,15 @@ import pytest
 import torch
 from views import built, make_view
 
+from benchmarks._peers import PEERS
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.lfps import GAMMA, OBSERVED
 from sparsekv.core.selectors.lfps_table import ScoreTable
+from sparsekv.evaluation.methods import parse_methods
 
-RIVALS = {"streaming_llm": {}, "snapkv": {}, "quest": {}, "token_select": {}, "magicpig": {}, "lfps": {"fills": True},
-          "pyramidkv": {}, "topk": {}}
+BUDGETED = {name: dict(parse_methods([method], [0.02])[0].options) for name, method in PEERS.items()} | {"topk": {}}
+"""The rivals as the quality table has them."""
 
 
 def table_of(scores: torch.Tensor) -> ScoreTable:
@@ -83,7 +85,7 @@ def test_quest_leaves_its_first_layers_dense() -> None:
 
 
 @pytest.mark.parametrize("share", [0.02, 0.05, 0.1])
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", BUDGETED)
 def test_a_rival_uses_its_budget(name: str, share: float) -> None:
     """At least four fifths of it, mean over heads, steps and layers, on keys with structure: some directions in common,
     a sink, and queries near the keys that they look for."""
@@ -92,7 +94,7 @@ def test_a_rival_uses_its_budget(name: str, share: float) -> None:
         before, queries, step = make_view(length=1200, new=8, window=16, sink=4, dim=16, layer_idx=layer, seed=layer)
         for view in (before, step):
             view.keys[:, :, 4:] += 2 * view.keys[:, :, 4:5]
-        selector = built(SELECTORS[name](token_budget=share, **RIVALS[name]), before)
+        selector = built(SELECTORS[name](token_budget=share, **BUDGETED[name]), before)
         budget = math.ceil(share * 1200)
         spent.append(float(selector.select(step, queries).counts().float().mean()) / budget)
     assert 0.8 <= sum(spent) / len(spent) <= 1.01
