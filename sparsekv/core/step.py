@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
     """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
-    (completion paper §4.4). Waits for no device unless the selector does."""
+    (completion paper §4.4, §4.5). Waits for no device unless the selector does."""
     rest = None
     if estimator is not None and estimator.in_kernel and not selector.contiguous:
         with beside(view.device) as join:  # the estimate's query side beside the selection
