@@ -2,6 +2,7 @@
 docs/papers.md.
 
     python benchmarks/papers.py --part saap --model MODEL --text FILE.txt [--length 8192] [--steps 40000] [--lr 1e-5]
+    python benchmarks/papers.py --part completion --keep FOLDER [--steps 22000]
     python benchmarks/papers.py --part lfps --model MODEL --text FILE.txt [--length 4096]
     python benchmarks/papers.py --part faiss --model MODEL --requests FILE
     python benchmarks/papers.py --part million [--length 1048576]
@@ -10,7 +11,8 @@ docs/papers.md.
     python benchmarks/papers.py --part sweep --model MODEL --requests FILE [--budgets 0.02]
 
 FILE of requests is made by `sparsekv eval --tasks ruler-offline --lengths … --save-requests FILE` (`--tasks needle` for
-faiss). Rows of earlier runs stay, but for those of the same case, method, metric and machine.
+faiss); FOLDER is what `benchmarks/training.py --keep FOLDER` left, its stores and maps. Rows of earlier runs stay, but
+for those of the same case, method, metric and machine.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sparsekv
 from benchmarks._peers import SWEEP
 from benchmarks._rows import RESULTS, machine, row, write_rows
-from benchmarks._training import BUDGETS, measured, nearest_centroids, router_of, spend
+from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, router_of, side_by_side, spend
 from benchmarks.partitions import yarn
+from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.core.estimators import Estimator, PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.offline import best_buckets, mass_read, mid_share
 from sparsekv.core.prefill import prefill_chunks
@@ -50,6 +54,7 @@ from sparsekv.hub import load_model, resolve_device
 from sparsekv.kernels import dense_attention
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader
+from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.router import RouterConfig, train_router
 
 Rows = list[dict[str, Any]]
@@ -112,6 +117,32 @@ def saap_masses(store: CaptureStore, mlp: RouterArtifact, device: str, count: in
         sums.setdefault(("mlp, whole buckets", "selectivity"), []).append(
             float(whole.counts().float().mean()) / int(view.regions.mid_sizes[0]))
     return {key: statistics.mean(values) for key, values in sums.items()}
+
+
+def completion(options: argparse.Namespace) -> Rows:
+    """Relative error of the output with the paper's own maps (`phi_paper`) beside ours (`phi`), trained on the same
+    stores: sink and tail alone, and exact top-k by budget."""
+    device, folder = resolve_device(options.device), Path(options.keep)
+    place, began = folder / "phi_paper", time.perf_counter()
+    train_phi(PhiConfig(capture=str(folder / "train"), output=str(place), preset="completion", device=device,
+                        max_steps=options.steps, validation_documents=4, resume=place.exists()))
+    rows = [row("completion", "phi_paper", "train_seconds", round(time.perf_counter() - began, 1), "seconds")]
+    maps = {name: side_by_side(PhiArtifact.load(folder / name).to(device), gated=False)
+            for name in ("phi", "phi_paper") if (folder / name).is_dir()}
+    for domain in ("heldout", "ood"):
+        store, found = CaptureStore.open(folder / domain), dict[tuple[str, str], list[float]]()
+        for request in measured(store, list(range(store.num_documents)), device):
+            estimators: dict[str, Estimator] = {name: PhiEstimator(layer) for name, layer in maps.items()}
+            for estimator in estimators.values():
+                estimator.build(request.prefill)
+            for budget in (None, *BUDGETS):
+                selection = request.build(reader(budget), None)[0].select(request.view, request.queries)
+                for name, error in errors(request, selection, estimators, budget or 0.0).items():
+                    case = "sink + tail" if budget is None else f"topk@{budget}"
+                    found.setdefault((case, name), []).append(float(error))
+        rows += [row(f"completion, {domain}, {case}", name, "rel_err", round(statistics.mean(x), 4), "relative L2",
+                     steps=options.steps) for (case, name), x in found.items()]
+    return rows
 
 
 def lfps(options: argparse.Namespace) -> Rows:
@@ -268,9 +299,11 @@ def chunk(options: argparse.Namespace) -> Rows:
     return rows
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], Rows]] = {
-    "saap": saap, "lfps": lfps, "faiss": faiss, "million": million, "chunk": chunk, "extrapolate": extrapolate,
-    "sweep": sweep}
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Rows], tuple[str, ...]]] = {
+    "saap": (saap, ("model", "text")), "completion": (completion, ("keep",)), "lfps": (lfps, ("model", "text")),
+    "faiss": (faiss, ("model", "requests")), "million": (million, ()), "chunk": (chunk, ()),
+    "extrapolate": (extrapolate, ("model", "requests")), "sweep": (sweep, ("model", "requests"))}
+"""What every part calls, and the options that it cannot do without."""
 
 
 def prefilled(model: Any, ids: torch.Tensor) -> Any:
@@ -322,6 +355,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--requests")
+    parser.add_argument("--keep", help="completion: the folder of `benchmarks/training.py --keep`")
+    parser.add_argument("--steps", type=int, help="of training [default: the preset's]")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--length", type=int, default=8192)
@@ -338,18 +373,18 @@ def main() -> None:
     saaps.add_argument("--measured", type=int, default=64, help="queries measured of a held-out window")
     saaps.add_argument("--buckets", type=int, default=1024)
     saaps.add_argument("--hidden", type=int, default=1024)
-    saaps.add_argument("--steps", type=int, default=40_000)
     saaps.add_argument("--lr", type=float, default=1e-5)
     saaps.add_argument("--space", choices=("pre", "rot"), default="pre")
     saaps.add_argument("--tail", type=int, default=2047, help="local window, and as many tokens that no target counts")
     saaps.add_argument("--yarn", action="store_true", help="stretch a model of 8192 positions to the length")
     options = parser.parse_args()
-    for name in {"saap": ("model", "text"), "lfps": ("model", "text"), "faiss": ("model", "requests"),
-                 "sweep": ("model", "requests"), "extrapolate": ("model", "requests")}.get(options.part, ()):
+    options.steps = options.steps or {"saap": 40_000, "completion": 22_000}.get(options.part)
+    part, needed = PARTS[options.part]
+    for name in needed:
         if getattr(options, name) is None:
             parser.error(f"--part {options.part} needs --{name}")
     began = time.perf_counter()
-    rows = PARTS[options.part](options)
+    rows = part(options)
     path = write_rows("papers", [*kept(rows, options.output), *rows], options.output)
     for r in rows:
         print(f"{r['case']}: {r['method']} {r['metric']} {r['value']}")
