@@ -96,7 +96,7 @@ def saap(options: argparse.Namespace) -> Rows:
 def saap_masses(store: CaptureStore, mlp: RouterArtifact, device: str, count: int) -> dict[tuple[str, str], float]:
     """Means over layers, heads and queries of the second half of held-out windows."""
     directions = torch.randn(mlp.centroids.shape, generator=torch.Generator().manual_seed(1)).to(mlp.centroids)
-    hashing = replace(mlp, centroids=torch.nn.functional.normalize(directions, dim=-1))
+    hashing = RouterArtifact(mlp.config, torch.nn.functional.normalize(directions, dim=-1), mlp.weights)
     untrained = RouterArtifact(replace(mlp.config, scores="mean_key"), mlp.centroids, None)
     sums: dict[tuple[str, str], list[float]] = {}
     for request in measured(store, list(range(store.num_documents)), device, count):

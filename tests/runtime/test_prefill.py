@@ -73,6 +73,19 @@ def test_every_chunk_attends_to_what_its_mean_query_selects(case, options, count
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("extrapolate", [False, True])
+def test_the_kernels_read_a_prompt_as_their_twins_do(extrapolate: bool) -> None:
+    view = make_view(length=400, heads_q=6, dim=64, sink=SINK)[0]
+    query = torch.randn(1, 6, 400, 64, generator=torch.Generator().manual_seed(4)) * 1.5
+    selector = SELECTORS["token_select"](token_budget=40, prefill_chunk=64, extrapolate=extrapolate)
+    want = prefill_chunks(view, query, selector, WINDOW)
+    regions = replace(view.regions, **{n: getattr(view.regions, n).cuda() for n in ("starts", "tail_starts")})
+    rope = type(view.rope)("half", *(t.cuda() for t in view.rope.tables()))
+    there = replace(view, keys=view.keys.cuda(), values=view.values.cuda(), regions=regions, rope=rope)
+    torch.testing.assert_close(prefill_chunks(there, query.cuda(), selector, WINDOW).cpu(), want, rtol=1e-3, atol=1e-3)
+
+
 def test_padding_has_no_contiguous_positions() -> None:
     view = make_view(length=90, batch=2, pads=(0, 5), sink=SINK)[0]
     rope = replace(view, rope=type(view.rope)("half", *(t.expand(2, -1, -1) for t in view.rope.tables())))
