@@ -87,10 +87,11 @@ def saap(options: argparse.Namespace) -> Rows:
     said = {"length": length, "space": options.space, "options": f"buckets={options.buckets} hidden={options.hidden} "
             f"steps={options.steps} lr={options.lr:g} sink=1 window={options.tail} layers={options.layers} "
             f"documents={options.documents} queries={options.queries} measured={options.measured}"}
-    case = (f"saap, {name_of(options.model)}, {length} tokens, {options.space}, C = {options.buckets}, hidden "
-            f"{options.hidden}, {options.steps} steps at {options.lr:g}")
-    rows = [row(case, method, metric, round(value, 4), "share", **said) for (method, metric), value in found.items()]
-    return [*rows, row(case, "mlp", "train_seconds", round(seconds, 1), "seconds", **said)]
+    case = f"saap, {name_of(options.model)}, {length} tokens, {options.space}, C = {options.buckets}"
+    trained = f"mlp, hidden {options.hidden}, {options.steps} steps at {options.lr:g}"
+    rows = [row(case, method.replace("mlp", trained), metric, round(value, 4), "share", **said)
+            for (method, metric), value in found.items()]
+    return [*rows, row(case, trained, "train_seconds", round(seconds, 1), "seconds", **said)]
 
 
 def saap_masses(store: CaptureStore, mlp: RouterArtifact, device: str, count: int) -> dict[tuple[str, str], float]:
