@@ -23,7 +23,8 @@ def decode() -> str:
     rows = load("decode")
     values = {(r["case"], r["method"]): r["value"] for r in rows}
     methods = [m for m in ("floor", "route_only", "attention_only", "buckets_only", "sparse", "sparse_phi",
-                           "sparse_mlp", "sparse_probes", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
+                           "sparse_mlp", "sparse_probes", "sparse_sketch", "sparse_sketch_phi", "sdpa_flash",
+                           "sdpa_cudnn", "flashinfer", "flex")
                if any(r["method"] == m for r in rows)]
     peers = [m for m in methods if m.startswith("sdpa") or m in ("flashinfer", "flex")]
 
@@ -44,7 +45,9 @@ def decode() -> str:
         "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
         "complete step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by "
         "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best "
-        "32 buckets, whole; the ratio is of `sparse` to the fastest dense peer.\n",
+        "32 buckets, whole; `sparse_sketch` reads the best 1 % by the sketches of the best buckets' 10 %, "
+        "`sparse_sketch_phi` the same completed; the ratio is of `sparse` to the fastest dense peer. Every row of "
+        "decode.json has its commit.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
         "## What a prefill of 128k tokens adds, one layer\n\n" + markdown(
@@ -74,7 +77,9 @@ def generate() -> str:
         "loop); `generate_ms`: by `model.generate`; both the median of the last 96 of 400 tokens (transformers: 24 of "
         "48). `first_s`: the tokens before, with index, compilation and capture; `index_s`: index and estimates alone; "
         "`capture_ms`: mean of the captures, the compiler's run in the first; the ratio is of `loop_ms` to the fastest "
-        "method with full attention.\n",
+        "method with full attention. Rows of transformers' eager steps, which the host bounds, are of the quietest "
+        "run; every row of generate.json has its commit. Methods that are left out found no memory (transformers "
+        "copies the cache at 512k and in four rows of 128k) or were not run.\n",
         *(f"## {case}" + (f"\n\nPrefill {values[case, 'dense', 'prefill_s']:.2f} s."
                           if (case, "dense", "prefill_s") in values else "") + "\n\n" + markdown(
               ["method", *metrics, "faster"], [[m, *(cell(case, m, x) for x in metrics), faster(case, m)]
@@ -131,7 +136,8 @@ def training() -> str:
         "Error: relative L2 of a head's output against full attention, by what is read exactly (rows) and what stands "
         "for the keys that are not read (columns). Mass: share of the mid region's attention that is read. Routers and "
         "oracles share buckets. φ is calibrated and gated per head on training text."
-        + (" `router` is the trained router that its own validation windows call the best."
+        + (" `router` is what `train-router` makes: buckets scored by the means of the request's own keys; `sketch` "
+           "its second stage on the artifact's own basis; `topk_group` exact top-k by group."
            if ("router@0.05", "none", "rel_err") in values else "")
         + (f" Estimators are as large as φ's cache ({reads['phi_gated']:.0f} tokens), but for identity softmax, whose "
            "map fixes twice the features, and the last column; maps without a scale of their own are shifted on "
