@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._lanes import lanes_markdown
+from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
@@ -44,8 +45,8 @@ from sparsekv.hub import load_model
 from sparsekv.progress import progress
 from sparsekv.store.manifest import MANIFEST
 
-METHODS = ("full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming,snapkv,quest,"
-           "token_select,lfps,magicpig")
+METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming",
+                    *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 
 

@@ -20,7 +20,7 @@ def spherical_kmeans(
     advance: Callable[[int], None] | None = None,
 ) -> Tensor:
     """Spherical k-means, every head on its own: keys `[H, n, d]` -> unit centroids `[H, C, d]`, float32 at least
-    (Saap §4.1).
+    (Saap §4).
 
     Assignment is by largest inner product, the start random keys. At most `POINTS_PER_CENTROID · C` keys a head are
     used; with fewer keys than buckets keys are repeated; a bucket that is left empty restarts at a key served worst.

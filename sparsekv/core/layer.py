@@ -109,7 +109,8 @@ class LayerView:
     """One layer of one cache, made once and grown with it. `keys, values [B, Hkv, N, d]`, keys with RoPE.
 
     recent_queries `[B, Hq, w, d]`: the last queries of the prefill, w up to 64; recent_end: the position after them.
-    completion_tokens: what the estimator's cache costs, in tokens.
+    completion_tokens: what the estimator's cache costs, in tokens; feature_tokens: what it reads beside every retrieved
+    token.
     """
 
     keys: Tensor
@@ -123,6 +124,7 @@ class LayerView:
     recent_queries: Tensor | None = None
     recent_end: int = 0
     completion_tokens: float = 0.0
+    feature_tokens: float = 0.0
 
     keys_on_device = True
     """Whether keys lie where decoding happens: a kernel may read any of them."""

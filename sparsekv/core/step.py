@@ -43,7 +43,7 @@ class Parts(NamedTuple):
 
 def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
     """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
-    (completion paper §4.4). Waits for no device unless the selector does."""
+    (completion paper §4.4, §4.5). Waits for no device unless the selector does."""
     rest = None
     if estimator is not None and estimator.in_kernel and not selector.contiguous:
         with beside(view.device) as join:  # the estimate's query side beside the selection
@@ -166,7 +166,7 @@ def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> N
     """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
     if estimator is not None:
         estimator.build(view)
-        view.completion_tokens = estimator.cost_tokens(view)
+        view.completion_tokens, view.feature_tokens = estimator.cost_tokens(view), estimator.feature_tokens(view)
     selector.prepare(view)
     selector.build(view)
     if estimator is not None:

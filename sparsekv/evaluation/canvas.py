@@ -14,7 +14,8 @@ from sparsekv.evaluation.methods import label, plain
 
 # Okabe and Ito's palette, told apart under the common colour-vision deficiencies
 HUES = {"full": "#7f7f7f", "streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "sketch": "#882255",
-        "quest": "#009E73", "snapkv": "#E69F00", "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d"}
+        "quest": "#009E73", "snapkv": "#E69F00", "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d",
+        "streaming_llm": "#d4789c", "pyramidkv": "#b8860b"}
 """Colour of what is read; what completes it is the line's style."""
 STYLES = {"": "--", "phi": "-", "centroid": ":"}
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#7f7f7f")

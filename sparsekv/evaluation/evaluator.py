@@ -75,15 +75,23 @@ class Evaluator:
             if time.perf_counter() >= until:
                 return False
             prompts = [self._prompt(r) for r in requests]
+            room = max(map(self._limit, requests)) + 1
             with attach(self.model, selector="dense") as dense:
-                batch = prefill_batch(dense, prompts, room=max(map(self._limit, requests)) + 1)
+                batch = prefill_batch(dense, prompts, room=room)
             for method in todo:
                 if time.perf_counter() >= until:
                     return False
-                self._measure(batch, requests, method)
+                self._measure(self._prefilled(prompts, batch, method, room), requests, method)
                 advance(len(requests))
             del batch
         return True
+
+    def _prefilled(self, prompts: list[list[int]], batch: Batch, method: Method, room: int) -> Batch:
+        """The prompts as a method reads them: densely, or sparsely by one that reads prompts in chunks."""
+        if not dict(method.options).get("prefill_chunk"):
+            return batch
+        with self._attached(method) as attachment:
+            return prefill_batch(attachment, prompts, room=room)
 
     def batches(self) -> Iterator[list[Request]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
@@ -142,6 +150,13 @@ class Evaluator:
             return 0.0
         return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
 
+    def _feature_tokens(self, method: Method, read: float, context: float) -> float:
+        """Features that a step reads beside the tokens it retrieved, in tokens: what φ keeps of a key."""
+        if method.completion != "phi":
+            return 0.0
+        retrieved = max(0.0, read * context - self.sink_size - self.window_size - 1)
+        return round(retrieved * self.artifacts["phi"].config.num_features / (2 * self.shape["head_dim"]), 1)
+
     def _attached(self, method: Method) -> Attachment:
         # short contexts are measured sparsely too
         options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
@@ -180,6 +195,7 @@ class Evaluator:
             else:
                 line |= {**found, "tokens": round(sum(lengths[i] for i in own) / len(own)),
                          "cache_tokens": self._cache_tokens(method),
+                         "feature_tokens": self._feature_tokens(method, found["read"], sum(lengths) / len(lengths)),
                          "seconds": round(seconds * len(own) / len(requests), 3)}
             if case not in barred and texts:
                 line |= {"scores": [_score(requests[i], texts[i]) for i in own], "answers": [texts[i] for i in own]}

@@ -10,7 +10,7 @@ from sparsekv.evaluation.methods import plain
 from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.rows import row
 
-BASELINES = ("streaming", "snapkv", "token_select", "lfps", "quest", "magicpig")
+BASELINES = ("streaming", "streaming_llm", "snapkv", "pyramidkv", "token_select", "lfps", "quest", "magicpig")
 RESAMPLES = 2000
 
 
@@ -42,7 +42,7 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
         for name in ("scores", "answers", "losses", "errors", "depths"):
             found = zip(cell["indices"], cell.get(name, ()), strict=False)
             entry[name] |= {i: x for i, x in found if x is not None}
-        cache = cell.get("cache_tokens", 0.0) / cell["tokens"]
+        cache = (cell.get("cache_tokens", 0.0) + cell.get("feature_tokens", 0.0)) / cell["tokens"]
         entry["parts"][cell["indices"][0]] = (cell["read"], cell["read"] + cache, cell["tokens"])
         if "bytes" in cell:
             entry["bytes"][cell["indices"][0]] = cell["bytes"]
@@ -58,9 +58,10 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     the share found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
-    `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token,
-    and `bytes_share`: all that a step of a sparse layer reads over the bytes of its keys and values; machine, command,
-    commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells have no value.
+    `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token
+    and the features kept beside what is retrieved, and `bytes_share`: all that a step of a sparse layer reads over the
+    bytes of its keys and values; machine, command, commit, hashes of weights, requests and artifacts say how to repeat
+    it. Infeasible cells have no value.
     """
     merged = merge_cells(cells)
     tasks: dict[str, dict[str, None]] = {}

@@ -83,7 +83,7 @@ def attend_buckets(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float, starts: Tensor,
     sink_size: int, tail_starts: Tensor, lengths: Tensor, completion: CompletionQuery | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_tokens` over every token of the chosen buckets (Saap §4.3): buckets `[Q, Hkv, L]`, no bucket twice. On
+    """`attend_tokens` over every token of the chosen buckets (Saap §5): buckets `[Q, Hkv, L]`, no bucket twice. On
     CUDA the kernel reads the index itself, so nothing waits for the host."""
     regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
                                "lengths": lengths, "completion": completion}

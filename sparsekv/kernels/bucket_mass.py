@@ -1,4 +1,4 @@
-"""Attention mass per bucket of keys: the target of a router (Saap §4.2), streamed over keys sorted by bucket. The
+"""Attention mass per bucket of keys: the target of a router (Saap §4), streamed over keys sorted by bucket. The
 attention matrix is never written: a program owns a block of queries and a range of buckets, and keeps a running maximum
 and sum while it walks over a bucket's keys.
 """

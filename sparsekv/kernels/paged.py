@@ -1,4 +1,4 @@
-"""Token-level selection: scores of all query heads against all keys, and the heads' vote (TokenSelect §4.1)."""
+"""Token-level selection: scores of all query heads against all keys, and the heads' vote (TokenSelect §5.1)."""
 
 from __future__ import annotations
 

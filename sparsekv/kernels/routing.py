@@ -1,5 +1,5 @@
 """Routing of one decode step: scores of the buckets for every query head, softmax, sum over the group, and what is
-read: the best buckets (Saap §4.2), or tokens by the budget rule.
+read: the best buckets (Saap §4), or tokens by the budget rule.
 
 The scores are the query model's (`QueryModel`) or the bucket means' (`BucketMeans`). Four launches at most and no host
 synchronisation: the hidden layer cut over its units, the scores cut over the buckets, one program a query and KV head
@@ -38,7 +38,7 @@ def bucket_logits_reference(q: Tensor, scores: RouterScores, counts: Tensor) -> 
 
 
 def router_logits(q: Tensor, model: QueryModel) -> Tensor:
-    """`W2 relu(W1 q + b1) + b2` (Saap §4.2): q `[Q, Hq, d]` in the model's space -> `[Q, Hq, C]`."""
+    """`W2 relu(W1 q + b1) + b2` (Saap §4): q `[Q, Hq, d]` in the model's space -> `[Q, Hq, C]`."""
     count, heads_q, dim = q.shape
     acc = acc_dtype(q)
     query = q.to(acc).reshape(count, model.w1.shape[0], -1, dim)
@@ -65,7 +65,7 @@ def group_probability(logits: Tensor, heads_kv: int) -> Tensor:
 
 def route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tensor:
     """The `probes` buckets of the largest probability summed over the group, `[Q, Hkv, probes]` int32, padded with -1
-    where fewer are non-empty (Saap §4.2). Arguments as for
+    where fewer are non-empty (Saap §4). Arguments as for
     `bucket_logits_reference`."""
     if routable(q, scores):
         return launch_route(q, scores, counts, probes)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class QueryModel(NamedTuple):
-    """The trained query model of one layer, batch norm folded in (Saap §4.2): w1 `[Hkv, d, hidden]`, b1
+    """The trained query model of one layer, batch norm folded in (Saap §4): w1 `[Hkv, d, hidden]`, b1
     `[Hkv, hidden]`, w2 `[Hkv, hidden, C]`, b2 `[Hkv, C]`."""
 
     w1: Tensor

@@ -12,11 +12,11 @@ from torch import Tensor
 NEG = -1e9
 TERMS = ("kl", "top", "far", "partition", "under")
 DELTA = 1.0
-"""Where Huber's loss turns from square to straight."""
+"""Where Huber's loss turns from square to straight (ours)."""
 
 
 def bucket_kl(logits: Tensor, target: Tensor) -> Tensor:
-    """`KL(target ‖ softmax(logits))` averaged over queries: `[H, T, C]` each -> `[H]` (Saap §4.2).
+    """`KL(target ‖ softmax(logits))` averaged over queries: `[H, T, C]` each -> `[H]` (Saap §4).
 
     target: attention mass per bucket, rows summing to one.
     """
@@ -26,17 +26,18 @@ def bucket_kl(logits: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KLHuber:
-    """The feature-map loss (completion paper §5): distribution, top band, far keys, partition.
+    """The feature-map loss (completion paper §5, appendix B): distribution, top band, far keys, partition.
 
     With logits shifted by the teacher's maximum, `ã = a − a*`, `b̃ = b − a*`:
     `L = KL(softmax(ã) ‖ softmax(b̃)) + λ_top·mean_B huber(b̃ − ã) + λ_far·mean_F huber(relu(b̃ + τ))
     + λ_z·huber(relu(lse b̃ − lse ã)) + λ_under·huber(relu(lse ã − lse b̃))` with `B = {ã ≥ −τ}`, `F = {ã < −τ_far}`.
-    The last term is ours: the paper punishes only overestimated mass; 0 switches it off. The paper's temperature is 1.
+    The last term is ours: the paper punishes only overestimated mass; 0 switches it off. The values of its temperature,
+    thresholds, weights and Huber's δ are lost in its text: 1, and the constants here, are ours.
     """
 
     under_weight: float = 0.2
     BAND: ClassVar[float] = 3.0
-    """τ [nats]. The terms are the paper's; it does not give their thresholds and weights: these are ours."""
+    """τ [nats]."""
     FAR: ClassVar[float] = 6.0
     """τ_far [nats]."""
     TOP_WEIGHT: ClassVar[float] = 0.1

@@ -1,4 +1,4 @@
-"""The query model of a router: from a query to a distribution over buckets of keys (Saap §4.2)."""
+"""The query model of a router: from a query to a distribution over buckets of keys (Saap §4)."""
 
 from __future__ import annotations
 

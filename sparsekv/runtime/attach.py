@@ -25,6 +25,7 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.cost import bytes_share
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
@@ -161,7 +162,8 @@ class Attachment:
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
-        """Run the prompt densely, in chunks of `chunk_size` tokens, and return its cache; the last token included."""
+        """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
+        densely, but by a selector that reads prompts sparsely (`Selector.chunk`)."""
         cache = self.cache() if cache is None else cache
         with self._seat.lock:
             return self._prefill(input_ids, attention_mask, chunk_size, cache)
@@ -425,6 +427,8 @@ class Attachment:
             return dense()
         if not decoding:
             layer.remember_queries(query, key.shape[2])
+            if self.decoding.selector.chunk and index not in self.decoding.dense_layers and softcap is None:
+                return self._prefill_sparsely(module, cache, query, key, value, mask, scale)
             return dense()
         if index in self.decoding.dense_layers or softcap is not None or self.decoding.is_short(key):
             self.counters.dense(index, count)
@@ -436,6 +440,16 @@ class Attachment:
             if self.compares:
                 self.counters.compare(index, out, dense())
         return WithoutGradient.apply(query, out) if query.requires_grad else out
+
+    def _prefill_sparsely(self, module: Any, cache: SparseCache, query: Tensor, key: Tensor, value: Tensor,
+                          mask: Tensor | None, scale: float) -> Tensor:
+        """A prompt, or a part of one, by a selector that reads prompts in chunks."""
+        index, device = module.layer_idx, query.device
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2],
+                                         self.decoding.sink_size, self.decoding.window_size)
+        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
+                         cache.rope.get(getattr(module, "layer_type", None)))
+        return prefill_chunks(view, query, self.decoding.selector_of(index, device), self.decoding.window_size)
 
     def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
                scale: float, past: int) -> LayerState:

@@ -301,7 +301,8 @@ class Draws(LightningDataModule):
         count = min(self.size, self.steps - first)
         if count <= 0:  # resumed from the checkpoint of the last step
             return DataLoader([], batch_size=None)  # type: ignore[arg-type]
-        rate = torch.tensor([cosine_factor(s, self.steps) for s in range(first, first + count)])
+        rate = torch.tensor([1.0 if self.task.constant_rate else cosine_factor(s, self.steps)
+                             for s in range(first, first + count)])
         return DataLoader([{**self.task.draws(first, count), "rate": rate}], batch_size=None)  # type: ignore[arg-type]
 
     def val_dataloader(self) -> DataLoader[Any]:

@@ -42,8 +42,9 @@ WATCHED_WINDOWS, WATCHED_REQUESTS = 2, 2
 class RouterRecipe:
     """How a router is trained. The defaults are what README's tables report: no query model. long_range: a query model
     trains on queries whose best key is further away than this [tokens], where a window has enough of them; one_window:
-    all queries of a step are of one window. sketch_bytes, sketch_wide: a quarter of the head dimension and an eighth of
-    that where they are None."""
+    all queries of a step are of one window. sink_size, window_size: what a query model leaves to exact attention, and
+    the artifact says [tokens]; the capture's where they are None. constant_rate: no warm-up and no decay. sketch_bytes,
+    sketch_wide: a quarter of the head dimension and an eighth of that where they are None."""
 
     num_buckets: int = 1024
     scores: str = "mean_key"
@@ -54,13 +55,17 @@ class RouterRecipe:
     lr: float = 2e-3
     long_range: int = 0
     one_window: bool = False
+    sink_size: int | None = None
+    window_size: int | None = None
+    constant_rate: bool = False
     sketch_bytes: int | None = None
     sketch_wide: int | None = None
 
 
 RECIPES = {DEFAULT: RouterRecipe(),
            "saap": RouterRecipe(scores="mlp", key_space="pre", max_steps=40_000, batch_size=1000, lr=1e-5,
-                                long_range=1024, one_window=True, sketch_bytes=0)}
+                                long_range=1024, one_window=True, sink_size=1, window_size=2047, constant_rate=True,
+                                sketch_bytes=0)}
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,11 @@ class RouterConfig(TrainingOptions):
     batch_size: int | None = recipe_option(RECIPES, "batch_size", group="Training", min=2,
                                            help="Queries per query head and step [queries].")
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
-                                     help="Peak learning rate (Adam, warm-up, cosine to zero).")
+                                     help="Peak learning rate (Adam, warm-up, cosine to zero; saap: constant).")
+    sink_size: int | None = option(None, min=0, group="Training", help="First tokens that are always read [tokens]. "
+                                   "[default: the capture's; saap: 1]")
+    window_size: int | None = option(None, min=0, group="Training", help="Last tokens that are always read [tokens]. "
+                                     "[default: the capture's; saap: 2047]")
     sketch_bytes: int | None = option(None, min=0, help="Bytes of a key's sketch, 0 for none [bytes]. [default: a "
                                                         "quarter of the head dimension; saap: 0]")
     sketch_wide: int | None = option(None, min=0, group="Training", help="Channels of a sketch that have 8 bits; the "
@@ -120,7 +129,12 @@ def train_router(config: RouterConfig) -> RouterArtifact:
         raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
                             "head; use fewer buckets or a larger capture")
     width, wide = code_size(recipe.sketch_bytes, recipe.sketch_wide, store.head_dim)
-    recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide)
+    sink, window = (store.config[n] if getattr(recipe, n) is None else getattr(recipe, n)
+                    for n in ("sink_size", "window_size"))
+    if store.context_length <= sink + window:
+        raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
+                            f"local window of {window}; capture longer contexts, or give a smaller --window-size")
+    recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide, sink_size=sink, window_size=window)
     if width:
         check_sketch(width, wide, store.head_dim)
     with Run("router", config, recipe, store) as run:
@@ -132,11 +146,12 @@ def _train(
     code: tuple[int, int],
 ) -> RouterArtifact:
     width, wide = code
+    sizes: dict[str, Any] = {"sink_size": recipe.sink_size, "window_size": recipe.window_size}
     for index, parts in enumerate(run.groups):
         if run.finished(parts):
             continue
         name = "" if len(run.groups) == 1 else f" {index + 1}/{len(run.groups)}"
-        pool = load_pool(store, parts, train, device=run.device, values=False)
+        pool = replace(load_pool(store, parts, train, device=run.device, values=False), **sizes)
         run.start()
         saved = run.saved(f"kmeans-{parts[0].name}")
         if saved is None:
@@ -144,7 +159,7 @@ def _train(
             run.save(f"kmeans-{parts[0].name}", saved)
         layer = RouterLayer(saved["centroids"].to(run.device), None, recipe.key_space, recipe.scores,
                             closed_form(pool, width, wide) if width else None, width)
-        validating = load_pool(store, parts, validation, device=run.device)
+        validating = replace(load_pool(store, parts, validation, device=run.device), **sizes)
         if recipe.scores == "mlp":
             task = RouterTask(recipe, pool, validating, layer.centroids, parts, config.seed, name)
             run.fit(task, index, "router", f"train router{name}", recipe.max_steps, recipe.lr)
@@ -167,8 +182,7 @@ def _train(
         made.append(RouterArtifact(
             RouterArtifactConfig(
                 model=store.model, layers=store.layers, num_buckets=recipe.num_buckets, key_space=recipe.key_space,
-                scores=recipe.scores, sink_size=store.config["sink_size"], window_size=store.config["window_size"],
-                sketch_bytes=width, sketch_wide=wide,
+                scores=recipe.scores, **sizes, sketch_bytes=width, sketch_wide=wide,
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=_card(card)),
             tensors["centroids"], weights, run.out, sketch=sketch))
         made[0].save(run.out)
@@ -195,6 +209,7 @@ class RouterTask(Task):
                  seed: int, name: str = ""):
         super().__init__()
         self.seed, self.batch, self.one_window = seed, recipe.batch_size, recipe.one_window
+        self.constant_rate = recipe.constant_rate
         self.documents, self.heads_q, self.per_document = pool.queries.shape[:3]
         self.heads_kv, self.group = pool.heads_kv, pool.group
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]

@@ -21,6 +21,9 @@ class Task(nn.Module):
     muon = False
     """Whether matrices take Muon's steps; vectors take Adam's."""
 
+    constant_rate = False
+    """Whether the learning rate neither warms up nor decays."""
+
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Random choices of the steps `first..first + count`, on the CPU, the step as first dimension. They depend on
         nothing but the seed and the step."""

@@ -141,6 +141,21 @@ def test_texts_are_continued_and_needles_found_as_without_an_evaluator(tmp_path,
     assert not [r for r in rows if r[0].startswith("ruler")]
 
 
+def test_a_method_that_reads_prompts_in_chunks_prefills_them_itself(tmp_path, tokenizer) -> None:
+    (method,) = parse_methods(["token_select:prefill_chunk=24:theta=2"], [0.1])
+    run(tmp_path, tokenizer, [method])
+    answers = {(c["case"], i): a for c in collect(tmp_path) for i, a in zip(c["indices"], c["answers"], strict=True)}
+    model = make_model()
+    for r in requests():
+        ids = torch.tensor(tokenizer(r.prompt)["input_ids"])[None]
+        with attach(model, selector="token_select", token_budget=0.1, prefill_chunk=24, theta=2.0, dense_below=0,
+                    sink_size=4, window_size=16) as attachment:
+            cache = attachment.prefill(ids[:, :-1])
+            alone = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache, max_new_tokens=6)
+        text = tokenizer.decode(alone[0, 1:], skip_special_tokens=True)
+        assert text.startswith(answers[r.case, r.index][:5]) and answers[r.case, r.index][:5], r.case
+
+
 def test_infeasible_cells_are_dashes(tmp_path, tokenizer) -> None:
     # anchors 4 + 16 + 1, φ cache 12·(16 + 2)/32 = 6.75 tokens: 0.22 of 89 pays for neither, of 119 for the anchors
     methods = parse_methods(["full", "topk", "topk+phi"], [0.2, 0.25, 0.5])

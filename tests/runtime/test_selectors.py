@@ -102,7 +102,7 @@ def test_topk_layer_budgets_have_the_same_total():
         for layer in range(4):
             _, _, _, s = run("topk", {"layer_idx": layer}, token_budget=20, layer_budgets=kind)
             found.append(len(chosen(s, 0, 0)))
-    assert sizes == {"uniform": [20] * 4, "linear": [30, 23, 17, 10]} and sum(sizes["linear"]) == 80
+    assert sizes == {"uniform": [20] * 4, "linear": [10, 17, 23, 30]} and sum(sizes["linear"]) == 80
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [
@@ -283,13 +283,16 @@ def test_buckets_that_a_query_model_scores_do_not_restart():
 @pytest.mark.parametrize("how", ["soft", "hard", "topk"])
 @pytest.mark.parametrize("case", CASES)
 def test_token_select_votes(case, how):
-    _, step, queries, got = run("token_select", case, token_budget=7, vote=how, theta=2.0)
+    _, step, queries, got = run("token_select", case, token_budget=7, vote=how, theta=2.0, scaled=True)
+    _, _, _, printed = run("token_select", case, token_budget=7, vote=how, theta=2.0)
     # the mean query of a chunk selects for all of it
     mean = replace(queries, rot=queries.rot.mean(2, keepdim=True))
     for row, b, _ in each(step, queries):
         heads = [scores(step, mean, b, h, 0) for h in range(step.num_query_heads)]
         if how == "soft":
             total = added([softmax(s) for s in heads])
+            unscaled = added([softmax({i: x / step.scale for i, x in s.items()}) for s in heads])
+            assert chosen(printed, row, 0) == best(unscaled, 7)
         elif how == "topk":
             total = added(heads)
         else:
@@ -324,8 +327,9 @@ def test_contiguous_positions_are_the_keys_moved_together():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_quest(case):
-    _, step, queries, got = run("quest", case, token_budget=32)
+@pytest.mark.parametrize("k", [9, 32, 39])
+def test_quest(case, k):
+    _, step, queries, got = run("quest", case, token_budget=k)
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):
             pages: dict[int, list[int]] = {}
@@ -336,9 +340,9 @@ def test_quest(case):
                 low, high = step.keys[b, h, tokens].amin(0), step.keys[b, h, tokens].amax(0)
                 bounds[page] = max(float(torch.maximum(queries.rot[b, g, t] * low, queries.rot[b, g, t] * high).sum())
                                    for g in group_of(step, h))
-            budget = min(32, len(mid(step, b)))
-            count = len(pages) if budget == len(mid(step, b)) else max(budget // 16, 1)
-            assert chosen(got, row, h) == {i for page in best(bounds, count) for i in pages[page]}
+            order = [page * 16 + i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in range(16)]
+            read = order if k >= len(mid(step, b)) else order[:k]
+            assert chosen(got, row, h) == set(read) & set(mid(step, b))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -403,7 +407,7 @@ class LiteralLFPS:
             q = view.recent_queries[b, h, -rows + u]
             seen = {i: float(q @ view.keys[b, h // view.group, i] * view.scale) for i in mid(view, b) if i <= t}
             for i, a in (softmax(seen) if seen else {}).items():
-                weight = (1 - gamma) * gamma ** (rows - 1 - u) * a
+                weight = (1 - gamma) * gamma ** (rows - 1 - u) * a / 2
                 self.v[i] = self.v.get(i, 0.0) + weight
                 self.s[t - i] = self.s.get(t - i, 0.0) + weight
 
@@ -412,7 +416,7 @@ class LiteralLFPS:
         x = np.array(list(table.values()) + [0.0] * (count - len(table)))
         mean, variance = x.mean(), x.var()
         kurtosis = ((x - mean) ** 4).mean() / variance**2
-        return mean, mean + alpha * variance**0.5 * kurtosis**0.5
+        return mean, mean + alpha * 2.2 * variance**0.5 * (count / kurtosis)**0.5
 
     def step(self, view, queries, b: int, h: int, k: int, alpha: float) -> set[int]:
         t = view.length - 1

@@ -90,6 +90,8 @@ def test_defaults_are_the_recipe_and_presets_the_papers(store) -> None:
     assert chosen(phi, PHIS) == PhiRecipe()
     saap = chosen(RouterConfig("c", "o", preset="saap", num_buckets=64, scores="mean_key"), ROUTERS)
     assert (saap.num_buckets, saap.scores, saap.key_space, saap.long_range) == (64, "mean_key", "pre", 1024)
+    assert (saap.sink_size, saap.window_size, saap.constant_rate, saap.one_window) == (1, 2047, True, True)
+    assert (saap.hidden_size, saap.max_steps, saap.batch_size, saap.lr) == (1024, 40_000, 1000, 1e-5)
     paper = chosen(PhiConfig("c", "o", preset="completion", centred=True), PHIS)
     assert paper.centred and not (paper.calibrate or paper.output_weight or paper.under_weight)
     with pytest.raises(SparseKVError, match="unknown preset 'x': expected one of default, saap"):
@@ -101,8 +103,11 @@ def test_presets_train(store, tmp_path, preset: str) -> None:
     common = {"capture": str(store.path), "output": str(tmp_path / "a"), "preset": preset, "max_steps": 3,
               "batch_size": 8}
     if preset == "saap":
-        made = train_router(RouterConfig(**common, num_buckets=12, hidden_size=24))
+        with pytest.raises(SparseKVError, match="sink of 1 and a local window of 2047"):
+            train_router(RouterConfig(**common, num_buckets=12, hidden_size=24))
+        made = train_router(RouterConfig(**common, num_buckets=12, hidden_size=24, window_size=20))
         assert made.config.key_space == "pre" and made.weights is not None and made.sketch is None
+        assert (made.config.sink_size, made.config.window_size) == (1, 20)
     else:
         phi = train_phi(PhiConfig(**common, width=16))
         assert not (phi.config.centred or phi.config.capped)

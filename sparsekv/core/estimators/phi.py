@@ -143,6 +143,10 @@ class PhiEstimator(Estimator):
     def cost_tokens(self, view: LayerView) -> float:
         return phi_tokens(self.state.m.shape[-1], view.keys.shape[-1], moments=self.layer.capped)
 
+    def feature_tokens(self, view: LayerView) -> float:
+        """The features of a key: `r/(2d)`, none where they are made from the key."""
+        return 0.0 if self.state.features is None else self.state.features.shape[-1] / (2 * view.keys.shape[-1])
+
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """The cache, and the features of the tokens that are read. The maps themselves, the same for all rows, are not
         counted, as the model's weights are not."""

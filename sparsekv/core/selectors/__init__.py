@@ -14,11 +14,12 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.selectors.snapkv import SnapKV
 from sparsekv.core.selectors.streaming import Streaming
+from sparsekv.core.selectors.streaming_llm import StreamingLLM
 from sparsekv.core.selectors.token_select import TokenSelect
 from sparsekv.core.selectors.topk import TopK
 
 SELECTORS: dict[str, type[Selector]] = {cls.name: cls for cls in (
-    Dense, Streaming, Random, TopK, FaissTopK, Router, SketchRouter, TokenSelect, LFPS, Quest, MagicPIG, SnapKV,
-    PyramidKV)}
+    Dense, Streaming, StreamingLLM, Random, TopK, FaissTopK, Router, SketchRouter, TokenSelect, LFPS, Quest, MagicPIG,
+    SnapKV, PyramidKV)}
 
 __all__ = ["SELECTORS", "Selector"]

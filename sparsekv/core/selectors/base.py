@@ -67,13 +67,23 @@ class Selector:
         """Whether the keys that are read get contiguous positions (length extrapolation)."""
         return False
 
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that are read sparsely together, by what `choose` lists; 0: prompts are read densely."""
+        return 0
+
+    def choose(self, view: LayerView, q: Tensor) -> Tensor:
+        """The mid tokens that a chunk of the prompt reads, `[B, 1, K]` padded with -1: q `[B, Hq, 1, d]`, the chunk's
+        mean query. Only asked where `chunk` is not 0."""
+        raise NotImplementedError
+
     def prepare(self, view: LayerView) -> None:
         """Called before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
         `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
         no device. Raises SparseKVError."""
         self.validate()
         tokens = tokens_of_budget(self.token_budget, view.regions, accounting=self.accounting,
-                                  completion_tokens=view.completion_tokens)
+                                  completion_tokens=view.completion_tokens, feature_tokens=view.feature_tokens)
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
         self.widest = int(self.budget.max()) if self.budget.numel() else 0
 

@@ -17,6 +17,7 @@ from sparsekv.core.selectors.lfps_table import ScoreTable
 from sparsekv.kernels import gather_rows
 
 NEG_INF = float("-inf")
+TINY = 1e-30
 RECENT = 5
 GAMMA = 0.95
 """Decay of the score tables per step (the paper's)."""
@@ -33,10 +34,12 @@ class LFPS(Selector):
     A step: (1) heads whose sink takes more than `ETA` of the attention are not searched, the mean key and value stand
     for the rest; (2) candidates `V[i] > thr_V or S[t − i] > thr_S`; (3) their neighbours at −1, 0, 1, 2 whose scores
     are above a table's mean; (4) exact scores of the candidates, the best `token_budget` are read, and both tables
-    learn: `V ← γV + (1 − γ)·a/2`.
+    learn: `V ← γV + (1 − γ)·a/2`. They begin as what that would have made of the prompt's last rows.
     The heads of a group share one list unless `per_query_head`; a shared list is searched unless all its heads bypass.
-    The formula of the thresholds is lost in the paper's text. Ours is `mean + α·std·√kurtosis`, and `std·√kurtosis` is
-    the height of a table's peaks (exactly so for equal peaks over nothing), so that α means a share of that height.
+    The formula of the thresholds (equation 8) is lost in the paper's text, which says that they rise with α and that a
+    higher kurtosis brings more candidates. Ours is in `ScoreTable.threshold`.
+    In the paper α alone decides how much is read. With `fills` the thresholds fall where fewer than `token_budget`
+    tokens pass, to compare with others at one budget (ours).
     """
 
     name: ClassVar[str] = "lfps"
@@ -46,13 +49,15 @@ class LFPS(Selector):
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)
     per_query_head: bool = option(False, help="Every query head has its own candidates and list, as in the paper; "
                                               "otherwise the heads of a group share one and token_budget counts it.")
+    fills: bool = option(False, help="Lower the thresholds until token_budget is used, where alpha would read less.")
+
     def build(self, view: LayerView) -> None:
         batch, length = view.keys.shape[0], view.length
         rows = batch * view.num_query_heads
         missing = view.regions.starts.repeat_interleave(view.num_query_heads)
         self.vertical = ScoreTable(rows, length, view.keys.device, missing=missing)
         self.slash = ScoreTable(rows, length, view.keys.device, backwards=True, missing=missing)
-        self.scored, self.steps = 0.0, 0
+        self.scored, self.skipped, self.steps = 0.0, 0.0, 0
         self.variance_ratio: Tensor = self._fill(view)
         self.mean_key: Tensor
         self.mean_value: Tensor
@@ -109,6 +114,7 @@ class LFPS(Selector):
         tokens, scores = self._best(view, q, lists, row, token)
         self._learn(tokens, scores, t, ~bypass.flatten())
         self.steps += 1
+        self.skipped += float(bypass.float().mean())
         skipped = bypass.view(batch, lists, -1).all(-1, keepdim=True).expand(-1, -1, q.shape[1] // lists)
         return tokens, value, rest.masked_fill(~skipped.reshape(rest.shape), NEG_INF)
 
@@ -118,7 +124,10 @@ class LFPS(Selector):
         low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
         v, s = self.vertical.window(low, high, t), self.slash.window(low, high, t)
         group = view.num_query_heads // lists
-        found = (v > self.vertical.threshold(self.alpha)).logical_or_(s > self.slash.threshold(self.alpha))
+        cut_v, cut_s = self.vertical.threshold(self.alpha), self.slash.threshold(self.alpha)
+        found = (v > cut_v).logical_or_(s > cut_s)
+        if self.fills and self.widest:
+            found |= self._highest(view, torch.maximum(v / cut_v.clamp(min=TINY), s / cut_s.clamp(min=TINY)), low, high)
         if bool(bypass.any()):
             found &= ~bypass.reshape(-1, 1)
         found = found.view(found.shape[0] // group, group, high - low)
@@ -134,7 +143,15 @@ class LFPS(Selector):
         above = (v[place, column[:, None]] > self.vertical.mean[place, 0]) | (
             s[place, column[:, None]] > self.slash.mean[place, 0])
         keep = above.any(1)
+        if self.fills:
+            keep |= found[row, column]
         return row[keep], column[keep] + low
+
+    def _highest(self, view: LayerView, height: Tensor, low: int, high: int) -> Tensor:
+        """Where the `widest` largest of every query head's row are, `[B·Hq, high − low]`."""
+        inside = view.regions.mid_mask(low, high).repeat_interleave(view.num_query_heads, dim=0)
+        best = height.masked_fill(~inside, -1.0).topk(min(self.widest, high - low), dim=-1).indices
+        return torch.zeros_like(inside).scatter_(1, best, True) & inside
 
     def _best(
         self, view: LayerView, q: Tensor, lists: int, row: Tensor, token: Tensor,
@@ -189,7 +206,7 @@ class LFPS(Selector):
         return share > ETA, self.mean_value.repeat_interleave(group, dim=1), rest
 
     def _fill(self, view: LayerView) -> Tensor:
-        """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}`, `S[t_u − i]` likewise.
+        """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}/2`, `S[t_u − i]` likewise.
         Returns the variance of the last row's scores over its squared norm, `[B, Hq]`."""
         assert view.recent_queries is not None
         recent = view.recent_queries[:, :, -OBSERVED:].float()
@@ -199,7 +216,7 @@ class LFPS(Selector):
         last = torch.arange(end - width, end, device=recent.device)
         seen = torch.arange(low, high, device=recent.device) <= last[:, None]
         seen = seen & view.regions.mid_mask(low, high)[:, None]  # [B, w, M]
-        decay = (1 - GAMMA) * GAMMA ** (end - 1 - last)
+        decay = (1 - GAMMA) / 2 * GAMMA ** (end - 1 - last)
         ratio = torch.zeros(batch, heads, device=recent.device)
         for head in range(heads):
             keys = view.keys[:, head // view.group, low:high].float()
@@ -228,4 +245,6 @@ class LFPS(Selector):
 
     def statistics(self) -> dict[str, float]:
         """Share of the cache's keys that were scored, and of heads not searched."""
-        return {"keys_scored": self.scored / self.steps} if self.steps else {}
+        if not self.steps:
+            return {}
+        return {"keys_scored": self.scored / self.steps, "heads_bypassed": self.skipped / self.steps}

@@ -9,6 +9,8 @@ from torch import Tensor
 
 ROOM = 1024
 SMALLEST = 1e-12
+SLOPE = 2.2
+"""Ours. With it α = 0.3 has 3 to 6 % of the keys scored at 4096 tokens, a list a head or a group; the paper 4.8 %."""
 
 
 class ScoreTable:
@@ -91,11 +93,15 @@ class ScoreTable:
         return (self.sums[0] / (self.length - self.missing)).float()
 
     def threshold(self, alpha: float) -> Tensor:
-        """`mean + α·std·√kurtosis`, `[rows, 1]`, in the stored unit."""
+        """`mean + α·SLOPE·std·√(n/kurtosis)`, `[rows, 1]`, in the stored unit.
+
+        `n/kurtosis` counts peaks: a table of p equal ones over nothing has p. Few peaks lower the threshold and many
+        raise it; a table without any has none above it (LFPS §4.2; the formula itself is lost in its text)."""
         m1, m2, m3, m4 = self.sums / (self.length - self.missing)
         variance = (m2 - m1 ** 2).clamp(min=0)
         fourth = (m4 - 4 * m1 * m3 + 6 * m1 ** 2 * m2 - 3 * m1 ** 4).clamp(min=0)
-        return (m1 + alpha * (fourth / variance.clamp(min=1e-300)).sqrt()).float()
+        count = self.length - self.missing
+        return (m1 + alpha * SLOPE * (count * variance**3 / fourth.clamp(min=1e-300)).sqrt()).float()
 
     def clone(self) -> ScoreTable:
         other = copy.copy(self)

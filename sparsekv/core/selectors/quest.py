@@ -19,9 +19,9 @@ INF = float("inf")
 
 @dataclass(eq=False)
 class Quest(Selector):
-    """Reads whole pages with the largest upper bound `Σ_c max(q_c·min_c, q_c·max_c)` of their scores (Tang et al. 2024,
-    §3.2). The heads of a group share pages by their largest bound; `token_budget` is rounded down to pages, at least
-    one; the whole mid region is all pages."""
+    """Reads pages with the largest upper bound `Σ_c max(q_c·min_c, q_c·max_c)` of their scores (Tang et al. 2024,
+    §3.2). The heads of a group share pages by their largest bound. Of the last page that `token_budget` pays for only
+    as much is read as it pays; the whole mid region is all pages."""
 
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"
@@ -29,6 +29,10 @@ class Quest(Selector):
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)
+    dense_first: int = option(0, help="First layers that keep full attention; the paper's two are 2 [layers].", min=0)
+
+    def serves(self, layer_idx: int) -> bool:
+        return layer_idx >= self.dense_first
 
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
@@ -68,9 +72,13 @@ class Quest(Selector):
         q = queries.rot.to(self.low.dtype).reshape(batch, heads_kv, group * count, dim)
         bound = q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT
         bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~self.used[:, :, None], -INF)
-        wanted = torch.where(self.budget >= view.regions.mid_sizes, pages, (self.budget // size).clamp(min=1))
-        chosen = top_tokens(bound, wanted, pages if self.reads_all else max(1, self.widest // size))
+        everything = self.budget >= view.regions.mid_sizes
+        wanted = torch.where(everything, pages, -(-self.budget // size))
+        chosen = top_tokens(bound, wanted, pages if self.reads_all else -(-self.widest // size), ordered=True)
         tokens = chosen[..., None] * size + torch.arange(size, device=q.device)
         tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(-2)
+        paid = torch.where(everything, tokens.shape[-1], self.budget)
+        place = torch.arange(tokens.shape[-1], device=q.device)
+        tokens = torch.where(place < queries.per_query(paid)[:, None, None], tokens, -1)
         first, last = (queries.per_query(x)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_last))
         return Selection(tokens=torch.where((tokens >= first) & (tokens < last), tokens, -1))

@@ -19,7 +19,7 @@ class Random(Selector):
     random buckets)."""
 
     name: ClassVar[str] = "random"
-    source: ClassVar[str] = "baseline; Saap §5 (random buckets)"
+    source: ClassVar[str] = "baseline; Saap, appendix B (random selection)"
 
     seed: int = option(0, help="Seed of the sample.")
 

@@ -13,10 +13,11 @@ from sparsekv.core.selectors.base import Selector
 
 @dataclass(eq=False)
 class Streaming(Selector):
-    """Reads no mid token: the anchors alone (StreamingLLM, Xiao et al. 2023; Saap's ℓ = 0)."""
+    """Reads no mid token: the anchors alone (Saap's ℓ = 0, the completion paper's sink + tail). StreamingLLM with a
+    budget of its own is `streaming_llm`."""
 
     name: ClassVar[str] = "streaming"
-    source: ClassVar[str] = "StreamingLLM (Xiao et al. 2023)"
+    source: ClassVar[str] = "baseline: sink and local window"
     replayable: ClassVar[bool] = True
     spends_budget: ClassVar[bool] = False
 

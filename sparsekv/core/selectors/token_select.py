@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,10 +19,10 @@ VOTES = ("soft", "hard", "topk")
 
 
 def vote(scores: Tensor, k: Tensor, widest: int, how: str) -> Tensor:
-    """One score a token from all heads (TokenSelect §4.1): `[B, H, T, N] -> [B, 1, T, N]`, -inf where not allowed.
+    """One score a token from all heads (TokenSelect §5.1): `[B, H, T, N] -> [B, 1, T, N]`, -inf where not allowed.
 
-    `soft` sums the heads' softmax, `hard` counts the heads that have the token in their own top-k, `topk` sums raw
-    scores.
+    `soft` sums the heads' softmax (equation 10), `hard` counts the heads that have the token in their own top-k
+    (equation 9), `topk` sums raw scores (equation 8).
     """
     outside = torch.isneginf(scores[:, :1])
     if how == "soft":
@@ -40,12 +40,22 @@ def vote(scores: Tensor, k: Tensor, widest: int, how: str) -> Tensor:
 
 @dataclass(eq=False)
 class TokenSelect(Selector):
-    """Head soft vote over per-token scores, with a selection cache (TokenSelect §4.1, algorithm 1). In a chunk of
-    several tokens the mean query of the chunk selects for all of them (§4.2). With `extrapolate` the keys that are read
-    get contiguous positions, so that no distance exceeds what was read (length extrapolation)."""
+    """Head soft vote over per-token scores, with a selection cache (TokenSelect §5.1, algorithm 1). In a chunk of
+    several tokens the mean query of the chunk selects for all of them (§5.2). With `prefill_chunk` the prompt is read
+    that way, too: every chunk attends to itself, the sink, the local window before it and what its mean query selects
+    (`core/prefill.py`). With `extrapolate` the keys that are read get contiguous positions, so that no distance exceeds
+    what was read (length extrapolation).
+
+    `PUBLISHED` are the paper's own settings (§6.1), as arguments of `attach`; θ is given in no text, 0.9 is ours.
+    Equation 10 is printed without the `1/√d` of equation 4, which changes nothing in equations 8 and 9 but does here:
+    `scaled` has both, as printed unless told otherwise.
+    """
+
+    PUBLISHED: ClassVar[dict[str, int]] = {"token_budget": 2048, "sink_size": 128, "window_size": 512,
+                                           "prefill_chunk": 512}
 
     name: ClassVar[str] = "token_select"
-    source: ClassVar[str] = "TokenSelect §4"
+    source: ClassVar[str] = "TokenSelect §5"
     scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("cached_query", "cached_tokens")
 
@@ -53,6 +63,10 @@ class TokenSelect(Selector):
                                     "of raw scores).")
     theta: float = option(0.9, help="Cosine similarity with the cached query from which its selection is reused; above "
                                     "1 never [cosine].")
+    scaled: bool = option(False, help="The soft vote's softmax is of q·k/√d, as attention's, and not of q·k, as the "
+                                      "paper prints it.")
+    prefill_chunk: int = option(0, help="Tokens of a prompt that select together, by their mean query; 0 reads prompts "
+                                        "densely [tokens].", min=0)
     extrapolate: bool = option(False, help="Give the keys that are read contiguous positions (length extrapolation).")
 
     def validate(self) -> None:
@@ -63,6 +77,10 @@ class TokenSelect(Selector):
     @property
     def contiguous(self) -> bool:
         return self.extrapolate
+
+    @property
+    def chunk(self) -> int:
+        return self.prefill_chunk
 
     def build(self, view: LayerView) -> None:
         self.cached_query: Tensor | None = None
@@ -87,27 +105,22 @@ class TokenSelect(Selector):
                 self.hits += 1
                 tokens = self.cached_tokens
         if tokens is None:
-            tokens = self._choose(view, q)
+            tokens = self.choose(view, q)
             if reuse is not None and self.cached_tokens is not None and self.cached_tokens.shape == tokens.shape:
                 tokens = torch.where(reuse[:, None, None], self.cached_tokens, tokens)
                 flat = torch.where(reuse[:, None], self.cached_query, flat)  # type: ignore[arg-type]
             self.cached_query, self.cached_tokens = flat, tokens
         return Selection(tokens=queries.per_query(tokens))
 
-    def _choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """List shared by all heads, `[B, 1, K]`: q `[B, Hq, 1, d]`."""
-        if self.vote == "soft" and not self.extrapolate:
+    def choose(self, view: LayerView, q: Tensor) -> Tensor:
+        """With `extrapolate` queries have RoPE removed."""
+        keys = view.keys_pre(0, view.length) if self.extrapolate else view.keys
+        if self.vote == "soft":
             first, last = view.regions.mid_first, view.regions.mid_last
-            votes = mask_mid(view, paged_scores(q[:, :, 0], view.keys, first, last, scale=view.scale)[:, :, None])
-        elif self.extrapolate:
-            keys = view.keys_pre(0, view.length)
-            grouped = q.reshape(q.shape[0], view.num_kv_heads, -1, q.shape[-1])
-            scores = mask_mid(view, (grouped.float() @ keys.float().mT) * view.scale)
-            votes = vote(scores.reshape(q.shape[0], q.shape[1], q.shape[2], -1), self.budget, self.widest, self.vote)
-        else:
-            scores = group_scores(view, q).transpose(2, 3).flatten(1, 2)
-            votes = vote(scores, self.budget, self.widest, self.vote)
-        return top_tokens(votes, self.budget, self.widest)
+            votes = paged_scores(q[:, :, 0], keys, first, last, scale=view.scale if self.scaled else 1.0)
+            return top_tokens(mask_mid(view, votes[:, :, None]), self.budget, self.widest)
+        scores = group_scores(replace(view, keys=keys), q).transpose(2, 3).flatten(1, 2)
+        return top_tokens(vote(scores, self.budget, self.widest, self.vote), self.budget, self.widest)
 
     def statistics(self) -> dict[str, float]:
         """Share of steps that reused the cached selection."""

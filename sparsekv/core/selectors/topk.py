@@ -35,11 +35,11 @@ def mask_mid(view: LayerView, scores: Tensor) -> Tensor:
     return scores.masked_fill_(~view.regions.mid_mask(0, scores.shape[-1])[:, None, None], float("-inf"))
 
 
-def top_tokens(scores: Tensor, k: Tensor, widest: int) -> Tensor:
+def top_tokens(scores: Tensor, k: Tensor, widest: int, *, ordered: bool = False) -> Tensor:
     """The `k[b]` best of every list, padded with -1: scores `[B, H, T, N]`, k `[B]`, widest = the largest k
-    -> `[B·T, H, widest]` int64. Entries of -inf are never chosen."""
+    -> `[B·T, H, widest]` int64, the best first if `ordered`. Entries of -inf are never chosen."""
     widest = min(widest, scores.shape[-1])
-    values, tokens = scores.topk(widest, dim=-1, sorted=k.numel() > 1)
+    values, tokens = scores.topk(widest, dim=-1, sorted=ordered or k.numel() > 1)
     inside = torch.arange(widest, device=k.device) < k[:, None] if k.numel() > 1 else k.new_ones(1, widest).bool()
     tokens = torch.where(inside[:, None, None] & ~torch.isneginf(values), tokens, -1)
     return tokens.transpose(1, 2).flatten(0, 1)
@@ -63,8 +63,8 @@ class TopK(Selector):
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
                                               "share one list and token_budget counts that list.")
     layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, or linear in depth, "
-                                                "of equal total: 1.5 times the budget in the first layer, half in the "
-                                                "last.")
+                                                "of equal total: half the budget in the first layer, 1.5 times it in "
+                                                "the last.")
 
     def validate(self) -> None:
         super().validate()
@@ -76,7 +76,7 @@ class TopK(Selector):
         if self.layer_budgets == "uniform":
             return tokens
         depth = view.layer_idx / max(view.num_layers - 1, 1)
-        return torch.round(tokens * (1.5 - depth)).long()
+        return torch.round(tokens * (0.5 + depth)).long()
 
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         return key_bytes(view)
