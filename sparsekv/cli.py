@@ -64,6 +64,9 @@ COMMANDS = {
     "eval recommend": Command(
         "The cheapest settings that keep a chosen quality: budgets by layer, completion by head, as a file for attach.",
         "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
+    "push": Command(
+        "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
+        "sparsekv.artifacts.push", "PushConfig", "push_artifact"),
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
         "sparsekv.inspection", "InspectConfig", "inspect_path"),
