@@ -30,7 +30,7 @@ class Rates(NamedTuple):
 
 
 GPU = Rates(2.2e14, 5.6e14, 3.7e13, 4.7e12, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
-            "(docs/results/capture.json); buckets of 8 heads at 128k, and 211 steps a second of the maps of an 8B-shaped "
+            "(docs/results/capture.json); buckets of 8 heads at 128k, 211 steps a second of the maps of an 8B-shaped "
             "layer (docs/training.md)")
 CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
                    "(docs/results/capture.json); buckets and maps of its shape on one thread (docs/train.md)")

@@ -53,8 +53,8 @@ ON_CPU = Sizes(28, 2048, 128, {"num_buckets": 256},
 class TrainConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.", argument=True,
                         metavar="MODEL")
-    corpus: str = option(help="Text: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, or the "
-                              "name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
+    corpus: str = option(help="The corpus: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, or "
+                              "the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
     output: str = option(help="Folder of the training: capture/, router/, phi/ and README.md.",
                          names=("--output", "-o"))
     documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
@@ -176,13 +176,15 @@ def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]
         raise SparseKVError(f"--layers names layer {layers[-1]}; this model has layers 0 to {count - 1}")
     shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
     sizes = ON_GPU if gpu else ON_CPU
-    plan = kept or _sized(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
+    plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
     work = _work(plan)
     found = estimate(shape, work, GPU if gpu else CPU_THREAD.times(_threads()))
     return plan, _say(config, plan, shape, sizes, found, device)
 
 
-def _sized(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memory: int) -> Plan:
+def planned(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memory: int) -> Plan:
+    """What is asked for, and `sizes` for the rest. longest: context of the model [tokens]; memory: where heads are
+    trained [bytes]."""
     length = config.context_length or min(sizes.context_length, longest)
     queries = min(sizes.queries, length // 2)
     documents = config.documents or sizes.documents or max(
@@ -217,7 +219,7 @@ def _say(config: TrainConfig, plan: Plan, shape: Shape, sizes: Sizes, found: Est
         "memory": f"{_bytes(found.capture_memory)} for the capture, {_bytes(training)} for training; "
                   f"{_bytes(_memory(device != 'cpu'))} on this machine's {'CPU' if device == 'cpu' else 'GPU'}",
         "time": f"{_time(found.seconds)}: capture {_time(found.capture_seconds)}, router "
-                f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}; loading, compiling and quality cards come on top",
+                f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}; loading, compiling, cards come on top",
         "estimated": f"memory and time, from {rates.measured}"}
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 

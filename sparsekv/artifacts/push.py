@@ -22,7 +22,7 @@ METRICS = "metrics.csv"
 class PushConfig:
     artifact: Path = option(help="Folder of an artifact, or of a training with router/ and phi/.", argument=True,
                             metavar="ART")
-    name: str = option(help="Repository on the hub, as user/name; made where there is none.", argument=True,
+    name: str = option(help="Its name on the hub, as user/name; the repository is made where there is none.", argument=True,
                        metavar="USER/NAME")
     private: bool = option(False, help="Make the repository private; an existing public one is refused.")
     revision: str | None = option(None, help="Branch to push to, made where there is none; without it main.")
