@@ -153,9 +153,10 @@ def _artifact_bytes(shape: Shape, work: Work) -> int:
 
 
 def _layer_memory(shape: Shape, work: Work) -> int:
-    """A layer's captured tensors on the device, and what a step of its feature maps holds."""
+    """A layer's captured tensors on the device, and what a step of its feature maps holds: 0.41 GB where the peak of a
+    run on a CPU rose by 0.39 GB a layer (9 query heads of 64, the trainers' defaults)."""
     keys = min(work.keys_per_step, work.length)
     pool = work.documents * (2 * 2 * shape.heads_kv * work.length + 6 * shape.heads_q * work.queries) * shape.dim
     units = shape.heads_q * work.batch_size + 2 * shape.heads_kv * keys
-    step = 4 * (8 * work.width * units + 8 * shape.heads_q * work.batch_size * keys // 2)
+    step = 4 * (10 * work.width * units + 10 * shape.heads_q * work.batch_size * keys // 2)
     return pool + step

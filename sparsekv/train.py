@@ -53,8 +53,8 @@ ON_CPU = Sizes(28, 2048, 128, {"num_buckets": 256},
 class TrainConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.", argument=True,
                         metavar="MODEL")
-    corpus: str = option(help="The corpus: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, or "
-                              "the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
+    corpus: str = option(help="The corpus: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, "
+                              "or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
     output: str = option(help="Folder of the training: capture/, router/, phi/ and README.md.",
                          names=("--output", "-o"))
     documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "

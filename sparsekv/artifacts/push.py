@@ -22,8 +22,8 @@ METRICS = "metrics.csv"
 class PushConfig:
     artifact: Path = option(help="Folder of an artifact, or of a training with router/ and phi/.", argument=True,
                             metavar="ART")
-    name: str = option(help="Its name on the hub, as user/name; the repository is made where there is none.", argument=True,
-                       metavar="USER/NAME")
+    name: str = option(help="Its name on the hub, as user/name; the repository is made where there is none.",
+                       argument=True, metavar="USER/NAME")
     private: bool = option(False, help="Make the repository private; an existing public one is refused.")
     revision: str | None = option(None, help="Branch to push to, made where there is none; without it main.")
     message: str | None = option(None, help="Message of the commit.")

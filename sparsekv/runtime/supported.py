@@ -64,5 +64,5 @@ def load_artifact(artifact: Any, kind: str) -> Any:
         return artifact
     if isinstance(artifact, str | Path):
         return wanted.load(artifact)
-    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__}, the folder of one "
+    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one, "
                         "or its name on the hub, as user/name")

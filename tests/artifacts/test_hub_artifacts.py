@@ -45,6 +45,8 @@ def hub(tmp_path, monkeypatch):
 
     with Hub() as made:
         monkeypatch.setattr(constants, "ENDPOINT", made.url)
+        place = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + place)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
