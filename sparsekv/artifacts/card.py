@@ -32,12 +32,17 @@ def heads_best_dense(kind: str, layers: list[int], quality: dict[str, Any]) -> d
 
 
 LABELS = {"mass_share": "router", "sketch_mass_share": "router and sketches",
-          "oracle_mass_share": "oracle on its buckets", "error": "nothing", "+ phi error": "φ"}
+          "oracle_mass_share": "oracle on its buckets", "error": "nothing else",
+          "+ phi error": "φ for the rest"}
 COLOURS = {"mass_share": "#E69F00", "sketch_mass_share": "#D55E00", "oracle_mass_share": "#7f7f7f", "error": "#7f7f7f",
            "+ phi error": "#D55E00"}
 
 
-def best_and_all(kind: str) -> str:
+BANDS = ("mass_share", "error", "+ phi error")
+"""Lines with their quartiles: the other ones of a router lie close to its own."""
+
+
+def figure_caption(kind: str) -> str:
     """What the figure shows, in words."""
     if kind == "router":
         return "Attention that is read, by the share of the context read; bands are quartiles over heads"
@@ -87,8 +92,10 @@ def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
     for name, keys in lines.items():
         low, high = np.stack([np.quantile(np.concatenate([np.asarray(row, float) for row in heads[key]]), (0.25, 0.75))
                               for key in keys], axis=1)
-        axes.fill_between(at, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
-        axes.plot(at, [quality[key] for key in keys], color=COLOURS[name], marker="o", label=LABELS[name])
+        if name in BANDS:
+            axes.fill_between(at, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.plot(at, [quality[key] for key in keys], color=COLOURS[name], marker="o", label=LABELS[name],
+                  linestyle="-" if name in BANDS else "--", markersize=6 if name in BANDS else 3)
     axes.set_xticks(at, places)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("context read" if kind == "router" else "read exactly")

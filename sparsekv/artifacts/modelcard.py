@@ -7,14 +7,14 @@ import json
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsekv.artifacts.card import best_and_all, quality_figure, quality_table
+from sparsekv.artifacts.card import figure_caption, quality_figure, quality_table
 from sparsekv.artifacts.named import REPOSITORY
 from sparsekv.disk import placed
 
 README, FIGURE = "README.md", "quality.png"
-SHOWN = ("preset", "num_buckets", "scores", "key_space", "hidden_size", "sketch_bytes", "max_steps", "width",
-         "batch_size", "keys_per_step", "optimizer", "lr", "seed")
-"""Options of a training that its page names."""
+SHOWN = ("preset", "num_buckets", "scores", "key_space", "sketch_bytes", "width", "keys_per_step", "optimizer", "seed")
+STEPS = ("hidden_size", "max_steps", "batch_size", "lr")
+"""Options of a training that its page names; `STEPS` where there are any, which `mean_key` scores need none of."""
 SAYS = {
     "router": "a router: buckets of keys, and sketches of keys, by which a decoding step finds the few per cent of the "
               "cache that it reads",
@@ -44,7 +44,7 @@ def card_files(configs: dict[str, dict[str, Any]], *, nested: bool = False, name
         if table := quality_table(kind, config.get("quality", {})):
             parts += [_judged(kind), table]
         if figures[kind] in drawn:
-            parts.append(f"![{best_and_all(kind)}]({figures[kind]})")
+            parts.append(f"![{figure_caption(kind)}]({figures[kind]})")
     parts += ["## Licence", _licence(configs)]
     return {README: ("\n\n".join(parts) + "\n").encode(), **drawn}
 
@@ -102,10 +102,12 @@ def _made(kind: str, config: dict[str, Any]) -> str:
     made, options = config.get("provenance", {}), config.get("provenance", {}).get("options", {})
     if "corpus" not in made:
         return f"Method: {SOURCES.get(kind, kind)}. How it was trained is not recorded."
-    shown = ", ".join(f"{k} {_plain(options[k])}" for k in SHOWN if options.get(k) is not None)
+    names = SHOWN if options.get("scores") == "mean_key" else (*SHOWN, *STEPS)
+    shown = ", ".join(f"{k} {_plain(options[k])}" for k in names if options.get(k) is not None)
+    others = len(made["validation_documents"])
     return (f"Method: {SOURCES.get(kind, kind)}. Trained by `sparsekv {made['sparsekv']}` on "
-            f"{len(made['train_documents'])} windows of {made['context_length']} tokens of {_local(made['corpus'])} "
-            f"({made['split']}), judged on {len(made['validation_documents'])} others, disjoint by "
+            f"{len(made['train_documents'])} windows of {made['context_length']} tokens of "
+            f"`{_local(made['corpus'])}` ({made['split']}), judged on {others} other{'s' * (others != 1)}, disjoint by "
             f"{made['disjoint_by']}. Always read beside what is chosen: the first {config['sink_size']} tokens and the "
             f"last {config['window_size']} of the prompt. Options: {shown}.")
 
@@ -121,7 +123,7 @@ def _judged(kind: str) -> str:
 def _licence(configs: dict[str, dict[str, Any]]) -> str:
     corpus = {_local(c["provenance"]["corpus"]) for c in configs.values() if "corpus" in c.get("provenance", {})}
     return (f"What this page's metadata names as `license`. The files were computed with the weights of "
-            f"{_model(configs)}" + (f" from {' and '.join(sorted(corpus))}" if corpus else "") +
+            f"{_model(configs)}" + (f" from `{'` and `'.join(sorted(corpus))}`" if corpus else "") +
             ", whose own terms hold for what is made of them.")
 
 

@@ -61,7 +61,7 @@ def test_one_command_and_one_name(place: Path, capsys) -> None:
         assert attachment.decoding.phi is not None and attachment.report()["sparse_calls"]
     page = (whole / "README.md").read_text()
     for part in ("library_name: sparsekv", "# Router and feature maps for model", "3 of 3 layers", "| sink + tail |",
-                 "](router/quality.png)", "](phi/quality.png)", "2 windows of 192 tokens of text.txt (train)"):
+                 "](router/quality.png)", "](phi/quality.png)", "2 windows of 192 tokens of `text.txt` (train)"):
         assert part in page, part
     assert str(place) not in page
     for kind in ("router", "phi"):
