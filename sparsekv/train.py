@@ -5,6 +5,7 @@ It calls the functions of the commands `capture`, `train-router` and `train-phi`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
+from sparsekv.corpus import read_documents
 from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import stages
+from sparsekv.store.manifest import MANIFEST
 
 MARKER = "train.json"
 CAPTURE, ROUTER, PHI = "capture", "router", "phi"
@@ -57,8 +60,8 @@ class TrainConfig:
                               "or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
     output: str = option(help="Folder of the training: capture/, router/, phi/ and README.md.",
                          names=("--output", "-o"))
-    documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
-                                              "[windows].", group="Sizes", min=2)
+    num_documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
+                                                  "[windows].", group="Sizes", min=2)
     context_length: int | None = option(None, help="Length of every window; without it 8192, on a CPU 2048, at most "
                                                    "the model's own [tokens].", group="Sizes", min=64)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
@@ -111,6 +114,8 @@ def run_train(config: TrainConfig) -> Trained:
     out = Path(config.output)
     going_on = _going_on(config, out)
     plan, said = make_plan(config, Plan(**going_on["plan"]) if going_on else None)
+    # its first text, before anything is written or loaded
+    next(read_documents(config.corpus, split="train"), None)
     print(said, file=sys.stderr)
     if config.dry_run:
         return Trained(out, None, None)
@@ -123,6 +128,9 @@ def run_train(config: TrainConfig) -> Trained:
         except Interrupted as error:
             what = str(error).partition("; the same command")[0]
             raise Interrupted(f"{what}; the same command goes on from there", error.signal) from error
+        except SparseKVError:
+            _forget(out)
+            raise
         _output().done(out)
     return made
 
@@ -144,7 +152,7 @@ def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
 
     with stages("train", (CAPTURE, ROUTER, PHI)) as begin:
         begin(CAPTURE)
-        if read_marker(out / CAPTURE / "manifest.json").get("complete") is not True:
+        if read_marker(out / CAPTURE / MANIFEST).get("complete") is not True:
             run_capture(CaptureConfig(
                 model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
                 context_length=plan.context_length, num_documents=plan.documents, layers=config.layers,
@@ -187,7 +195,7 @@ def planned(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memor
     trained [bytes]."""
     length = config.context_length or min(sizes.context_length, longest)
     queries = min(sizes.queries, length // 2)
-    documents = config.documents or sizes.documents or max(
+    documents = config.num_documents or sizes.documents or max(
         LEAST_WINDOWS, min(MOST_WINDOWS, ROOM // store_bytes(shape, 1, length, queries)))
     phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
     plan = Plan(documents, length, queries, 0, sizes.router, phi)
@@ -241,6 +249,15 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
         raise SparseKVError(f"{name} is finished; --overwrite trains again")
     print(f"going on with {name}", file=sys.stderr)
     return marker
+
+
+def _forget(out: Path) -> None:
+    """Leave nothing of a training that failed before its capture began: other options may follow."""
+    if not (out / CAPTURE / MANIFEST).is_file():
+        (out / MARKER).unlink(missing_ok=True)
+        for folder in (out / CAPTURE, out):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _content(config: TrainConfig) -> dict[str, Any]:
