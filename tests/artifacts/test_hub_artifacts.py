@@ -24,6 +24,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.push import PushConfig, push, push_artifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.run import EvalConfig, _check
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -248,6 +249,18 @@ def test_the_command_says_where_it_lies(hub: Hub, trained: Path) -> None:
     said = push_artifact(PushConfig(trained, "ann/tiny", revision="v1")).summary()
     assert '/ann/tiny/commit/' in said and 'sparsekv.attach(model, "ann/tiny@v1")' in said
     assert find_artifacts("ann/tiny@v1").keys() == {"router", "phi"}
+
+
+def test_an_evaluation_takes_the_one_name(hub: Hub, trained: Path, tmp_path) -> None:
+    push(trained, "ann/tiny")
+    for name in ("ann/tiny", str(trained)):
+        checked = _check(EvalConfig(model="m", output=tmp_path / "results", artifacts=name))
+        assert same(checked.router, RouterArtifact.load(trained / "router")) and checked.phi is not None
+        assert {"router", "router+phi", "topk+phi"} <= {m.name for m in checked.methods}
+    with fails(r"'.*' holds router, phi; expected what is not given by router and phi"):
+        sparsekv.attach(make_model(), trained, router=checked.router, phi=checked.phi)
+    with fails("artifacts is a RouterArtifact; expected a folder or a name on the hub"):
+        sparsekv.attach(make_model(), checked.router)
 
 
 @pytest.mark.slow
