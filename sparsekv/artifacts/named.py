@@ -40,13 +40,12 @@ def find_artifacts(
         if revision is not None:
             raise SparseKVError(f"revision {revision!r} was given for {brief(str(name))}, which is a path; expected a "
                                 "repository of the hub, as user/name")
-        return _wanted(name, _there(Path(name)), kinds)
+        return _wanted(name, _there(Path(name)), kinds, Path(name))
     if revision is not None and remote["revision"] not in (None, revision):
         raise SparseKVError(f"{name!r} names one revision and revision={revision!r} another; give one of them")
     repo, revision = remote["repo"], revision or remote["revision"]
     root = fetch(repo, revision, [file for file in OWN if file.endswith(CONFIG)])
-    configs = _there(root, name)
-    found = _wanted(name, configs, kinds)
+    found = _wanted(name, _there(root, name), kinds, root)
     fetch(repo, root.name, [(folder.relative_to(root) / TENSORS).as_posix() for folder in found.values()])
     return found
 
@@ -62,11 +61,11 @@ def _there(root: Path, name: str | Path | None = None) -> dict[str, Path]:
     return {read_config(root)["kind"]: root}
 
 
-def _wanted(name: str | Path, there: dict[str, Path], kinds: Sequence[str]) -> dict[str, Path]:
+def _wanted(name: str | Path, there: dict[str, Path], kinds: Sequence[str], root: Path) -> dict[str, Path]:
     for kind in kinds:
         if kind not in there:
-            single = [k for k, folder in there.items() if folder.name != k or k not in KINDS]
-            what = f"is a {next(iter(there))!r} artifact" if len(there) == 1 and single else f"holds {', '.join(there)}"
+            alone = root in there.values()
+            what = f"is a {next(iter(there))!r} artifact" if alone else f"holds {', '.join(there)}"
             raise SparseKVError(f"{str(name)!r} {what}; expected a {kind!r} artifact")
     return {kind: there[kind] for kind in kinds} if kinds else there
 
