@@ -52,6 +52,10 @@ COMMANDS = {
     "train-phi": Command(
         "Train positive feature maps on a capture: they estimate the attention that is not read.",
         "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME),
+    "train": Command(
+        "Capture, router, feature maps and their page in one command, with an estimate before it starts.",
+        "sparsekv.train", "TrainConfig", "run_train",
+        "what is finished is kept; the same command goes on (without --overwrite)"),
     "generate": Command(
         "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
         "sparsekv.runtime.generate", "GenerateConfig", "generate"),
@@ -64,6 +68,9 @@ COMMANDS = {
     "eval recommend": Command(
         "The cheapest settings that keep a chosen quality: budgets by layer, completion by head, as a file for attach.",
         "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
+    "push": Command(
+        "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
+        "sparsekv.artifacts.push", "PushConfig", "push_artifact"),
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
         "sparsekv.inspection", "InspectConfig", "inspect_path"),
@@ -129,7 +136,8 @@ def _command_function(row: Command) -> Callable[..., None]:
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
         shown = default is not inspect.Parameter.empty and default is not None
-        info = declare(help=_escape(field.metadata.get("help", "")), show_default=shown, **metadata)  # [tokens]: no tag
+        names, about = metadata.pop("names", ()), _escape(field.metadata.get("help", ""))  # [tokens]: no tag
+        info = declare(*names, help=about, show_default=shown, **metadata)
         parameters.append(inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],
             default=default))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,10 @@ def inspect_path(config: InspectConfig) -> None:
 
     path = Path(config.path)
     remote = "://" in str(config.path)
+    if all((path / kind / "config.json").is_file() for kind in ("router", "phi")):
+        for kind in ("router", "phi"):
+            inspect_path(replace(config, path=str(path / kind)))
+        return
     if not remote and not path.exists():
         raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
     if remote or not (path / "config.json").is_file():

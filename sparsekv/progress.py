@@ -1,17 +1,60 @@
-"""One progress bar a stage."""
+"""One progress bar a stage; the stages of a longer job as lines of one display."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+_DISPLAY: ContextVar[Any] = ContextVar("display", default=None)
 
 
 @contextmanager
 def progress(description: str, total: int, unit: str = "steps") -> Iterator[Callable[..., None]]:
     """Show one bar on standard error; yields `advance(n=1, note="")`.
 
-    `total` counts `unit` (for example "tokens", "steps", "heads"); the bar shows the rate in `unit`/s.
+    `total` counts `unit` (for example "tokens", "steps", "heads"); the bar shows the rate in `unit`/s. Inside `stages`
+    it is a line of that display.
     """
+    with _display() as bar:
+        task = bar.add_task(description, total=total, note="", unit=unit)
+
+        def advance(n: int = 1, note: str | None = None) -> None:
+            bar.update(task, advance=n)
+            if note is not None:
+                bar.update(task, note=note)
+
+        yield advance
+
+
+@contextmanager
+def stages(name: str, parts: Sequence[str]) -> Iterator[Callable[[str], None]]:
+    """One display for a job of several parts, whose bars are lines of it below its own; yields `begin(part)`. Where
+    standard error is no terminal every part begins with a line, and bars stand by themselves."""
+    def numbered(part: str) -> str:
+        return f"{name} {parts.index(part) + 1}/{len(parts)}: {part}"
+
+    if not sys.stderr.isatty():
+        yield lambda part: print(numbered(part), file=sys.stderr)
+        return
+    with _display() as bar:
+        task = bar.add_task(name, total=len(parts), note="", unit="stages")
+        token = _DISPLAY.set(bar)
+        try:
+            yield lambda part: bar.update(task, description=numbered(part), completed=parts.index(part))
+            bar.update(task, description=name, completed=len(parts))
+        finally:
+            _DISPLAY.reset(token)
+
+
+@contextmanager
+def _display() -> Iterator[Any]:
+    """The display that there is, or one of its own."""
+    if (there := _DISPLAY.get()) is not None:
+        yield there
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -27,18 +70,11 @@ def progress(description: str, total: int, unit: str = "steps") -> Iterator[Call
     class Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
             speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.4g} {unit}/s", style="progress.data.speed")
+            return Text("" if speed is None else f"{speed:,.4g} {task.fields['unit']}/s", style="progress.data.speed")
 
     columns = (
         TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), Rate(),
         TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total, note="")
-
-        def advance(n: int = 1, note: str | None = None) -> None:
-            bar.update(task, advance=n)
-            if note is not None:
-                bar.update(task, note=note)
-
-        yield advance
+        yield bar

@@ -13,6 +13,8 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.artifacts.named import find_artifact
+from sparsekv.artifacts.push import push_object
 from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
 
@@ -114,9 +116,17 @@ class PhiArtifact:
     def save(self, path: str | Path) -> None:
         save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
 
+    def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
+                    message: str | None = None, license: str | None = None) -> str:
+        """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
+        of the commit. Raises SparseKVError as `sparsekv.artifacts.push.push`."""
+        return push_object(self, name, private=private, revision=revision, message=message, license=license)
+
     @classmethod
-    def load(cls, path: str | Path) -> PhiArtifact:
-        """Raises SparseKVError for a missing, damaged, newer or foreign artifact."""
+    def load(cls, path: str | Path, revision: str | None = None) -> PhiArtifact:
+        """From a folder, or by its name on the hub (`artifacts/named.py`). Raises SparseKVError for a missing, damaged,
+        newer or foreign artifact."""
+        path = find_artifact(path, KIND, revision)
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         config = from_record(PhiArtifactConfig, raw, where)

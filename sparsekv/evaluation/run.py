@@ -29,8 +29,10 @@ class EvalConfig:
                                           "error), ruler, ruler-offline (the tasks without downloads), babilong (QA1 "
                                           "to QA5), infinitebench, or any generation task or group of lm-eval, such as "
                                           "longbench; without it needle,perplexity, or all of --requests.")
-    router: Path | None = option(None, help="Router artifact (folder).")
-    phi: Path | None = option(None, help="Feature-map artifact (folder).")
+    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, or a "
+                                              "name on the Hugging Face hub, as user/name or user/name@revision.")
+    router: str | None = option(None, help="Router artifact (folder or name).")
+    phi: str | None = option(None, help="Feature-map artifact (folder or name).")
 
     methods: str | None = option(None, group=METHODS, help=(
         "Methods to measure beside full attention, separated by commas: a selector, with +phi or +centroid what "
@@ -207,11 +209,10 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
-    from sparsekv.artifacts.phi import PhiArtifact
-    from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.core.regions import ACCOUNTINGS
     from sparsekv.evaluation.methods import parse_methods
     from sparsekv.evaluation.requests import OWN_TASKS, check_names, task_names
+    from sparsekv.runtime.supported import load_artifacts
 
     tasks = task_names(config.tasks if config.tasks is not None else OWN if config.requests is None else "")
     if not tasks and config.requests is None:
@@ -226,14 +227,14 @@ def _check(config: EvalConfig) -> Checked:
                       "fractions such as 0.01,0.05, above 0 and up to 1")
     if config.accounting not in ACCOUNTINGS:
         raise SparseKVError(f"unknown accounting {config.accounting!r}: expected some of {', '.join(ACCOUNTINGS)}")
-    router = None if config.router is None else RouterArtifact.load(config.router)
     names = [] if config.methods is None else [n.strip() for n in config.methods.split(",") if n.strip()]
+    router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     if config.methods is None:
         sketched = router is not None and router.config.sketch_bytes
-        selectors = ["streaming", "topk", *(["router"] if config.router else []), *(["sketch"] if sketched else [])]
-        names = [s + c for s in selectors for c in ("", *(["+phi"] if config.phi else []))]
+        selectors = ["streaming", "topk", *(["router"] if router else []), *(["sketch"] if sketched else [])]
+        names = [s + c for s in selectors for c in ("", *(["+phi"] if phi else []))]
     methods = parse_methods(["full", *names], budgets)
-    for kind, given in (("router", config.router), ("phi", config.phi)):
+    for kind, given in (("router", router), ("phi", phi)):
         needs = next((m.name for m in methods if kind in m.artifacts), None)
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
@@ -243,8 +244,7 @@ def _check(config: EvalConfig) -> Checked:
     only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
     if config.save_requests is None and not goes_on and not only_requests:
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
-    return Checked(tasks, methods, lengths, depths, router,
-                   None if config.phi is None else PhiArtifact.load(config.phi))
+    return Checked(tasks, methods, lengths, depths, router, phi)
 
 
 def _kind(output: Path) -> OutputKind:

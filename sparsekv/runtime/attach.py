@@ -40,8 +40,8 @@ from sparsekv.runtime.loop import decode_loop
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.replay import Layers, Replay, first_line, why_not
-from sparsekv.runtime.settings import load_settings
-from sparsekv.runtime.supported import check_cache, check_model, load_artifact
+from sparsekv.runtime.settings import beside, load_settings
+from sparsekv.runtime.supported import check_cache, check_model, load_artifacts
 
 NAME = "sparsekv"
 QUERY_BLOCK = 64
@@ -53,15 +53,18 @@ _SEATING = threading.Lock()
 
 
 def attach(
-    model: Any, *, router: Any = None, phi: Any = None, selector: str | Selector | None = None,
-    token_budget: int | float | None = None, completion: str | Estimator | None = None,
+    model: Any, artifacts: Any = None, *, router: Any = None, phi: Any = None,
+    selector: str | Selector | None = None, token_budget: int | float | None = None,
+    completion: str | Estimator | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] | None = None, dense_below: int | None = None, placement: str = "gpu",
     settings: Any = None, **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    router, phi: artifacts or their folders. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
+    artifacts: what one training made, a folder with `router/`, `phi/` or both, or one artifact; or its name on the
+    Hugging Face hub, as `user/name` or `user/name@revision`, where nothing lies at that path. router, phi: artifacts,
+    their folders or names, for these two. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
     without it `sketch` if a router is given (`router` if it has none, or with probes), else `dense`; `options` are the
     selector's own. token_budget: int = tokens,
     float = share of the context, per query and KV head. completion: phi, centroid or none, or an Estimator; without it
@@ -84,13 +87,15 @@ def attach(
         given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,
                  "window_size": window_size, "dense_layers": dense_layers, **options}
         settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
-        router, phi = router or settings.router, phi or settings.phi
+        if artifacts is None:
+            router, phi = router or beside(settings.router), phi or beside(settings.phi)
         selector, completion, layers = settings.selector, settings.completion, settings.layers
         sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
+    router, phi = load_artifacts(artifacts, router, phi)
     decoding = make_decoding(
-        model, modules, router=load_artifact(router, "router"), phi=load_artifact(phi, "phi"), selector=selector,
-        token_budget=token_budget, completion=completion, sink_size=sink_size, window_size=window_size,
-        decode_window=decode_window, dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
+        model, modules, router=router, phi=phi, selector=selector, token_budget=token_budget, completion=completion,
+        sink_size=sink_size, window_size=window_size, decode_window=decode_window,
+        dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
         dense_below=dense_below, options=options, layers=layers)
     return Attachment(model, modules, decoding)
 

@@ -17,9 +17,11 @@ class GenerateConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
     prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
     prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
-    router: Path | None = option(None, help="Router artifact (folder): tokens are chosen by its sketches, or by "
-                                             "its buckets alone.")
-    phi: Path | None = option(None, help="Feature-map artifact (folder); switches completion on.")
+    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, or a "
+                                              "name on the Hugging Face hub, as user/name or user/name@revision.")
+    router: str | None = option(None, help="Router artifact (folder or name): tokens are chosen by its sketches, or by "
+                                           "its buckets alone.")
+    phi: str | None = option(None, help="Feature-map artifact (folder or name); switches completion on.")
     token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
                                                    "prompt, from 1 on a count [tokens].", min=0)
     selector: str | None = option(None, help="What is read exactly: sketch, router, topk, streaming, dense, … "
@@ -50,14 +52,16 @@ def generate(config: GenerateConfig) -> None:
 
     from sparsekv.hub import load_model
     from sparsekv.runtime.attach import attach
+    from sparsekv.runtime.supported import load_artifacts
 
     text = read_prompt(config)
     if not math.isfinite(config.temperature):
         raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
     tokens = budget(config.token_budget)
+    router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
-    with attach(model, router=config.router, phi=config.phi, selector=config.selector, probes=config.probes,
+    with attach(model, router=router, phi=phi, selector=config.selector, probes=config.probes,
                 token_budget=tokens, sink_size=config.sink_size,
                 window_size=config.window_size, dense_below=config.dense_below) as attachment:
         started = time.perf_counter()
@@ -68,7 +72,7 @@ def generate(config: GenerateConfig) -> None:
         report, selector = attachment.report(), attachment.decoding.selector.name
     prompt_tokens = inputs["input_ids"].shape[1]
     made = out.shape[1] - prompt_tokens
-    method = selector + (" + phi" if config.phi else "")
+    method = selector + (" + phi" if phi else "")
     if selector != "dense" and not report["sparse_calls"]:
         method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
     print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "

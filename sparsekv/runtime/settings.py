@@ -99,8 +99,8 @@ class Settings:
             raise damaged(where, f"layers is {brief(layers)}, expected a setting by layer")
         raw["layers"] = {int(i): from_record(LayerSetting, s, f"layer {i} of {where}") for i, s in layers.items()}
         made = from_record(cls, raw, where)
-        beside = {k: None if raw.get(k) is None else str(path.parent / raw[k]) for k in ("router", "phi")}
-        made = replace(made, **beside)
+        folders = {k: None if raw.get(k) is None else str(path.parent / raw[k]) for k in ("router", "phi")}
+        made = replace(made, **folders)
         made.check(where)
         return made
 
@@ -122,6 +122,11 @@ class Settings:
                                     f"expected {heads} between 0 and 1, one a query head")
         if self.completion not in ("none", "phi"):
             raise SparseKVError(f"{where} names completion {self.completion!r}; expected none or phi")
+
+
+def beside(folder: str | None) -> Path | None:
+    """An artifact's folder that settings name: a path, never a name on the hub."""
+    return None if folder is None else Path(folder)
 
 
 def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from sparsekv.artifacts.named import find_artifacts
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.errors import SparseKVError
@@ -38,11 +39,30 @@ def check_cache(cache: Any) -> None:
                             "SparseCache of attachment.cache() or attachment.prefill()")
 
 
+def load_artifacts(artifacts: Any, router: Any, phi: Any) -> tuple[Any, Any]:
+    """Router and feature maps, each None where there is none. artifacts: folder or name of a training, or of one of
+    them, for what is not given by itself. Raises SparseKVError."""
+    found: dict[str, Path] = {}
+    if artifacts is not None:
+        if not isinstance(artifacts, str | Path):
+            raise SparseKVError(f"artifacts is a {type(artifacts).__name__}; expected a folder or a name on the hub, "
+                                "as user/name")
+        given = {"router": router, "phi": phi}
+        found = find_artifacts(artifacts)
+        if not any(kind in ARTIFACTS and given[kind] is None for kind in found):
+            raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(found)}; expected what is not given by router "
+                                "and phi")
+    return (load_artifact(found.get("router") if router is None else router, "router"),
+            load_artifact(found.get("phi") if phi is None else phi, "phi"))
+
+
 def load_artifact(artifact: Any, kind: str) -> Any:
-    """An artifact from its folder, or the object itself; None for None. Raises SparseKVError for anything else."""
+    """An artifact from its folder or by its name on the hub, or the object itself; None for None. Raises SparseKVError
+    for anything else."""
     wanted = ARTIFACTS[kind]
     if artifact is None or isinstance(artifact, wanted):
         return artifact
     if isinstance(artifact, str | Path):
         return wanted.load(artifact)
-    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one")
+    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one, "
+                        "or its name on the hub, as user/name")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.modelcard import write_card
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig, PhiLayer
 from sparsekv.config import option
 from sparsekv.core.estimators.phi import PhiEstimator
@@ -147,6 +148,7 @@ def _train(
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=quality),
             maps, shift, gate, run.out))
         made[0].save(run.out)
+        write_card(run.out, {"phi": asdict(made[0].config)})
 
     run.finish(assemble)
     return made[0] if made else PhiArtifact.load(run.out)

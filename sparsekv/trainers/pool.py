@@ -18,6 +18,9 @@ from sparsekv.corpus import GENERATED
 from sparsekv.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
 
+PLACES = ("capture", "output")
+"""Options that name folders of one machine: an artifact goes to others."""
+
 
 class Part(NamedTuple):
     """Some KV heads of a layer, and their query heads: what a rank can train by itself."""
@@ -155,8 +158,9 @@ def provenance(store: CaptureStore, options: dict[str, Any], train: list[int], v
     def hashes(names: set[str]) -> list[str]:
         return sorted(hashlib.sha256(n.encode()).hexdigest()[:16] for n in names)
 
-    return {"sparsekv": __version__, "corpus": store.config["corpus"], "split": store.config["split"],
-            "context_length": store.context_length, "options": options,
+    return {"sparsekv": __version__, "model": store.config.get("model"), "corpus": store.config["corpus"],
+            "split": store.config["split"], "context_length": store.context_length,
+            "options": {k: v for k, v in options.items() if k not in PLACES},
             "disjoint_by": "source document" if apart else "window",
             "hash": "sha256 of a window's token ids (JSON); sha256, first 16 digits, of a source's name",
             "train_documents": [store.documents[i]["sha256"] for i in train],

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.modelcard import write_card
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
 from sparsekv.config import option
 from sparsekv.core.buckets import imbalance, spherical_kmeans
@@ -186,6 +187,7 @@ def _train(
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=_card(card)),
             tensors["centroids"], weights, run.out, sketch=sketch))
         made[0].save(run.out)
+        write_card(run.out, {"router": asdict(made[0].config)})
 
     run.finish(assemble)
     return made[0] if made else RouterArtifact.load(run.out)

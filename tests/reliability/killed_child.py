@@ -44,7 +44,7 @@ def _artifact(out: Path) -> Any:
     files = bytes_of(out)
     del files["metrics.csv"]
     config = json.loads((out / "config.json").read_text())
-    del config["provenance"]["options"]["output"], config["sha256"], files["config.json"]
+    del config["sha256"], files["config.json"]
     return files, metrics, config
 
 

@@ -123,7 +123,7 @@ def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monk
     output, old = tmp_path / "phi", tmp_path / ".phi.old"
     train("phi", str(store.path), str(output), max_steps=4)
     first = content(output)
-    with pytest.raises(SparseKVError, match=r"holds something else than a router artifact: config.json"):
+    with pytest.raises(SparseKVError, match=r"holds something else than a router artifact: README.md, config.json"):
         train("router", str(store.path), str(output), max_steps=4, overwrite=True)
     for _ in range(2):  # the second replaces what the first left unfinished
         with pytest.MonkeyPatch.context() as patch:

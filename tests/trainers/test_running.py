@@ -151,7 +151,8 @@ def test_a_killed_run_resumes_where_it_was(store, tmp_path, capsys, kind: str) -
     resumed = train(kind, str(store.path), str(cut), max_steps=steps, resume=True)
     assert "resumed from the checkpoint at step" in capsys.readouterr().err
     assert_same(whole, resumed, 1e-3)
-    assert sorted(p.name for p in cut.iterdir()) == ["config.json", "metrics.csv", "model.safetensors"]
+    assert sorted(p.name for p in cut.iterdir()) == ["README.md", "config.json", "metrics.csv", "model.safetensors",
+                                                     "quality.png"]
     steps_seen = read_metrics(cut / "metrics.csv")["step"]
     assert steps_seen == sorted(set(steps_seen)) and steps_seen[-1] == steps
     with pytest.raises(SparseKVError, match="is finished: there is nothing to resume"):

@@ -1,0 +1,144 @@
+"""The page of an artifact, `README.md`, as the hub shows it: what it is, for which model, how it was trained, how good
+it is, how it is used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PurePath
+from typing import Any
+
+from sparsekv.artifacts.card import figure_caption, quality_figure, quality_table
+from sparsekv.artifacts.named import REPOSITORY
+from sparsekv.disk import placed
+
+README, FIGURE = "README.md", "quality.png"
+SHOWN = ("preset", "num_buckets", "scores", "key_space", "sketch_bytes", "width", "keys_per_step", "optimizer", "seed")
+STEPS = ("hidden_size", "max_steps", "batch_size", "lr")
+"""Options of a training that its page names; `STEPS` where there are any, which `mean_key` scores need none of."""
+SAYS = {
+    "router": "a router: buckets of keys, and sketches of keys, by which a decoding step finds the few per cent of the "
+              "cache that it reads",
+    "phi": "feature maps φ: they estimate the attention over all that a decoding step does not read"}
+SOURCES = {"router": "self-attention with asymmetric partitions (Saap)",
+           "phi": "top-k retrieval with fixed-size linear-attention completion"}
+
+
+def write_card(folder: str | Path, configs: dict[str, dict[str, Any]], *, nested: bool = False) -> None:
+    """Write the page and its figures beside an artifact, or into the folder of a training. Raises SparseKVError where
+    the disk fails."""
+    for place, data in card_files(configs, nested=nested).items():
+        with placed(Path(folder) / place) as temporary:
+            temporary.write_bytes(data)
+
+
+def card_files(configs: dict[str, dict[str, Any]], *, nested: bool = False, name: str | None = None,
+               ) -> dict[str, bytes]:
+    """The page and a figure for every artifact that was judged, by their places. configs: of artifacts, by kind.
+    nested: they lie in folders of their kinds. name: of the repository, where it has one."""
+    figures = {kind: f"{kind}/{FIGURE}" if nested else FIGURE for kind in configs}
+    drawn = {figures[kind]: data for kind, config in configs.items()
+             if (data := quality_figure(kind, config.get("quality", {}))) is not None}
+    parts = [_metadata(configs), f"# {_title(configs)}", _what(configs), "## Use", _use(configs, name)]
+    for kind, config in configs.items():
+        parts += [f"## {'Router' if kind == 'router' else 'Feature maps'}", _made(kind, config)]
+        if table := quality_table(kind, config.get("quality", {})):
+            parts += [_judged(kind), table]
+        if figures[kind] in drawn:
+            parts.append(f"![{figure_caption(kind)}]({figures[kind]})")
+    parts += ["## Licence", _licence(configs)]
+    return {README: ("\n\n".join(parts) + "\n").encode(), **drawn}
+
+
+def _metadata(configs: dict[str, dict[str, Any]]) -> str:
+    lines = ["---", "library_name: sparsekv", "pipeline_tag: text-generation"]
+    model = _model(configs)
+    if REPOSITORY.fullmatch(model) and "@" not in model:
+        lines += [f"base_model: {model}", "base_model_relation: adapter"]
+    lines += ["tags:", *(f"- {tag}" for tag in ("sparsekv", "sparse-attention", "kv-cache", "long-context", *configs)),
+              "---"]
+    return "\n".join(lines)
+
+
+def _title(configs: dict[str, dict[str, Any]]) -> str:
+    kinds = {"router": "Router", "phi": "feature maps"}
+    title = " and ".join(kinds[kind] for kind in configs if kind in kinds)
+    return f"{title[:1].upper()}{title[1:]} for {_model(configs)}"
+
+
+def _what(configs: dict[str, dict[str, Any]]) -> str:
+    first = next(iter(configs.values()))
+    model = first["model"]
+    lines = ["`sparsekv` lets a frozen Hugging Face model decode long contexts while it reads a few per cent of its KV "
+             "cache. Here is", ""]
+    lines += [f"- {SAYS[kind]} ({len(config['layers'])} of {model['num_layers']} layers);"
+              for kind, config in configs.items() if kind in SAYS]
+    lines[-1] = lines[-1][:-1] + "."
+    lines += ["", f"For **{_model(configs)}** alone: {model['architecture']}, {model['num_layers']} layers, "
+              f"{model['num_query_heads']} query and {model['num_kv_heads']} KV heads of {model['head_dim']}, weights "
+              f"`{model['weights'][:12]}`. Any other model is refused. The model itself is not in here, nor changed."]
+    return "\n".join(lines)
+
+
+def _use(configs: dict[str, dict[str, Any]], name: str | None) -> str:
+    model, place = _model(configs), name or "PATH"
+    where = "" if name else "\n\n`PATH` is this folder, or its name on the hub once it is pushed (`sparsekv push`)."
+    return f"""```
+pip install 'sparsekv[gpu]'     # or [cpu]
+sparsekv generate --model {model} --artifacts {place} --token-budget 0.05 --prompt-file long.txt
+```
+
+```python
+import sparsekv
+from sparsekv.hub import load_model   # or any way of transformers
+
+model, tokenizer = load_model("{model}")
+inputs = tokenizer("A long text", return_tensors="pt").to(model.device)
+with sparsekv.attach(model, "{place}", token_budget=0.05):
+    output = model.generate(**inputs, max_new_tokens=256)
+```{where}"""
+
+
+def _made(kind: str, config: dict[str, Any]) -> str:
+    made, options = config.get("provenance", {}), config.get("provenance", {}).get("options", {})
+    if "corpus" not in made:
+        return f"Method: {SOURCES.get(kind, kind)}. How it was trained is not recorded."
+    names = SHOWN if options.get("scores") == "mean_key" else (*SHOWN, *STEPS)
+    shown = ", ".join(f"{k} {_plain(options[k])}" for k in names if options.get(k) is not None)
+    others = len(made["validation_documents"])
+    return (f"Method: {SOURCES.get(kind, kind)}. Trained by `sparsekv {made['sparsekv']}` on "
+            f"{len(made['train_documents'])} windows of {made['context_length']} tokens of "
+            f"`{_local(made['corpus'])}` ({made['split']}), judged on {others} other{'s' * (others != 1)}, disjoint by "
+            f"{made['disjoint_by']}. Always read beside what is chosen: the first {config['sink_size']} tokens and the "
+            f"last {config['window_size']} of the prompt. Options: {shown}.")
+
+
+def _judged(kind: str) -> str:
+    if kind == "router":
+        return ("Share of the attention between sink and local window that is read, by the share of the context read; "
+                "held-out windows, mean over layers and heads. The oracle knows the true attention in every bucket.")
+    return ("Relative L2 error of a head's output against full attention, by what is read exactly; held-out windows, "
+            "mean over layers and heads.")
+
+
+def _licence(configs: dict[str, dict[str, Any]]) -> str:
+    corpus = {_local(c["provenance"]["corpus"]) for c in configs.values() if "corpus" in c.get("provenance", {})}
+    return (f"What this page's metadata names as `license`. The files were computed with the weights of "
+            f"{_model(configs)}" + (f" from `{'` and `'.join(sorted(corpus))}`" if corpus else "") +
+            ", whose own terms hold for what is made of them.")
+
+
+def _model(configs: dict[str, dict[str, Any]]) -> str:
+    """The model's name, where it is recorded, else its architecture."""
+    first = next(iter(configs.values()))
+    name = first.get("provenance", {}).get("model")
+    return _local(name) if name else first["model"]["architecture"]
+
+
+def _local(name: str) -> str:
+    """A name without the folders of the machine it was trained on."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() or len(path.parts) > 2 or name.startswith((".", "~")) else name
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,140 @@
+"""`sparsekv push`: an artifact, or the artifacts of a training, to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsekv.artifacts.checks import said
+from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
+from sparsekv.artifacts.modelcard import README, card_files
+from sparsekv.artifacts.named import OWN, REPOSITORY, fetch, find_artifacts, refused
+from sparsekv.config import option
+from sparsekv.errors import SparseKVError
+
+METRICS = "metrics.csv"
+
+
+@dataclass(frozen=True)
+class PushConfig:
+    artifact: Path = option(help="Folder of an artifact, or of a training with router/ and phi/.", argument=True,
+                            metavar="ART")
+    name: str = option(help="Its name on the hub, as user/name; the repository is made where there is none.",
+                       argument=True, metavar="USER/NAME")
+    private: bool = option(False, help="Make the repository private; an existing public one is refused.")
+    revision: str | None = option(None, help="Branch to push to, made where there is none; without it main.")
+    message: str | None = option(None, help="Message of the commit.")
+    license: str | None = option(None, help="Licence in the page's metadata, as the hub writes it: apache-2.0, mit, …")
+
+
+class Pushed(NamedTuple):
+    """Where the artifact lies now."""
+
+    name: str
+    url: str
+
+    def summary(self) -> str:
+        return f'{self.url}\nsparsekv.attach(model, "{self.name}")'
+
+
+def push_artifact(config: PushConfig) -> Pushed:
+    """The command. Raises SparseKVError as `push` does."""
+    url = push(config.artifact, config.name, private=config.private, revision=config.revision, message=config.message,
+               license=config.license)
+    return Pushed(config.name + (f"@{config.revision}" if config.revision else ""), url)
+
+
+def push(
+    folder: str | Path, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
+    license: str | None = None,
+) -> str:
+    """Push what a folder holds, with its page, in one commit; returns the commit's address.
+
+    name: `user/name`. Only what artifacts have is pushed: both files, the page and its figure, the metrics. A page that
+    nobody edited is written anew, with the repository's name. Raises SparseKVError for what is no sound artifact, a
+    name that cannot be, a missing token, a repository of something else, and a hub that cannot be reached or refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+
+    from sparsekv import __version__
+
+    found = find_artifacts(Path(folder))
+    for path in found.values():
+        load_artifact(path)
+    part = REPOSITORY.fullmatch(name)
+    if part is None or part["revision"]:
+        raise SparseKVError(f"{name!r} is no name of a repository; expected user/name" + (
+            ", and the revision apart" if part else ""))
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.\-]*", license):
+        raise SparseKVError(f"{license!r} is no licence that the hub knows; expected for example apache-2.0 or mit")
+    if constants.HF_HUB_OFFLINE:
+        raise SparseKVError("nothing can be pushed while HF_HUB_OFFLINE is set; unset it")
+    if not get_token():
+        raise SparseKVError(f"pushing to {constants.ENDPOINT} needs a token: set HF_TOKEN, or run `hf auth login`")
+    files = _files(Path(folder), found, name, license)
+    api = HfApi(library_name="sparsekv", library_version=__version__)
+    try:
+        made = api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.repo_info(made.repo_id).private:
+            raise SparseKVError(f"{name!r} exists and is public; choose another name, or push without --private")
+        if revision is not None:
+            api.create_branch(name, branch=revision, exist_ok=True)
+        there = set(api.list_repo_files(name, revision=revision))
+        _refuse_others(name, revision, there)
+        operations: list[Any] = [CommitOperationAdd(place, data) for place, data in sorted(files.items())]
+        operations += [CommitOperationDelete(place) for place in sorted(there & set(OWN) - set(files))]
+        return str(api.create_commit(name, operations, revision=revision,
+                                     commit_message=message or f"sparsekv {', '.join(found)}").commit_url)
+    except SparseKVError:
+        raise
+    except Exception as error:  # whatever huggingface_hub, httpx or the disk raise
+        raise refused(error, name, revision, "push to") from error
+
+
+def push_object(artifact: Any, name: str, **options: Any) -> str:
+    """`push` of an artifact as it is in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        artifact.save(folder)
+        return push(folder, name, **options)
+
+
+def _refuse_others(name: str, revision: str | None, there: set[str]) -> None:
+    """Raises SparseKVError for a repository that holds another library's model."""
+    if CONFIG not in there and TENSORS not in there:
+        return
+    try:
+        read_config(fetch(name, revision, [CONFIG]))
+    except SparseKVError as error:
+        raise SparseKVError(f"{name!r} holds something else than artifacts of sparsekv ({said(error)}); choose another "
+                            "name") from error
+
+
+def _files(folder: Path, found: dict[str, Path], name: str, license: str | None) -> dict[str, Any]:
+    """What is pushed: bytes, or the path of a file, by its place in the repository."""
+    configs = {kind: read_config(path) for kind, path in found.items()}
+    files: dict[str, Any] = {}
+    for path in found.values():
+        files |= {file.relative_to(folder).as_posix(): str(file)
+                  for file in (path / part for part in (CONFIG, TENSORS, METRICS)) if file.is_file()}
+    nested = folder not in found.values()
+    made = card_files(configs, nested=nested)
+    card = {place: (folder / place).read_bytes() if (folder / place).is_file() else data
+            for place, data in made.items()}
+    if card[README] == made[README]:
+        card[README] = card_files(configs, nested=nested, name=name)[README]
+    if license is not None:
+        card[README] = _licensed(card[README], license)
+    return files | card
+
+
+def _licensed(text: bytes, license: str) -> bytes:
+    """The page with this licence in its metadata."""
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(text.decode("utf-8"), ignore_metadata_errors=True)
+    card.data["license"] = license
+    return str(card).encode()
+

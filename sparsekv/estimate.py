@@ -1,0 +1,162 @@
+"""What a training will take: disk, memory and time, from rates that were measured. Estimates, and said as such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sparsekv.store.store import storage_bytes
+
+CHUNK = 32_768
+"""Tokens of a prefill chunk."""
+ITERATIONS = 10
+"""Of k-means."""
+
+
+class Rates(NamedTuple):
+    """Operations a second, multiplications and additions counted apart, and where they were measured. prefill of models
+    up to 1B and above; clusters: k-means; maps: steps of feature maps."""
+
+    small_prefill: float
+    prefill: float
+    clusters: float
+    maps: float
+    measured: str
+
+    def times(self, count: int) -> Rates:
+        """Of so many of them."""
+        prefill = (count * self.small_prefill, count * self.prefill)
+        return Rates(*prefill, count * self.clusters, count * self.maps, self.measured)
+
+
+GPU = Rates(2.2e14, 5.6e14, 3.7e13, 4.7e12, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
+            "(docs/results/capture.json); buckets of 8 heads at 128k, 211 steps a second of the maps of an 8B-shaped "
+            "layer (docs/training.md)")
+CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
+                   "(docs/results/capture.json); buckets and maps of its shape on one thread (docs/train.md)")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the cost. layers: those that are trained; elements: bytes of a weight."""
+
+    parameters: int
+    layers: int
+    all_layers: int
+    heads_q: int
+    heads_kv: int
+    dim: int
+    intermediate: int
+    elements: int
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, in the trainers' own words."""
+
+    documents: int
+    length: int
+    queries: int
+    num_buckets: int
+    max_steps: int
+    width: int
+    batch_size: int
+    keys_per_step: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds."""
+
+    store: int
+    artifacts: int
+    capture_memory: int
+    layer_memory: int
+    capture_seconds: float
+    router_seconds: float
+    phi_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.capture_seconds + self.router_seconds + self.phi_seconds
+
+    def layers_at_once(self, memory: int, layers: int) -> int:
+        """How many layers fit a share of the memory [bytes] that leaves room for the rest."""
+        return max(1, min(layers, int(0.7 * memory) // self.layer_memory))
+
+    def training_memory(self, layers: int) -> int:
+        return layers * self.layer_memory
+
+
+def shape_of(config: Any, layers: int | None, elements: int) -> Shape:
+    """From a transformers configuration; the weights are counted without being loaded. layers: None for all with full
+    attention."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    heads = text.num_attention_heads
+    return Shape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        layers=layers or sum(kind == "full_attention" for kind in kinds), all_layers=text.num_hidden_layers,
+        heads_q=heads, heads_kv=getattr(text, "num_key_value_heads", None) or heads,
+        dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, elements=elements)
+
+
+def store_bytes(shape: Shape, documents: int, length: int, queries: int) -> int:
+    """Of a capture."""
+    return storage_bytes(num_documents=documents, num_layers=shape.layers, heads_kv=shape.heads_kv,
+                         heads_q=shape.heads_q, length=length, queries=queries, dim=shape.dim)
+
+
+def estimate(shape: Shape, work: Work, rates: Rates) -> Estimate:
+    """Disk exactly; memory and time to within the rates, loading, compiling and quality cards left out."""
+    tokens = work.documents * work.length
+    prefill = 2 * shape.parameters * tokens + (
+        2 * shape.all_layers * shape.heads_q * shape.dim * work.length * tokens)
+    chunk = min(CHUNK, work.length)
+    cache = 2 * shape.all_layers * shape.heads_kv * work.length * shape.dim * shape.elements
+    clusters = 2 * ITERATIONS * tokens * shape.layers * shape.heads_kv * work.num_buckets * shape.dim
+    fast = rates.prefill if shape.parameters > 1e9 else rates.small_prefill
+    return Estimate(
+        store=store_bytes(shape, work.documents, work.length, work.queries),
+        artifacts=_artifact_bytes(shape, work),
+        capture_memory=shape.parameters * shape.elements + cache + 3 * chunk * shape.intermediate * shape.elements,
+        layer_memory=_layer_memory(shape, work),
+        capture_seconds=prefill / fast, router_seconds=clusters / rates.clusters,
+        phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps)
+
+
+def step_operations(shape: Shape, work: Work) -> float:
+    """A training step of the feature maps of one layer, forward and backward."""
+    d, w, r = shape.dim, work.width, shape.dim
+    keys = min(work.keys_per_step, work.length)
+    query_maps = shape.heads_q * work.batch_size * 2 * (d * w + 2 * w * w + w * r)
+    key_maps = shape.heads_kv * keys * 2 * (2 * (d * w + 2 * w * w) + w * r)
+    pairs = shape.heads_q * work.batch_size * (keys / 2) * 2 * (2 * d + r)
+    return 3 * (query_maps + key_maps + pairs)
+
+
+def _artifact_bytes(shape: Shape, work: Work) -> int:
+    d, w = shape.dim, work.width
+    maps = shape.heads_q * (2 * d * w + 2 * w * w) + shape.heads_kv * (3 * d * w + 4 * w * w)
+    router = shape.heads_kv * d * (work.num_buckets + 2 * d)
+    return 4 * shape.layers * (maps + router)
+
+
+def _layer_memory(shape: Shape, work: Work) -> int:
+    """A layer's captured tensors on the device, and what a step of its feature maps holds: 0.41 GB where the peak of a
+    run on a CPU rose by 0.39 GB a layer (9 query heads of 64, the trainers' defaults)."""
+    keys = min(work.keys_per_step, work.length)
+    pool = work.documents * (2 * 2 * shape.heads_kv * work.length + 6 * shape.heads_q * work.queries) * shape.dim
+    units = shape.heads_q * work.batch_size + 2 * shape.heads_kv * keys
+    step = 4 * (10 * work.width * units + 10 * shape.heads_q * work.batch_size * keys // 2)
+    return pool + step

@@ -1,0 +1,324 @@
+"""`sparsekv train`: capture, router, feature maps and their page in one command, which goes on where it stopped.
+
+It calls the functions of the commands `capture`, `train-router` and `train-phi`, with sizes for machine and model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsekv.config import SEEDS, option
+from sparsekv.corpus import read_documents
+from sparsekv.disk import only_writer, write_text
+from sparsekv.errors import Interrupted, SparseKVError
+from sparsekv.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
+from sparsekv.output import OutputKind, read_marker
+from sparsekv.progress import stages
+from sparsekv.store.manifest import MANIFEST
+
+MARKER = "train.json"
+CAPTURE, ROUTER, PHI = "capture", "router", "phi"
+FREE = ("output", "device", "dry_run", "overwrite")
+"""Options that change where a training runs, not what it makes."""
+MEASURED_LENGTH = 8192
+MOST_WINDOWS, LEAST_WINDOWS, ROOM = 150, 16, 100_000_000_000
+"""Windows of the measured recipe, taken where they fit into so many bytes of disk."""
+ELEMENTS = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Sizes(NamedTuple):
+    """What is chosen for a machine and a model. documents: None for as many as `ROOM` holds. router, phi: what differs
+    from the trainers' own defaults. measured: on what."""
+
+    documents: int | None
+    context_length: int
+    queries: int
+    router: dict[str, Any]
+    phi: dict[str, Any]
+    measured: str
+
+
+ON_GPU = Sizes(None, MEASURED_LENGTH, 768, {}, {}, "the trainers' defaults, measured with SmolLM2-135M at 8192 tokens "
+               "and 150 windows (docs/results/training.md); on models of 1B to 70B they were not measured")
+ON_CPU = Sizes(28, 2048, 128, {"num_buckets": 256},
+               {"max_steps": 220, "width": 64, "batch_size": 48, "keys_per_step": 352, "optimizer": "adam", "lr": 3e-3},
+               "the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/results/demo.json); a GPU has others")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.", argument=True,
+                        metavar="MODEL")
+    corpus: str = option(help="The corpus: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, "
+                              "or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
+    output: str = option(help="Folder of the training: capture/, router/, phi/ and README.md.",
+                         names=("--output", "-o"))
+    num_documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
+                                                  "[windows].", group="Sizes", min=2)
+    context_length: int | None = option(None, help="Length of every window; without it 8192, on a CPU 2048, at most "
+                                                   "the model's own [tokens].", group="Sizes", min=64)
+    layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
+                                group="Sizes")
+    phi_steps: int | None = option(None, help="Training steps of the feature maps, nearly all of the time [steps].",
+                                   group="Sizes", min=1)
+    dtype: str = option("auto", help="Arithmetic of the model: auto, float32, bfloat16 or float16.", group="Running")
+    device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",
+                         group="Running")
+    seed: int = option(0, help="Seed of every random choice.", group="Running", **SEEDS)
+    dry_run: bool = option(False, help="Say what it would take, and stop.", group="Running")
+    overwrite: bool = option(False, help="Replace an existing training.", group="Running")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before the work begins; kept in the output, so that a resumed training goes on with it
+    on a machine of other size."""
+
+    documents: int
+    context_length: int
+    queries: int
+    layer_group: int
+    router: dict[str, Any]
+    phi: dict[str, Any]
+
+
+class Trained(NamedTuple):
+    """The folder of a training and its artifacts, None after a dry run."""
+
+    path: Path
+    router: Any
+    phi: Any
+
+    def summary(self) -> str:
+        if self.router is None:
+            return "dry run: nothing was written"
+        store = sum(f.stat().st_size for f in (self.path / CAPTURE).rglob("*.safetensors"))
+        return (f"\n{self.router.summary()}\n{self.phi.summary()}\n\n"
+                f'sparsekv.attach(model, "{self.path}")   or   sparsekv generate --artifacts {self.path}\n'
+                f"sparsekv push {self.path} USER/NAME   pushes it; {self.path / CAPTURE} ({store / 1e9:.1f} GB) may go")
+
+
+def run_train(config: TrainConfig) -> Trained:
+    """Say what it will take, then capture, train and write the page; what a run before has finished is kept.
+
+    Raises SparseKVError for bad options, a missing model or corpus, another training's folder and too small a disk,
+    before a model is loaded; and Interrupted after Ctrl-C or SIGTERM, from where the same command goes on.
+    """
+    out = Path(config.output)
+    going_on = _going_on(config, out)
+    plan, said = make_plan(config, Plan(**going_on["plan"]) if going_on else None)
+    # its first text, before anything is written or loaded
+    next(read_documents(config.corpus, split="train"), None)
+    print(said, file=sys.stderr)
+    if config.dry_run:
+        return Trained(out, None, None)
+    with only_writer(out):
+        if not going_on:
+            _output().prepare(out, config.overwrite)
+            write_text(out / MARKER, json.dumps({"options": _content(config), "plan": asdict(plan)}, indent=1) + "\n")
+        try:
+            made = _train(config, plan, out)
+        except Interrupted as error:
+            what = str(error).partition("; the same command")[0]
+            raise Interrupted(f"{what}; the same command goes on from there", error.signal) from error
+        except SparseKVError:
+            _forget(out)
+            raise
+        _output().done(out)
+    return made
+
+
+def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
+    from sparsekv.artifacts.modelcard import write_card
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.trainers.phi import PhiConfig, train_phi
+    from sparsekv.trainers.router import RouterConfig, train_router
+
+    device = "auto" if config.device == "balanced" else config.device
+    common: dict[str, Any] = {"capture": str(out / CAPTURE), "device": device, "seed": config.seed,
+                              "layer_group": plan.layer_group}
+
+    def where(kind: str) -> dict[str, Any]:
+        return {**common, "output": str(out / kind), "resume": _begun(out / kind)}
+
+    with stages("train", (CAPTURE, ROUTER, PHI)) as begin:
+        begin(CAPTURE)
+        if read_marker(out / CAPTURE / MANIFEST).get("complete") is not True:
+            run_capture(CaptureConfig(
+                model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
+                context_length=plan.context_length, num_documents=plan.documents, layers=config.layers,
+                queries_per_document=plan.queries, dtype=config.dtype, device=config.device))
+        begin(ROUTER)
+        if not _finished(out / ROUTER):
+            train_router(RouterConfig(**where(ROUTER), **plan.router))
+        begin(PHI)
+        if not _finished(out / PHI):
+            train_phi(PhiConfig(**where(PHI), **plan.phi))
+    router, phi = RouterArtifact.load(out / ROUTER), PhiArtifact.load(out / PHI)
+    write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True)
+    return Trained(out, router, phi)
+
+
+def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]:
+    """Sizes for this machine and model, or those `kept`, and what they will take, in words. Loads no weights."""
+    from sparsekv.capture.config import parse_layers
+    from sparsekv.hub import DTYPES, load_config, resolve_device
+
+    if config.dtype not in DTYPES:
+        raise SparseKVError(f"unknown dtype {config.dtype!r}: expected one of {', '.join(DTYPES)}")
+    device = resolve_device(config.device)
+    gpu = not device.startswith("cpu")
+    about = load_config(config.model)
+    layers = None if config.layers is None else parse_layers(config.layers)
+    count = about.get_text_config().num_hidden_layers
+    if layers is not None and layers[-1] >= count:
+        raise SparseKVError(f"--layers names layer {layers[-1]}; this model has layers 0 to {count - 1}")
+    shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
+    sizes = ON_GPU if gpu else ON_CPU
+    plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
+    work = _work(plan)
+    found = estimate(shape, work, GPU if gpu else CPU_THREAD.times(_threads()))
+    return plan, _say(config, plan, shape, sizes, found, device)
+
+
+def planned(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memory: int) -> Plan:
+    """What is asked for, and `sizes` for the rest. longest: context of the model [tokens]; memory: where heads are
+    trained [bytes]."""
+    length = config.context_length or min(sizes.context_length, longest)
+    queries = min(sizes.queries, length // 2)
+    documents = config.num_documents or sizes.documents or max(
+        LEAST_WINDOWS, min(MOST_WINDOWS, ROOM // store_bytes(shape, 1, length, queries)))
+    phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
+    plan = Plan(documents, length, queries, 0, sizes.router, phi)
+    fit = estimate(shape, _work(plan), GPU).layers_at_once(memory, shape.layers)
+    return Plan(documents, length, queries, 0 if fit == shape.layers else fit, sizes.router, phi)
+
+
+def _work(plan: Plan) -> Work:
+    from sparsekv.trainers.options import DEFAULT
+    from sparsekv.trainers.phi import RECIPES as PHI_RECIPES
+    from sparsekv.trainers.router import RECIPES as ROUTER_RECIPES
+
+    phi, router = {**asdict(PHI_RECIPES[DEFAULT]), **plan.phi}, {**asdict(ROUTER_RECIPES[DEFAULT]), **plan.router}
+    return Work(plan.documents, plan.context_length, plan.queries, router["num_buckets"], phi["max_steps"],
+                phi["width"], phi["batch_size"], phi["keys_per_step"])
+
+
+def _say(config: TrainConfig, plan: Plan, shape: Shape, sizes: Sizes, found: Estimate, device: str) -> str:
+    at_once = plan.layer_group or shape.layers
+    rates = CPU_THREAD if device == "cpu" else GPU
+    training = found.training_memory(at_once)
+    rows = {
+        "model": f"{config.model}, {shape.parameters / 1e9:.2f} B parameters, {shape.layers} of {shape.all_layers} "
+                 "layers",
+        "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.queries} queries each; {at_once} "
+                 f"layers at once; {sizes.measured}",
+        "disk": f"{_bytes(found.store)} for the capture, {_bytes(found.artifacts)} for the artifacts; "
+                f"{_bytes(_free(Path(config.output)))} free",
+        "memory": f"{_bytes(found.capture_memory)} for the capture, {_bytes(training)} for training; "
+                  f"{_bytes(_memory(device != 'cpu'))} on this machine's {'CPU' if device == 'cpu' else 'GPU'}",
+        "time": f"{_time(found.seconds)}: capture {_time(found.capture_seconds)}, router "
+                f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}; loading, compiling, cards come on top",
+        "estimated": f"memory and time, from {rates.measured}"}
+    return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
+
+
+def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
+    """The marker of the training that this command goes on with. Raises SparseKVError for another's, and a finished
+    one, without `overwrite`."""
+    marker = read_marker(out / MARKER)
+    if config.overwrite or not {"options", "plan"} <= set(marker):
+        _output().found(out, config.overwrite)
+        return None
+    name, mine = f"the training in {str(out)!r}", _content(config)
+    differ = [k for k, v in mine.items() if marker["options"].get(k) != v]
+    if differ:
+        raise SparseKVError(f"{name} was started with " + ", ".join(
+            f"{k} {marker['options'].get(k)}" for k in differ) + "; now found " + ", ".join(
+            f"{k} {mine[k]}" for k in differ) + ". Give the same options, or --overwrite.")
+    if all(_finished(out / kind) for kind in (ROUTER, PHI)) and (out / "README.md").is_file():
+        raise SparseKVError(f"{name} is finished; --overwrite trains again")
+    print(f"going on with {name}", file=sys.stderr)
+    return marker
+
+
+def _forget(out: Path) -> None:
+    """Leave nothing of a training that failed before its capture began: other options may follow."""
+    if not (out / CAPTURE / MANIFEST).is_file():
+        (out / MARKER).unlink(missing_ok=True)
+        for folder in (out / CAPTURE, out):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _content(config: TrainConfig) -> dict[str, Any]:
+    return {k: v for k, v in asdict(config).items() if k not in FREE}
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and not _begun(folder)
+
+
+def _begun(folder: Path) -> bool:
+    from sparsekv.trainers.work import MARK
+
+    return (folder / MARK).is_file()
+
+
+def _output() -> OutputKind:
+    from sparsekv.capture.prepare import OWN as STORE
+    from sparsekv.trainers.work import OWN as ARTIFACT
+
+    parts = [f"{folder}/{name}" for folders, names in (((CAPTURE,), STORE), ((ROUTER, PHI), ARTIFACT))
+             for folder in folders for name in names]
+    return OutputKind("a training", (MARKER, "README.md", ".*.tmp", ".*.lock", *parts),
+                      lambda folder: {"options", "plan"} <= set(read_marker(folder / MARKER)))
+
+
+def _element(dtype: str, about: Any, gpu: bool) -> int:
+    """Bytes of a weight, as `load_model` chooses them."""
+    if dtype != "auto":
+        return ELEMENTS[dtype]
+    own = str(getattr(about, "dtype", None) or "float32").removeprefix("torch.")
+    return ELEMENTS.get(own, 2) if gpu else 4
+
+
+def _memory(gpu: bool) -> int:
+    """Of the first GPU, or of the machine [bytes]."""
+    import torch
+
+    if gpu:
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _free(path: Path) -> int:
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,173 @@
+"""`sparsekv train`: one command from text to artifacts, what it says before it starts, and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
+
+from tiny import make_model, make_tokenizer, prompt
+
+import sparsekv
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.errors import SparseKVError
+from sparsekv.estimate import GPU, Shape, Work, estimate, shape_of, step_operations
+from sparsekv.hub import load_config
+from sparsekv.inspection import InspectConfig, inspect_path
+from sparsekv.train import ON_GPU, Plan, TrainConfig, make_plan, planned, run_train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a tiny model, a text and a whole training."""
+    folder = tmp_path_factory.mktemp("train")
+    make_model().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("".join(f"The {i}th line says {i * i % 97}.\n" for i in range(400)))
+    run_train(config(folder, "whole"))
+    return folder
+
+
+def config(place: Path, output: str, **changed: object) -> TrainConfig:
+    return TrainConfig(**{"model": str(place / "model"), "corpus": str(place / "text.txt"),
+                          "output": str(place / output), "num_documents": 3, "context_length": 192, "phi_steps": 8,
+                          "device": "cpu", **changed})
+
+
+def same(one: Path, other: Path) -> bool:
+    routers, maps = ([kind.load(p / name) for p in (one, other)] for kind, name in (
+        (RouterArtifact, "router"), (PhiArtifact, "phi")))
+    return torch.equal(routers[0].centroids, routers[1].centroids) and torch.equal(
+        maps[0].maps.query.w_in, maps[1].maps.query.w_in)
+
+
+def test_one_command_and_one_name(place: Path, capsys) -> None:
+    whole = place / "whole"
+    assert sorted(p.name for p in whole.iterdir()) == ["README.md", "capture", "phi", "router", "train.json"]
+    with sparsekv.attach(make_model(), whole, token_budget=8) as attachment:
+        assert attachment.generate(prompt(60), max_new_tokens=3).shape == (1, 63)
+        assert attachment.decoding.phi is not None and attachment.report()["sparse_calls"]
+    page = (whole / "README.md").read_text()
+    for part in ("library_name: sparsekv", "# Router and feature maps for model", "3 of 3 layers", "| sink + tail |",
+                 "](router/quality.png)", "](phi/quality.png)", "2 windows of 192 tokens of `text.txt` (train)"):
+        assert part in page, part
+    assert str(place) not in page
+    for kind in ("router", "phi"):
+        assert (whole / kind / "quality.png").read_bytes().startswith(b"\x89PNG")
+        assert "](quality.png)" in (whole / kind / "README.md").read_text()
+    capsys.readouterr()
+    inspect_path(InspectConfig(str(whole)))
+    said = capsys.readouterr().out
+    assert "router " in said and "feature maps " in said
+
+
+def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
+    said = run_train(config(place, "dry", dry_run=True)).summary()
+    assert "nothing was written" in said and not (place / "dry").exists()
+    shown = capsys.readouterr().err
+    for part in ("3 windows of 192 tokens", "3 of 3 layers", "for the capture", "GB free", "capture 1 s", "estimated",
+                 "docs/results/capture.json", "docs/results/demo.json"):
+        assert part in shown, part
+
+
+def test_disk_is_estimated_as_it_is_used(place: Path) -> None:
+    found = estimate(shape_of(load_config(str(place / "model")), None, 4), Work(3, 192, 96, 256, 8, 64, 48, 352), GPU)
+    stored = sum(f.stat().st_size for f in (place / "whole" / "capture").rglob("*.safetensors"))
+    assert found.store == pytest.approx(stored, rel=0.06)
+    made = sum((place / "whole" / kind / "model.safetensors").stat().st_size for kind in ("router", "phi"))
+    assert found.artifacts == pytest.approx(made, rel=0.1)
+
+
+def llama_8b(layers: int = 32) -> Shape:
+    return Shape(8_030_000_000, layers, 32, 32, 8, 128, 14336, 2)
+
+
+def test_estimates_give_back_what_was_measured() -> None:
+    layer = Work(1, 131_072, 4096, 1024, 20_000, 128, 128, 2048)
+    assert 20_000 * step_operations(llama_8b(), layer) / GPU.maps == pytest.approx(20_000 / 211, rel=0.02)
+    eight = Shape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
+    for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
+        found = estimate(eight, Work(1, length, length // 64, 1024, 1, 128, 128, 2048), GPU)
+        assert found.capture_seconds == pytest.approx(seconds, rel=0.05)
+        assert found.store == pytest.approx(stored * 1e9, rel=0.01)
+        assert found.capture_memory == pytest.approx(peak * 1e9, rel=0.2)
+
+
+@pytest.mark.parametrize(("shape", "documents"), [
+    (Shape(1_240_000_000, 16, 16, 32, 8, 64, 8192, 2), 150), (llama_8b(), 76),
+    (Shape(70_600_000_000, 80, 80, 64, 8, 128, 28672, 2), 26)], ids=["1B", "8B", "70B"])
+def test_windows_are_as_many_as_100_gb_hold(shape: Shape, documents: int) -> None:
+    plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, 131_072, 80_000_000_000)
+    assert (plan.documents, plan.context_length, plan.queries) == (documents, 8192, 768)
+    work = Work(plan.documents, 8192, 768, 1024, 22_000, 256, 192, 4096)
+    found = estimate(shape, work, GPU)
+    assert found.store <= 100e9 or plan.documents == 16
+    at_once = plan.layer_group or shape.layers
+    assert found.training_memory(at_once) <= 0.7 * 80e9 < found.training_memory(at_once + 1) or at_once == shape.layers
+
+
+def test_a_resumed_training_keeps_its_sizes(place: Path) -> None:
+    kept = Plan(5, 100, 50, 2, {}, {"max_steps": 3})
+    plan, said = make_plan(config(place, "whole"), kept)
+    assert plan == kept and "5 windows of 100 tokens" in said and "2 layers at once" in said
+
+
+def test_what_is_finished_is_kept(place: Path) -> None:
+    out = place / "again"
+    shutil.copytree(place / "whole", out)
+    shutil.rmtree(out / "phi")
+    before = {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")}
+    run_train(config(place, "again"))
+    assert {f: f.stat().st_mtime_ns for f in before} == before and same(out, place / "whole")
+
+
+def test_other_trainings_and_other_folders_are_refused(place: Path, tmp_path) -> None:
+    with pytest.raises(SparseKVError, match="was started with phi_steps 8; now found phi_steps 9"):
+        run_train(config(place, "whole", phi_steps=9))
+    with pytest.raises(SparseKVError, match="is finished; --overwrite trains again"):
+        run_train(config(place, "whole"))
+    (tmp_path / "thesis.txt").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(SparseKVError, match=r"already exists|something else than a training"):
+            run_train(config(place, str(tmp_path), overwrite=overwrite))
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+    for changed, message in (({"layers": "2-7"}, "names layer 7; this model has layers 0 to 2"),
+                             ({"dtype": "int3"}, "unknown dtype"), ({"model": "/none"}, "no model at"),
+                             ({"corpus": "/none.txt"}, "none.txt"),
+                             ({"num_documents": 500}, "--context-length or --num-documents")):
+        with pytest.raises(SparseKVError, match=message):
+            run_train(config(place, "refused", **changed))
+        assert not (place / "refused").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_stopped_and_gone_on(place: Path, number: signal.Signals) -> None:
+    out, options = place / number.name, config(place, number.name, phi_steps=3000)
+    words = [str(w) for k in ("num_documents", "context_length", "phi_steps", "device")
+             for w in (f"--{k.replace('_', '-')}", getattr(options, k))]
+    command = [sys.executable, "-m", "sparsekv.cli", "train", options.model, options.corpus, "-o", str(out), *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    ends = time.monotonic() + 200
+    while not list(out.glob("phi/checkpoints/*.ckpt")):
+        assert process.poll() is None and time.monotonic() < ends, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate()[1]
+    if number == signal.SIGTERM:
+        assert process.returncode == 143 and "the same command goes on from there" in said, said
+        assert "--resume" not in said
+    run_train(options)
+    assert (out / "README.md").is_file() and PhiArtifact.load(out / "phi").config.provenance["options"]["max_steps"]
