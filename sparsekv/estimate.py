@@ -29,9 +29,11 @@ class Rates(NamedTuple):
         return Rates(*prefill, count * self.clusters, count * self.maps, self.measured)
 
 
-GPU = Rates(2.2e14, 5.6e14, 3.7e13, 4.7e12, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
-            "(docs/results/capture.json); buckets of 8 heads at 128k, 211 steps a second of the maps of an 8B-shaped "
-            "layer (docs/training.md)")
+DISK = 8.7e8
+"""Bytes a second of a store (docs/results/capture.json, the slower machine's)."""
+GPU = Rates(2.2e14, 5.6e14, 3.7e13, 1.65e13, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
+            "(docs/results/capture.json); buckets of 8 heads at 128k; 19.2 steps a second of the maps of SmolLM2's 30 "
+            "layers by the trainers' defaults (docs/train.md)")
 CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
                    "(docs/results/capture.json); buckets and maps of its shape on one thread (docs/train.md)")
 
@@ -120,19 +122,25 @@ def store_bytes(shape: Shape, documents: int, length: int, queries: int) -> int:
 def estimate(shape: Shape, work: Work, rates: Rates) -> Estimate:
     """Disk exactly; memory and time to within the rates, loading, compiling and quality cards left out."""
     tokens = work.documents * work.length
-    prefill = 2 * shape.parameters * tokens + (
-        2 * shape.all_layers * shape.heads_q * shape.dim * work.length * tokens)
     chunk = min(CHUNK, work.length)
     cache = 2 * shape.all_layers * shape.heads_kv * work.length * shape.dim * shape.elements
     clusters = 2 * ITERATIONS * tokens * shape.layers * shape.heads_kv * work.num_buckets * shape.dim
-    fast = rates.prefill if shape.parameters > 1e9 else rates.small_prefill
+    store = store_bytes(shape, work.documents, work.length, work.queries)
     return Estimate(
-        store=store_bytes(shape, work.documents, work.length, work.queries),
+        store=store,
         artifacts=_artifact_bytes(shape, work),
         capture_memory=shape.parameters * shape.elements + cache + 3 * chunk * shape.intermediate * shape.elements,
         layer_memory=_layer_memory(shape, work),
-        capture_seconds=prefill / fast, router_seconds=clusters / rates.clusters,
+        capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK), router_seconds=clusters / rates.clusters,
         phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps)
+
+
+def prefill_seconds(shape: Shape, work: Work, rates: Rates) -> float:
+    """Of all windows."""
+    tokens = work.documents * work.length
+    operations = 2 * shape.parameters * tokens + (
+        2 * shape.all_layers * shape.heads_q * shape.dim * work.length * tokens)
+    return operations / (rates.prefill if shape.parameters > 1e9 else rates.small_prefill)
 
 
 def step_operations(shape: Shape, work: Work) -> float:
