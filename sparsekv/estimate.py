@@ -131,7 +131,8 @@ def estimate(shape: Shape, work: Work, rates: Rates) -> Estimate:
         artifacts=_artifact_bytes(shape, work),
         capture_memory=shape.parameters * shape.elements + cache + 3 * chunk * shape.intermediate * shape.elements,
         layer_memory=_layer_memory(shape, work),
-        capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK), router_seconds=clusters / rates.clusters,
+        capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK),
+        router_seconds=clusters / rates.clusters,
         phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps)
 
 
