@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
-from sparsekv.disk import only_writer, write_text
+from sparsekv.disk import check_place, only_writer, write_text
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import progress
 
@@ -67,6 +67,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
+    from sparsekv.corpus import check_corpus
+
+    check_corpus(config.corpus)
+    if config.save_results is not None:
+        check_place(config.save_results)
     with only_writer(config.output):
         kind = _demo_output()
         out = kind.prepare(config.output, config.overwrite)
