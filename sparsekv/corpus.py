@@ -77,9 +77,9 @@ def check_corpus(
     _check_split(split)
     if corpus == "embedded":
         return
-    if files := _local_files(corpus):
-        documents = (d for f in files for d in _read_file(f, text_column))
-    else:
+    files = _local_files(corpus)
+    documents: Iterator[Document] = (d for f in files for d in _read_file(f, text_column))
+    if not files:
         documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
     if not any(d.text.strip() for d in documents):
         raise _no_text(corpus)

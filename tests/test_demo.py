@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_the_report_explains_itself(made) -> None:
     page = made.report.read_text(encoding="utf-8")
     number = re.search(r"the hidden number is (\d{7})", page)
     assert number and page.count("<tr>") == 2 * (1 + len(TABLE)) and page.count("<svg") == 3
-    for words in ("Full attention reads", "was left as it is", "how much the held-out text surprises", "Down is better"):
+    for words in ("Full attention reads", "was left as it is", "the held-out text surprises", "Down is better"):
         assert words in page
 
 
@@ -53,4 +54,4 @@ def test_no_two_labels_of_the_figure_touch() -> None:
               if words.startswith(("exact", "router", "sink"))]
     assert len(placed) == len(ends)
     heights = sorted(placed)
-    assert min(b - a for a, b in zip(heights, heights[1:], strict=False)) >= 9.5, heights  # the letters are 9 points
+    assert min(b - a for a, b in pairwise(heights)) >= 9.5, heights  # the letters are 9 points
