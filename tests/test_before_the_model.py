@@ -73,8 +73,7 @@ def places(tmp_path_factory) -> dict[str, str]:
     (root / "empty.txt").write_text(" ")
     (root / "lines.jsonl").write_text(json.dumps({"text": "words"}) + "\n")
     return {"MODEL": str(root / "model"), "FOLDER": str(root / "folder"), "FILE": str(root / "text.txt"),
-            "EMPTY": str(root / "empty.txt"), "LINES": str(root / "lines.jsonl"), "NOTHING": str(root / "nothing"),
-            "NEW": str(root / "new")}
+            "EMPTY": str(root / "empty.txt"), "LINES": str(root / "lines.jsonl"), "NOTHING": str(root / "nothing")}
 
 
 def test_every_command_has_a_case() -> None:
@@ -84,8 +83,10 @@ def test_every_command_has_a_case() -> None:
 @pytest.mark.parametrize(("command", "expected", "options"), [
     pytest.param(command, *case, id=f"{command}: {case[1]}")
     for command, cases in CASES.items() if command in COMMANDS for case in cases])
-def test_the_model_is_not_loaded(command, expected, options, places, monkeypatch, capsys) -> None:
+def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, monkeypatch, capsys) -> None:
     import transformers
+
+    places = {**places, "NEW": str(tmp_path / "new")}
 
     loaded = []
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: loaded.append(a))
