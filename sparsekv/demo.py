@@ -50,10 +50,11 @@ class DemoResult(NamedTuple):
 
     rows: list[dict[str, Any]]
     table: str
+    said: str
     report: Path
 
     def summary(self) -> str:
-        return f"\n{self.table}\n\nreport: {self.report}"
+        return f"\n{self.table}\n\n{self.said}\n\nwhat the columns mean, answers and figures: {self.report}"
 
 
 def run_demo(config: DemoConfig) -> DemoResult:
@@ -76,7 +77,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
 def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
-    from sparsekv.demo_report import demo_table, write_demo_report
+    from sparsekv.demo_report import demo_table, in_short, write_demo_report
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.scores import score_rows
@@ -109,14 +110,15 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     numbers = _decode(config, model, tokenizer, heldout, out)
     cells = collect(out)
     rows = with_origin(score_rows(cells, seed=config.seed))
-    table = demo_table(rows, heldout).text()
+    shown = demo_table(rows, heldout)
+    table = shown.text()
     write_text(out / "table.md", table + "\n")
     for path in (out / "results.json", config.save_results):
         if path is not None:
             write_text(Path(path), json.dumps(rows, indent=1) + "\n")
     report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
                                seconds=(trained, time.perf_counter() - started))
-    return DemoResult(rows, table, report)
+    return DemoResult(rows, table, in_short(shown, heldout), report)
 
 
 def _demo_output() -> OutputKind:

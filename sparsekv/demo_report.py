@@ -46,6 +46,17 @@ def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
     return Table("What was read, what was found, what it cost", COLUMNS, lines, READING)
 
 
+def in_short(table: Table, heldout: CaptureStore) -> str:
+    """The first and the last line of the table as a sentence, with the bytes that full attention reads."""
+    about = heldout.model
+    size = {"float32": 4}.get(about.get("dtype", ""), 2)
+    whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * heldout.context_length * size
+    full, last = table.rows[0], table.rows[-1]
+    return (f"Full attention reads {whole / 1e6:.0f} MB of keys and values for every token that it writes and finds "
+            f"{full[3]} hidden numbers; the trained router with φ finds {last[3]} and reads {last[1]} of the tokens "
+            f"and {last[2]} of the bytes in the layers where it works.")
+
+
 def write_demo_report(
     out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore, *,
     model: str, windows: int, seconds: tuple[float, float],
@@ -66,7 +77,7 @@ def write_demo_report(
              f"it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
              f"{heldout.num_documents} other windows and answered {len(numbers)} questions, reading a part of what is "
              "there. "
-             f"{_in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
+             f"{in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: the same model, reading less", intro,
         [table, _answers(cells, numbers, heldout)],
@@ -77,17 +88,6 @@ def write_demo_report(
                 "from those that look at few tokens to those that look at many."),
          Figure("Training", figures.training_curves({"φ": (metrics["step"], metrics["loss"])}),
                 "Loss of the feature maps on the training windows.")])
-
-
-def _in_short(table: Table, heldout: CaptureStore) -> str:
-    """The first and the last line of the table as a sentence, with the bytes that full attention reads."""
-    about = heldout.model
-    size = {"float32": 4}.get(about.get("dtype", ""), 2)
-    whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * heldout.context_length * size
-    full, last = table.rows[0], table.rows[-1]
-    return (f"Full attention reads {whole / 1e6:.0f} MB of keys and values for every token that it writes and finds "
-            f"{full[3]} hidden numbers; the trained router with φ finds {last[3]} and reads {last[1]} of the tokens "
-            f"and {last[2]} of the bytes in the layers where it works.")
 
 
 def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore) -> Table:
