@@ -17,9 +17,9 @@ def site(tmp_path_factory) -> Path:
     """The built site; a warning fails the build."""
     where = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", where], cwd=ROOT,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", where], cwd=ROOT,
         capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
-    assert not done.returncode and not done.stderr.strip(), done.stderr
+    assert not done.returncode and "WARNING" not in done.stderr, done.stderr  # --quiet would pass over warnings
     return where
 
 
