@@ -240,7 +240,6 @@ def _check(config: EvalConfig) -> Checked:
         needs = next((m.name for m in methods if kind in m.artifacts), None)
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
-    phi = None if config.phi is None else PhiArtifact.load(config.phi)
     check_methods(methods, router)
     if config.requests is None and set(tasks) & set(OWN_TASKS):
         check_corpus(config.corpus, split=config.split)
