@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo eval-smoke test test-slow test-gpu lint typecheck bench clean
+.PHONY: help setup demo eval-smoke test test-slow test-gpu lint typecheck docs build bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,8 +43,14 @@ lint: $(STAMP)  ## ruff
 typecheck: $(STAMP)  ## mypy on the package
 	$(BIN)/mypy
 
+docs: $(STAMP)  ## the site in site/, with no warning (`mkdocs serve` shows it while one writes)
+	$(BIN)/mkdocs build --strict
+
+build: $(STAMP)  ## wheel and source distribution in dist/
+	$(BIN)/python -m build
+
 bench: $(STAMP)  ## the performance tables of this machine
 	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
 
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) build dist *.egg-info demo-output eval-smoke-output
+	rm -rf $(VENV) build dist site *.egg-info demo-output eval-smoke-output

@@ -74,6 +74,8 @@ COMMANDS = {
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
         "sparsekv.inspection", "InspectConfig", "inspect_path"),
+    "doctor": Command(
+        "Say what this machine can run, and what installs the rest.", "sparsekv.doctor", "DoctorConfig", "run_doctor"),
     "demo": Command(
         "All of the above on a small real model, in minutes, on a CPU; writes report.html.",
         "sparsekv.demo", "DemoConfig", "run_demo",
@@ -179,6 +181,13 @@ def main() -> None:
         if debug:
             raise
         _fail(str(error), 1)
+    except ModuleNotFoundError as error:
+        if debug or not error.name:
+            raise
+        from sparsekv.doctor import install
+
+        module = error.name.partition(".")[0]
+        _fail(f"this needs the package {module}, which is not installed: run `{install(module)}`", 1)
     except Exception as error:
         if debug:
             raise

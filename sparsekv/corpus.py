@@ -50,8 +50,7 @@ def read_documents(
     `split` keeps training and held-out text apart: by a hash of the document's name (20 % held out), or, where a local
     corpus has fewer than ten documents, by cutting each at 80 % of its characters. The two parts never overlap.
     """
-    if split not in SPLITS:
-        raise SparseKVError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
+    _check_split(split)
     if corpus == "embedded":
         documents: Iterator[Document] = iter(_embedded())
     elif files := _local_files(corpus):
@@ -62,13 +61,37 @@ def read_documents(
         return
     listed = [d for d in documents if d.text.strip()]
     if not listed:
-        raise SparseKVError(f"the corpus {corpus!r} holds no text; expected at least one non-empty document")
+        raise _no_text(corpus)
     if split == "all":
         yield from listed
     elif len(listed) < FEW_DOCUMENTS:
         yield from (_cut(d, split) for d in listed)
     else:
         yield from (d for d in listed if _held_out(d) == (split == "heldout"))
+
+
+def check_corpus(
+    corpus: str, *, split: str = "all", text_column: str | None = None, dataset_options: dict[str, Any] | None = None,
+) -> None:
+    """Look for the corpus and read its first text, as `read_documents` would. Raises SparseKVError."""
+    _check_split(split)
+    if corpus == "embedded":
+        return
+    files = _local_files(corpus)
+    documents: Iterator[Document] = (d for f in files for d in _read_file(f, text_column))
+    if not files:
+        documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
+    if not any(d.text.strip() for d in documents):
+        raise _no_text(corpus)
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise SparseKVError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
+
+
+def _no_text(corpus: str) -> SparseKVError:
+    return SparseKVError(f"the corpus {corpus!r} holds no text; expected at least one non-empty document")
 
 
 def make_windows(

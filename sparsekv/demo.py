@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
-from sparsekv.disk import only_writer, write_text
+from sparsekv.disk import check_place, only_writer, write_text
 from sparsekv.output import OutputKind, read_marker
 from sparsekv.progress import progress
 
@@ -20,13 +20,7 @@ if TYPE_CHECKING:
     from sparsekv.evaluation.methods import Method
     from sparsekv.store.store import CaptureStore
 
-BUDGETS = (0.01, 0.02, 0.05, 0.10)
-CURVE_REQUESTS = 4
 MARKER = "demo.json"
-TABLE: tuple[tuple[str, float | None], ...] = (
-    ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
-    ("router+phi", 0.05))
-"""The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +50,11 @@ class DemoResult(NamedTuple):
 
     rows: list[dict[str, Any]]
     table: str
+    said: str
     report: Path
 
     def summary(self) -> str:
-        return f"\n{self.table}\n\nreport: {self.report}"
+        return f"\n{self.table}\n\n{self.said}\n\nwhat the columns mean, answers and figures: {self.report}"
 
 
 def run_demo(config: DemoConfig) -> DemoResult:
@@ -67,6 +62,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
+    from sparsekv.corpus import check_corpus
+
+    check_corpus(config.corpus)
+    if config.save_results is not None:
+        check_place(config.save_results)
     with only_writer(config.output):
         kind = _demo_output()
         out = kind.prepare(config.output, config.overwrite)
@@ -77,7 +77,10 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
 def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
-    from sparsekv.evaluation.tables import SUMMARY, markdown
+    from sparsekv.demo_report import demo_table, in_short, write_demo_report
+    from sparsekv.evaluation.cells import collect
+    from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.scores import score_rows
     from sparsekv.hub import load_model
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -104,14 +107,18 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
                         batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
-    rows = _decode(config, model, tokenizer, heldout, out)
-    table = markdown(SUMMARY, _table(rows))
+    numbers = _decode(config, model, tokenizer, heldout, out)
+    cells = collect(out)
+    rows = with_origin(score_rows(cells, seed=config.seed))
+    shown = demo_table(rows, heldout)
+    table = shown.text()
     write_text(out / "table.md", table + "\n")
     for path in (out / "results.json", config.save_results):
         if path is not None:
             write_text(Path(path), json.dumps(rows, indent=1) + "\n")
-    report = _write_report(config, rows, heldout, out, trained, time.perf_counter() - started)
-    return DemoResult(rows, table, report)
+    report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
+                               seconds=(trained, time.perf_counter() - started))
+    return DemoResult(rows, table, in_short(shown, heldout), report)
 
 
 def _demo_output() -> OutputKind:
@@ -125,17 +132,15 @@ def _demo_output() -> OutputKind:
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 
-def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path) -> list[dict[str, Any]]:
-    """Result rows: the table's methods on held-out windows and needle prompts, and the figure's other budgets on the
-    first two windows."""
+def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path) -> list[str]:
+    """Cells of the table's methods on held-out windows and needle prompts, and of the figure's other budgets on the
+    first two windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.evaluation.cells import collect
+    from sparsekv.demo_report import BUDGETS, TABLE
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.methods import parse_methods
     from sparsekv.evaluation.own_tasks import continuations, make_needles
-    from sparsekv.evaluation.rows import with_origin
-    from sparsekv.evaluation.scores import score_rows
 
     windows = [heldout.tokens(i).tolist() for i in range(heldout.num_documents)]
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
@@ -149,64 +154,4 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     with progress("decode", sum(len(requests) * len(methods) for _, requests, methods in parts), "runs") as advance:
         for part, requests, methods in parts:
             Evaluator(model, tokenizer, requests, output=out, part=part, router=router, phi=phi).run(methods, advance)
-    return with_origin(score_rows(collect(out), seed=config.seed))
-
-
-def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The lines of the table, in its order."""
-    from sparsekv.evaluation.tables import summary
-
-    return summary([r for name, budget in TABLE for r in rows if (r["method"], r["budget"]) == (name, budget)])
-
-
-def _write_report(
-    config: DemoConfig, rows: list[dict[str, Any]], heldout: CaptureStore, out: Path, trained: float, total: float,
-) -> Path:
-    from sparsekv.evaluation import figures
-    from sparsekv.evaluation.report import Figure, Table, write_report
-    from sparsekv.evaluation.tables import SUMMARY
-    from sparsekv.trainers.metrics import read_metrics
-
-    metrics = read_metrics(out / "phi" / "metrics.csv")
-    curves = {"phi training": (metrics["step"], metrics["loss"])}
-    fractions, quartiles = _mass_curves(heldout)
-    found = {(r["method"], r["budget"]): r["value"] for r in rows if r["metric"] == "rel_err"}
-    errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
-              for m in dict.fromkeys(m for m, _ in found if m != "full")}
-    intro = (f"{config.model}, corpus {config.corpus}: {config.num_documents} windows of {config.context_length} "
-             f"tokens captured for training, {config.num_heldout} others decoded. Capture and training took "
-             f"{trained:.0f} s, everything {total:.0f} s.")
-    return write_report(
-        out / "report.html", "sparsekv demo: a frozen model, decoding sparsely", intro,
-        [Table("What every method reads and what it costs", SUMMARY, _table(rows),
-               "Perplexity of held-out text after the window; attention error: relative L2 distance of a head's output "
-               "to full attention, mean over sparse layers, heads and tokens; selectivity: share of the context read "
-               "by a sparse layer. Layer 0 stays dense in every sparse row.")],
-        [Figure("Error by budget", figures.error_by_budget(BUDGETS, errors),
-                "Solid: completed by φ. Dashed: renormalised over what was read. Held-out text."),
-         Figure("Mass curve", figures.mass_curve(fractions, quartiles),
-                "How concentrated attention is, heads in quartiles of their mean entropy over the mid region."),
-         Figure("Training", figures.training_curves(curves), "Loss on the training windows.")])
-
-
-def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
-    import torch
-
-    from sparsekv.core.offline import mass_curve, mid_share, requests
-    from sparsekv.evaluation.diagnostic_figures import QUARTILES
-    from sparsekv.evaluation.measure import captured_window
-
-    shares, entropies = [], []
-    fractions: list[float] = []
-    for layer in heldout.layers[1::3] or heldout.layers:
-        window = captured_window(heldout, layer, 0, heldout.config["sink_size"], heldout.config["window_size"])
-        curves = []
-        for request in requests(window, CURVE_REQUESTS):
-            fractions, curve = mass_curve(mid_share(request), int(request.view.regions.mid_sizes))
-            curves.append(curve)
-        shares.append(torch.stack(curves).mean(0))
-        entropies.append(heldout.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
-    every, entropy = torch.cat(shares), torch.cat(entropies)
-    order = entropy.argsort().tensor_split(4)
-    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(QUARTILES, order, strict=True)
-                       if len(part)}
+    return [needle.targets[0] for needle in needles]

@@ -61,6 +61,18 @@ def placed(path: Path) -> Iterator[Path]:
                 temporary.unlink()
 
 
+def check_place(path: str | Path) -> None:
+    """Raises SparseKVError where a file cannot be written: a folder stands there, or its own folder takes no file."""
+    path = Path(path).absolute()
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    reason = (errno.EISDIR if path.is_dir() else errno.ENOTDIR if not folder.is_dir() else
+              0 if os.access(path if path.exists() else folder, os.W_OK) else errno.EACCES)
+    if reason:
+        raise disk_error(OSError(reason, os.strerror(reason)), path)
+
+
 def write_text(path: Path, text: str) -> None:
     """A file in UTF-8, whole or not at all. Raises SparseKVError."""
     with placed(path) as temporary:

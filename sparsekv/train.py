@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
-from sparsekv.corpus import read_documents
+from sparsekv.corpus import check_corpus
 from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
@@ -115,7 +115,7 @@ def run_train(config: TrainConfig) -> Trained:
     going_on = _going_on(config, out)
     plan, said = make_plan(config, Plan(**going_on["plan"]) if going_on else None)
     # its first text, before anything is written or loaded
-    next(read_documents(config.corpus, split="train"), None)
+    check_corpus(config.corpus, split="train")
     print(said, file=sys.stderr)
     if config.dry_run:
         return Trained(out, None, None)

@@ -19,7 +19,7 @@ LEAVES = ("core", "models", "kernels", "artifacts", "store", "ranks", "corpus", 
 ALLOWED = {"kernels": ("kernels", "errors"), "core": ("core", "kernels", "config", "errors")}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
-DOORS = ("cli", "demo", "inspection", "train")
+DOORS = ("cli", "demo", "inspection", "train", "doctor", "demo_report")
 
 
 def module_of(path: Path) -> str:

@@ -116,6 +116,12 @@ def _stored(place: Place) -> int:
     return sum(f.stat().st_size for f in place.root.glob("doc*/*.safetensors"))
 
 
+def check_layers(wanted: str | None, count: int) -> None:
+    """Raises SparseKVError for a layer to store that a model of so many layers has not."""
+    if wanted is not None and (most := max(parse_layers(wanted))) >= count:
+        raise SparseKVError(f"--layers names layer {most}; this model has layers 0 to {count - 1}")
+
+
 def choose_layers(wanted: str | None, ropes: dict[int, LayerRope], skipped: dict[int, str]) -> dict[int, LayerRope]:
     """The layers to store, and how they rotate; without `wanted` all in `ropes`, and those skipped are named on
     standard error. Raises SparseKVError, with the reason, for a layer that cannot be stored."""

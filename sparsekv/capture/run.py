@@ -15,11 +15,11 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import generated_windows
-from sparsekv.capture.prepare import STORE, begin_output, check_output, check_space, choose_layers
+from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
 from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope
-from sparsekv.corpus import Window, make_windows, read_documents
+from sparsekv.corpus import Window, check_corpus, make_windows, read_documents
 from sparsekv.disk import free_space, only_writer
 from sparsekv.errors import SparseKVError
 from sparsekv.hub import load_config, load_model
@@ -50,8 +50,11 @@ def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = No
 def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any) -> CaptureStore:
     def check() -> None:
         check_output(store, config)
-        about = load_config(config.model) if model is None else model.config
-        check_space(config, about.get_text_config(), store)
+        check_corpus(config.corpus, split=config.split, text_column=config.text_column,
+                     dataset_options=dataset_options(config))
+        about = (load_config(config.model) if model is None else model.config).get_text_config()
+        check_layers(config.layers, about.num_hidden_layers)
+        check_space(config, about, store)
 
     ranks.first_does(check)
     if tokenizer is None or model is None:

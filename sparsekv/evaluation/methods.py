@@ -59,6 +59,15 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method
     return list(dict.fromkeys(methods))
 
 
+def check_methods(methods: Sequence[Method], router: Any) -> None:
+    """Refuse options that their selector does not take, before a model is loaded. Raises SparseKVError."""
+    from sparsekv.runtime.decoding import choose_selector
+
+    for method in methods:
+        choose_selector("dense" if method.selector == "full" else method.selector, router, method.budget,
+                        dict(method.options))
+
+
 def label(name: str, budget: float | None = None) -> str:
     """A method's name for readers: `exact top-k, 1 % + φ`."""
     words, _, completion = name.partition("+")

@@ -39,6 +39,11 @@ class Table:
     rows: Sequence[Sequence[str]]
     note: str = ""
 
+    def text(self) -> str:
+        """As Markdown, without title and note."""
+        rule = ["---"] + ["---:"] * (len(self.header) - 1)
+        return "\n".join("| " + " | ".join(line) + " |" for line in (self.header, rule, *self.rows))
+
 
 @dataclass(frozen=True)
 class Figure:

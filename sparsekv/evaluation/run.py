@@ -210,7 +210,9 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     from sparsekv.core.regions import ACCOUNTINGS
-    from sparsekv.evaluation.methods import parse_methods
+    from sparsekv.corpus import check_corpus
+    from sparsekv.disk import check_place
+    from sparsekv.evaluation.methods import check_methods, parse_methods
     from sparsekv.evaluation.requests import OWN_TASKS, check_names, task_names
     from sparsekv.runtime.supported import load_artifacts
 
@@ -238,11 +240,16 @@ def _check(config: EvalConfig) -> Checked:
         needs = next((m.name for m in methods if kind in m.artifacts), None)
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
+    check_methods(methods, router)
+    if config.requests is None and set(tasks) & set(OWN_TASKS):
+        check_corpus(config.corpus, split=config.split)
+    if config.save_requests is not None:
+        check_place(config.save_requests)
     output = Path(config.output)
     goes_on = config.resume and (bool(_own(output, "cells*.jsonl", CELLS)) or not any(
         (output / name).exists() for name in REPORTED))
     only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
-    if config.save_requests is None and not goes_on and not only_requests:
+    if config.save_requests is None and (output.is_file() or not (goes_on or only_requests)):
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, lengths, depths, router, phi)
 

@@ -47,8 +47,7 @@ def cell_text(found: dict[str, Any] | None, sign: str = "") -> str:
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """The same as Markdown."""
-    rule = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+    return Table("", header, lines).text()
 
 
 def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:

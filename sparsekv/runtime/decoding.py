@@ -96,7 +96,7 @@ def make_decoding(
     eligible = _eligible(model, modules)
     if layers is not None:
         token_budget = max((s.budget for s in layers.values()), default=0.0)
-    chosen = _selector(selector, router, token_budget, options)
+    chosen = choose_selector(selector, router, token_budget, options)
     for artifact in (router, phi):
         if artifact is not None:
             artifact.check(model)
@@ -125,10 +125,12 @@ def make_decoding(
                     layers)
 
 
-def _selector(
+def choose_selector(
     selector: str | Selector | None, router: RouterArtifact | None, token_budget: int | float | None,
     options: dict[str, Any],
 ) -> Selector:
+    """The selector that is named, or the best that the router has been trained for, with its options. Raises
+    SparseKVError for an unknown name and for options that it does not have or that it refuses."""
     if isinstance(selector, Selector):
         made = copy.copy(selector)
     else:

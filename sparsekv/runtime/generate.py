@@ -52,6 +52,7 @@ def generate(config: GenerateConfig) -> None:
 
     from sparsekv.hub import load_model
     from sparsekv.runtime.attach import attach
+    from sparsekv.runtime.decoding import choose_selector
     from sparsekv.runtime.supported import load_artifacts
 
     text = read_prompt(config)
@@ -59,6 +60,7 @@ def generate(config: GenerateConfig) -> None:
         raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
     tokens = budget(config.token_budget)
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
+    choose_selector(config.selector, router, tokens, {"probes": config.probes})
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
     with attach(model, router=router, phi=phi, selector=config.selector, probes=config.probes,

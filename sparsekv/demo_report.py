@@ -1,0 +1,141 @@
+"""What `sparsekv demo` shows: what every method read, what it found with that, and what it cost; for those who have not
+read the papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsekv.evaluation.report import Table
+    from sparsekv.store.store import CaptureStore
+
+BUDGETS = (0.01, 0.02, 0.05, 0.10)
+TABLE: tuple[tuple[str, float | None], ...] = (
+    ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
+    ("router+phi", 0.05))
+"""The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
+COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
+CURVE_REQUESTS = 4
+READING = (
+    "Every row is the same model with the same prompts. To write one more token a model reads keys and values of the "
+    "tokens before it: full attention of all of them, the other rows of few (in every layer but the first): sink and "
+    "tail, the first and last tokens, always, and beside them the best tokens of all (exact top-k) or those that the "
+    "trained router chooses. “+ φ”: trained feature maps estimate the rest. tokens: share of the context that is read. "
+    "bytes: the same with all that is read to choose: exact top-k scores every key, the router the means of its "
+    "buckets. found: a seven-digit number was hidden in the text and asked for at its end. perplexity: how much the "
+    "held-out text surprises the model; lower is better, and full attention's is what can be had. error: how far what "
+    "an attention head hands on is from full attention's, relative; 0 is the same.")
+
+
+def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
+    """The table, its rows in the order of TABLE. rows: result rows of one length; heldout: for the sizes of sink and
+    window."""
+    from sparsekv.evaluation.report import Table
+
+    known = {(r["method"], r["budget"], r["metric"]): r for r in rows}
+    lines = []
+    for method, budget in TABLE:
+        texts, needles = known.get((method, budget, "rel_err")), known.get((method, budget, "score"))
+        loss = known.get((method, budget, "perplexity"))
+        lines.append([
+            _words(method, budget, heldout.config), _cell(texts, "read", "{:.1%}"),
+            _cell(texts, "bytes_share", "{:.1%}"),
+            "–" if needles is None else f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}",
+            _cell(loss, "value", "{:.2f}"), _cell(texts, "value", "{:.3f}")])
+    return Table("What was read, what was found, what it cost", COLUMNS, lines, READING)
+
+
+def in_short(table: Table, heldout: CaptureStore) -> str:
+    """The first and the last line of the table as a sentence, with the bytes that full attention reads."""
+    about = heldout.model
+    size = {"float32": 4}.get(about.get("dtype", ""), 2)
+    whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * heldout.context_length * size
+    full, last = table.rows[0], table.rows[-1]
+    return (f"Full attention reads {whole / 1e6:.0f} MB of keys and values for every token that it writes and finds "
+            f"{full[3]} hidden numbers; the trained router with φ finds {last[3]} and reads {last[1]} of the tokens "
+            f"and {last[2]} of the bytes in the layers where it works.")
+
+
+def write_demo_report(
+    out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore, *,
+    model: str, windows: int, seconds: tuple[float, float],
+) -> Path:
+    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; seconds: of capture and
+    training, and of everything."""
+    from sparsekv.evaluation import figures
+    from sparsekv.evaluation.report import Figure, write_report
+    from sparsekv.trainers.metrics import read_metrics
+
+    metrics = read_metrics(out / "phi" / "metrics.csv")
+    fractions, quartiles = _mass_curves(heldout)
+    found = {(r["method"], r["budget"]): r["value"] for r in rows if r["metric"] == "rel_err"}
+    errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
+              for m in dict.fromkeys(m for m, _ in found if m != "full")}
+    table = demo_table(rows, heldout)
+    intro = (f"The model {model} was left as it is. From {windows} windows of text of {heldout.context_length} tokens "
+             f"it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
+             f"{heldout.num_documents} other windows and answered {len(numbers)} questions, reading a part of what is "
+             "there. "
+             f"{in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
+    return write_report(
+        out / "report.html", "sparsekv demo: the same model, reading less", intro,
+        [table, _answers(cells, numbers, heldout)],
+        [Figure("The more is read, the smaller the error", figures.error_by_budget(BUDGETS, errors),
+                "Down is better. Dashed: only what is read. Solid: with the estimate φ of the rest. Held-out text."),
+         Figure("Why it works: few tokens hold most of the attention", figures.mass_curve(fractions, quartiles),
+                "How much of its attention outside sink and tail a head gives to its best tokens; heads in quarters, "
+                "from those that look at few tokens to those that look at many."),
+         Figure("Training", figures.training_curves({"φ": (metrics["step"], metrics["loss"])}),
+                "Loss of the feature maps on the training windows.")])
+
+
+def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore) -> Table:
+    """What every method answered where a number was hidden about the middle of the text."""
+    from sparsekv.evaluation.report import Table
+
+    asked = len(numbers) // 2
+    answers = {(c["method"], c["budget"]): c["answers"][c["indices"].index(asked)] for c in cells
+               if c["case"].startswith("needle") and asked in c["indices"]}
+    lines = [[_words(method, budget, heldout.config), " ".join(answers[method, budget].split()) or "–",
+              "yes" if numbers[asked] in answers[method, budget] else "no"]
+             for method, budget in TABLE if (method, budget) in answers]
+    return Table(f"One of the questions: the hidden number is {numbers[asked]}",
+                 ("what a step reads", "the answer", "right"), lines)
+
+
+def _words(method: str, budget: float | None, config: dict[str, Any]) -> str:
+    """A method for readers who do not know its name."""
+    selector, _, completion = method.partition("+")
+    said = {"full": "all tokens (full attention)",
+            "streaming": f"sink + tail ({config['sink_size']} and {config['window_size']} tokens)",
+            "topk": f"the best {100 * (budget or 0):g} % (exact top-k)",
+            "router": f"the router's {100 * (budget or 0):g} %"}[selector]
+    return said + (" + φ" if completion else "")
+
+
+def _cell(row: dict[str, Any] | None, name: str, form: str) -> str:
+    return "–" if row is None or row.get(name) is None else form.format(row[name])
+
+
+def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
+    import torch
+
+    from sparsekv.core.offline import mass_curve, mid_share, requests
+    from sparsekv.evaluation.diagnostic_figures import QUARTILES
+    from sparsekv.evaluation.measure import captured_window
+
+    shares, entropies = [], []
+    fractions: list[float] = []
+    for layer in heldout.layers[1::3] or heldout.layers:
+        window = captured_window(heldout, layer, 0, heldout.config["sink_size"], heldout.config["window_size"])
+        curves = []
+        for request in requests(window, CURVE_REQUESTS):
+            fractions, curve = mass_curve(mid_share(request), int(request.view.regions.mid_sizes))
+            curves.append(curve)
+        shares.append(torch.stack(curves).mean(0))
+        entropies.append(heldout.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
+    every, entropy = torch.cat(shares), torch.cat(entropies)
+    order = entropy.argsort().tensor_split(4)
+    return fractions, {name: every[part].mean(0).tolist() for name, part in zip(QUARTILES, order, strict=True)
+                       if len(part)}

@@ -1,0 +1,58 @@
+"""What the demo shows: the table, the report and its figures, on a tiny random model."""
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sparsekv.demo import DemoConfig, run_demo
+from sparsekv.demo_report import BUDGETS, COLUMNS, TABLE
+from sparsekv.evaluation.figures import error_by_budget
+
+sys.path.insert(0, str(Path(__file__).parent / "runtime"))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    from tiny import make_model, make_tokenizer
+
+    root = tmp_path_factory.mktemp("demo")
+    make_model().save_pretrained(root / "model")
+    make_tokenizer().save_pretrained(root / "model")
+    return run_demo(DemoConfig(model=str(root / "model"), output=root / "out", context_length=256, num_documents=4,
+                               num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8,
+                               save_results=root / "rows.json"))
+
+
+def test_the_table_says_what_was_read_what_was_found_and_what_it_cost(made) -> None:
+    header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in made.table.splitlines())
+    assert tuple(header) == COLUMNS and len(lines) == len(TABLE)
+    assert lines[0][0] == "all tokens (full attention)" and lines[0][1:3] == ["100.0%", "100.0%"]
+    found = {line[0]: line for line in lines}
+    assert set(found) >= {"sink + tail (4 and 16 tokens) + φ", "the best 1 % (exact top-k)", "the router's 5 % + φ"}
+    for line in lines:
+        assert re.fullmatch(r"\d of 3", line[3]) and all(float(x.rstrip("%")) >= 0 for x in (*line[1:3], *line[4:]))
+    share = {name: float(line[2].rstrip("%")) for name, line in found.items()}
+    assert share["the best 1 % (exact top-k)"] > 50, "exact top-k reads every key to choose"
+
+
+def test_the_report_explains_itself(made) -> None:
+    page = made.report.read_text(encoding="utf-8")
+    assert made.said in page and made.said in made.summary()
+    number = re.search(r"the hidden number is (\d{7})", page)
+    assert number and page.count("<tr>") == 2 * (1 + len(TABLE)) and page.count("<svg") == 3
+    for words in ("Full attention reads", "was left as it is", "the held-out text surprises", "Down is better"):
+        assert words in page
+
+
+def test_no_two_labels_of_the_figure_touch() -> None:
+    ends = {"topk": 0.045, "topk+phi": 0.044, "router": 0.05, "router+phi": 0.0441, "streaming": 0.5,
+            "streaming+phi": 0.0442}
+    svg = error_by_budget(BUDGETS, {m: [2 * e, 1.5 * e, 1.2 * e, e] for m, e in ends.items()})
+    placed = [float(y) for y, words in re.findall(r'<text [^>]*?y="([\d.]+)"[^>]*>([^<]*)</text>', svg)
+              if words.startswith(("exact", "router", "sink"))]
+    assert len(placed) == len(ends)
+    heights = sorted(placed)
+    assert min(b - a for a, b in pairwise(heights)) >= 9.5, heights  # the letters are 9 points
