@@ -37,17 +37,15 @@ SPLIT = 4
 class Evaluator:
     """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
 
-    accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). max_new_tokens overrides the
-    tasks' own. part: the name of a shard. said: more keys of the header. batch_tokens: prompt tokens in memory at once.
-    Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
+    accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). part: the name of a shard.
+    said: more keys of the header. batch_tokens: prompt tokens in memory at once. Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
     """
 
     def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Request], *, output: Path, router: Any = None,
-                 phi: Any = None, accounting: str = "retrieved", max_new_tokens: int | None = None,
-                 resume: bool = False, part: str = "", said: dict[str, Any] | None = None,
+                 phi: Any = None, accounting: str = "retrieved", resume: bool = False, part: str = "", said: dict[str, Any] | None = None,
                  batch_tokens: int | None = None):
         self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
-        self.accounting, self.max_new_tokens, self.batch_tokens = accounting, max_new_tokens, batch_tokens
+        self.accounting, self.batch_tokens = accounting, batch_tokens
         self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
         self.digests = {k: artifact_digest(a) for k, a in self.artifacts.items()}
         configs = [a.config for a in self.artifacts.values()]
@@ -57,7 +55,7 @@ class Evaluator:
         self.splits: dict[str, int] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
-            "requests": digest(self.requests), "accounting": accounting, "max_new_tokens": max_new_tokens,
+            "requests": digest(self.requests), "accounting": accounting,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
             **(said or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
@@ -128,9 +126,7 @@ class Evaluator:
         return tokens[:-request.max_new_tokens] if request.metric == "continuation" else tokens
 
     def _limit(self, request: Request) -> int:
-        if request.metric == "continuation" or self.max_new_tokens is None:
-            return min(request.max_new_tokens, TOKENS_NEEDED.get(request.task, request.max_new_tokens))
-        return self.max_new_tokens
+        return min(request.max_new_tokens, TOKENS_NEEDED.get(request.task, request.max_new_tokens))
 
     def _open(self, requests: Sequence[Request], method: Method) -> bool:
         return any((r.case, r.index, method.name, method.budget) not in self.done for r in requests)

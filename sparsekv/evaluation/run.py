@@ -53,8 +53,6 @@ class EvalConfig:
     needle_depths: str | None = option(None, group=PROMPTS, help="Depths of the needle, separated by commas: 0 is the "
                                                                  "start of the text, 1 its end; without it evenly "
                                                                  "spread ones.")
-    max_new_tokens: int | None = option(None, group=PROMPTS, min=1, help="Longest answer; without it what the task "
-                                                                         "needs [tokens].")
     save_requests: Path | None = option(None, group=PROMPTS, help="Write the tasks' prompts and targets to this file "
                                                                   "(.jsonl or .jsonl.gz) and stop.")
     requests: Path | None = option(None, group=PROMPTS, help="Answer the prompts of such a file instead of making "
@@ -133,7 +131,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         requests_there = _own(output, "*.jsonl*", REQUESTS)
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
-                          accounting=config.accounting, max_new_tokens=config.max_new_tokens, resume=config.resume,
+                          accounting=config.accounting, resume=config.resume,
                           said={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
     with progress("eval", len(requests) * len(checked.methods), "answers") as advance:
         evaluator.run(checked.methods, advance)
