@@ -30,8 +30,8 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
-            "positions tallies above equal",
-    "*i16": "codes queries",
+            "positions tallies",
+    "*i16": "codes queries grades",
     "*fp32": "side partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part",
     "fp32": "scale eps",
@@ -44,7 +44,7 @@ OWN: dict[Any, dict[str, str]] = {
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.query_kernel: {"maps": "*fp32"},
-    sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.fill_kernel: {"out": "*i32"},
+    sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
 }
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
     wide = {**shape, "BLOCK": 64, "OFFSETS": True}
     check(r.score_kernel, {**wide, "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS, "bf16")
-    check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
+    check(r.mean_kernel, {**wide, "WIDTH": 256, "BESIDE": True}, routing.SCORE_WARPS, "bf16")
     group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
     check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
     check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
@@ -123,14 +123,14 @@ def main() -> None:
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
         check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
         check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "LISTED": width == 32, "BLOCK": sketch.SCORE_BLOCK}, sketch.SCORE_WARPS, "bf16")
-    check(sk.weigh_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": 1024, "BLOCK": sketch.WEIGH_BLOCK}, sketch.WEIGH_WARPS,
-          "bf16", (90,))
-    tally = {"BLOCK": sketch.TALLY_BLOCK, "LISTED": True, "PARTS": 128}
-    for digit in range(len(sketch.DIGITS)):
-        check(sk.tally_kernel, {**tally, "DIGIT": digit}, sketch.TALLY_WARPS, "bf16", (90,))
-    check(sk.count_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
-    check(sk.fill_kernel, tally, sketch.TALLY_WARPS, "bf16", (90,))
+        check(sk.score_kernel, {**code, "LISTED": width == 32, "STEPS": 11, "BLOCK": sketch.SCORE_BLOCK},
+              sketch.SCORE_WARPS, "bf16")
+    for parts in (1, 256, sketch.GRADE_PARTS):
+        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "BLOCK": sketch.GRADE_BLOCK},
+              sketch.GRADE_WARPS, "bf16", (90,))
+    for listed in (True, False):
+        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_BLOCK, "LISTED": listed},
+              sketch.BEST_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
