@@ -156,7 +156,8 @@ def test_bad_outputs_and_options_are_refused(tmp_path) -> None:
             captured(model, tmp_path / "other", overwrite=overwrite)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "precious"
     for options, message in (({"split": "x"}, "unknown split"), ({"dataset_options": "[1]"}, "are no JSON object"),
-                             ({"layers": "0-9"}, "names layer 9; this model has layers 0 to 2"), ({"layers": "a"}, "not understood"),
+                             ({"layers": "0-9"}, "names layer 9; this model has layers 0 to 2"),
+                             ({"layers": "a"}, "not understood"),
                              ({"dataset_options": "{"}, "are no JSON object"), ({"window_size": 117}, "leave no mid"),
                              ({"num_documents": 10_000}, "corpus is too short")):
         with pytest.raises(SparseKVError, match=message):
