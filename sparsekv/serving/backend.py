@@ -169,8 +169,9 @@ class SparseBuilder(AttentionMetadataBuilder):
     def _note_positions(self, common: Any, batch: Batch) -> None:
         """The position of every new token, where the layers' writes find it."""
         count = batch.slots.shape[0]
-        if common.positions is not None and common.positions.dim() == 1:
-            self.positions[:count] = common.positions[:count]
+        known = getattr(common, "positions", None)
+        if known is not None and known.dim() == 1:
+            self.positions[:count] = known[:count]
             return
         token = torch.arange(count, device=self.device)
         ends = batch.starts[1:].long()

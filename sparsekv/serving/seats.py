@@ -54,8 +54,8 @@ class Places:
 
 class Batch(NamedTuple):
     """The rows of a step: lengths `[R]`, this step's tokens included; starts `[R + 1]`: their queries; table
-    `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling `[R]` or None: rows whose prompt goes on.
-    """
+    `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling: of the first rows,
+    whether their prompt goes on."""
 
     lengths: Tensor
     starts: Tensor
@@ -106,7 +106,8 @@ class Seats:
             own = torch.full((rows,), -1, device=self.device)
         single = (counts == 1) & (lengths >= 2) & (own >= 0)
         if batch.prefilling is not None:
-            single = single & ~batch.prefilling.to(self.device)
+            going_on = torch.nn.functional.pad(batch.prefilling[:rows], (0, max(0, rows - batch.prefilling.shape[0])))
+            single = single & ~going_on.to(self.device, non_blocking=True)
         before = slots_at(batch.table, (lengths - 2).clamp(min=0)[:, None], self.places.page)
         match = single[:, None] & (self.length[None] == lengths[:, None] - 1) & (self.last[None] == before)
         match[:, self.count] = False

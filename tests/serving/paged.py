@@ -1,4 +1,4 @@
-"""A page pool, requests that take its pages and give them back, and one layer's tokens: what vLLM does, in few lines."""
+"""A page pool, requests that take its pages and give them back, and one layer's tokens: what vLLM does, in short."""
 
 from __future__ import annotations
 

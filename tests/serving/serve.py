@@ -37,7 +37,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))
     counted(Seats, "follow", lambda batch: add("mixed", int(bool((batch.starts.diff() == 1).any())
                                                             and bool((batch.starts.diff() > 1).any()))))
-    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job.get("dtype", "float32"), enforce_eager=True, seed=0,
+    llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, seed=0,
               **job["engine"])
     tokens, cached, gaps = [], [], []
     for wave in job["waves"]:

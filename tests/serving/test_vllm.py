@@ -94,7 +94,8 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
         [wave([p := prompts(200)[0]], 30), wave([p, p + prompts(40, seed=1)[0], p[:150] + prompts(30, seed=2)[0]], 30),
          wave([p], 30)], {"enable_prefix_caching": True}, {}, {"built": 3}),
     "preemption": (
-        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 50, "max_model_len": 512}, {}, {"preemptions": 1}),
+        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 50, "max_model_len": 512}, {},
+        {"preemptions": 1}),
     "seats change hands": (
         [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2}, {"built": 6}),
     "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16}, {"moved": 10}),
