@@ -31,6 +31,10 @@ from sparsekv.kernels import (
 )
 from sparsekv.serving.pages import by_slot
 
+LATER = 64
+"""New keys of a step up to which their buckets and codes wait."""
+KEYS_AT_ONCE = 8192
+
 
 class Rotation(NamedTuple):
     """The model's rotary tables, `cos, sin [positions, width]`, full width in the layout."""
@@ -105,7 +109,7 @@ class LayerIndex:
             return torch.zeros(*shape, dtype=kind, device=device)
 
         seats, heads, buckets, dim = room.seats, self.heads, self.buckets, self.dim
-        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16)
+        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16).fill_(-1)
         self.order = zeros(heads, seats * room.longest, kind=torch.int32)
         self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
         self.budget, self.pool = (zeros(seats + 1, kind=torch.int64) for _ in range(2))
@@ -118,8 +122,15 @@ class LayerIndex:
 
     def write(self, keys: Tensor, slots: Tensor, places: Tensor) -> None:
         """Bucket and code of new keys `[n, Hkv, d]` with RoPE, at places `[n]`, into their slots `[n]`; a negative slot
-        is none."""
+        is none. Of a few keys, as of every decode step, it is only noted that they have none yet: they are in a tail,
+        and get theirs with the index that takes them in."""
         at = torch.where(slots < 0, self.slots, slots).long()
+        if keys.shape[0] <= LATER:
+            self.bucket_at.index_fill_(1, at, -1)
+        else:
+            self._sketch(keys, at, places)
+
+    def _sketch(self, keys: Tensor, at: Tensor, places: Tensor) -> None:
         rows = keys.transpose(0, 1)[None]
         if self.space == "pre":
             assert self.rotation is not None
@@ -130,8 +141,16 @@ class LayerIndex:
         if self.codes is not None and self.sketch is not None:
             self.codes.index_copy_(2, at, encode(rows, self.sketch, self.width))
 
+    def _complete(self, slots: Tensor, regions: Regions) -> None:
+        """Buckets and codes of the mid region's tokens that have none, from the pages."""
+        missing = (self.bucket_at[0, slots] < 0).nonzero()[:, 0]
+        for part in missing.split(KEYS_AT_ONCE):
+            at = slots[part]
+            self._sketch(self.keys[:, at].transpose(0, 1), at, int(regions.mid_first) + part)
+
     def build(self, seat: int, slots: Tensor, regions: Regions) -> None:
         """The index of the request in a seat: the tokens of its mid region lie in `slots [M]`, in order."""
+        self._complete(slots, regions)
         members = self.bucket_at[:, slots][None].int()
         ends = torch.zeros(1, dtype=torch.int64, device=slots.device)
         order, offsets = build_index(members, self.buckets, ends, ends + slots.shape[0])
@@ -145,6 +164,7 @@ class LayerIndex:
 
     def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None:
         """The last `more` of the tokens in `slots [M]` have joined the mid region."""
+        self._complete(slots, regions)
         known = slots.shape[0] - more
         first = seat * self.room.longest
         old = (self.offsets[seat] - first)[None]

