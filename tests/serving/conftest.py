@@ -1,7 +1,7 @@
-"""Those that need vLLM run in an environment of their own, by `make test-vllm`."""
+"""The runtime's tiny models and artifacts serve here too. Tests marked `vllm` run in an environment of their own, by
+`make test-vllm`; elsewhere they are deselected, as the settings of pytest in pyproject.toml say."""
 
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "runtime")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))

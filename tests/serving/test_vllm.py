@@ -165,7 +165,6 @@ def test_a_real_model(folder: Path) -> None:
     assert ours["seen"]["sparse_rows"] == 2 * 29 * 39
 
 
-@pytest.mark.slow
 def test_thirty_two_requests_for_two_thousand_tokens(folder: Path) -> None:
     """Every token up to where vLLM's own first two were closer than rounding is the same."""
     waves, engine = [wave(prompts(*range(40, 360, 10)), 2000)], {"max_num_seqs": 32, "max_model_len": 2400}
