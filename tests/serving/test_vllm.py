@@ -19,7 +19,7 @@ from sparsekv.serving.settings import VARIABLE
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 HERE = Path(__file__).parent
 ALL = {"token_budget": 1.0, "candidates": 1.0, "dense_below": 0, "dense_layers": [0]}
-ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "block_size": 16}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
         [wave([p := prompts(200)[0]], 30), wave([p, p + prompts(40, seed=1)[0], p[:150] + prompts(30, seed=2)[0]], 30),
          wave([p], 30)], {"enable_prefix_caching": True}, {}, {"built": 3}),
     "preemption": (
-        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 50, "max_model_len": 512}, {},
+        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 30, "max_model_len": 512}, {},
         {"preemptions": 1}),
     "seats change hands": (
         [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2}, {"built": 6}),
