@@ -58,13 +58,23 @@ class SparseMetadata:
 class Home:
     """What the builder gives a layer that decodes sparsely: all that its index is made of once the pages are there."""
 
-    def __init__(self, builder: SparseBuilder, layer_idx: int, impl: Any):
-        self.builder, self.layer_idx, self.impl = builder, layer_idx, impl
+    def __init__(self, builder: SparseBuilder, layer_idx: int, layer: Any):
+        self.builder, self.layer_idx, self.layer, self.impl = builder, layer_idx, layer, layer.impl
         self.index: LayerIndex | None = None
         self.pages: tuple[int, torch.Size] | None = None
         router = builder.plan.layer(layer_idx)
         assert router is not None
-        self.router = heads_of(router, *head_slice(builder.vllm_config, router.centroids.shape[0], impl.num_kv_heads))
+        own = head_slice(builder.vllm_config, router.centroids.shape[0], self.impl.num_kv_heads)
+        self.router = heads_of(router, *own)
+
+    def ready(self) -> LayerIndex | None:
+        """The index, if there are pages. Before a step, not in it: a graph that is being captured must not make one."""
+        if self.index is None:
+            pool = self.layer.kv_cache
+            pool = pool[0] if isinstance(pool, list | tuple) else pool
+            if pool.dim() == 4 and pool.numel():
+                self.at(pool)
+        return self.index
 
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
@@ -92,7 +102,7 @@ class SparseBuilder(AttentionMetadataBuilder):
             impl = layers[name].impl
             impl.home = None
             if impl.may_be_sparse and self.plan.layer(layer_number(name)) is not None:
-                impl.home = Home(self, layer_number(name), impl)
+                impl.home = Home(self, layer_number(name), layers[name])
                 self.homes.append(impl.home)
         if not self.homes:
             return
@@ -107,8 +117,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
         self.seats = Seats(self.room.seats, places, longest, device)
         self.rotation = rotation_of() if any(h.router.key_space == "pre" for h in self.homes) else None
-        self.positions = torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens, dtype=torch.int64,
-                                     device=device)
+        most = max(vllm_config.scheduler_config.max_num_batched_tokens,
+                   vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.fixed: Lanes | None = None
         self.checked = False
 
@@ -154,7 +165,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         if common.max_query_len > 1:
             self.seats.other_batch()
             return SparseMetadata(full)
-        indices = [h.index for h in self.homes if h.index is not None]
+        indices = [index for h in self.homes if (index := h.ready()) is not None]
         if serves and len(indices) == len(self.homes):
             found = self.seats.serve(batch, found, indices)
         lanes = self.seats.lanes(batch, found)
