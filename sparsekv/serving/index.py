@@ -12,28 +12,28 @@ from torch import Tensor
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.rope import Layout, unrotate
-from sparsekv.core.selectors.sketch import LEAST_CANDIDATES
+from sparsekv.core.selectors.sketch import FITTED_KEYS, LEAST_CANDIDATES
 from sparsekv.core.sketch import fit_queries
 from sparsekv.kernels import (
     BucketMeans,
+    Candidates,
     QueryModel,
     RouterScores,
     Sketch,
     assign_buckets,
     attend_tokens,
-    best_tokens,
     bucket_sums,
     build_index,
     encode,
     extend_index,
     route_tokens,
-    sketch_scores,
+    sketch_tokens,
 )
 from sparsekv.serving.pages import by_slot
 
 LATER = 64
 """New keys of a step up to which their buckets and codes wait."""
-KEYS_AT_ONCE = 8192
+KEYS_AT_ONCE, SUMMED_AT_ONCE = 8192, 65_536
 
 
 class Rotation(NamedTuple):
@@ -155,11 +155,13 @@ class LayerIndex:
         ends = torch.zeros(1, dtype=torch.int64, device=slots.device)
         order, offsets = build_index(members, self.buckets, ends, ends + slots.shape[0])
         self._seat(seat, slots.int()[order[0].clamp(min=0).long()], offsets[0])
-        rows = self.keys[None, :, slots]
         if self.means is not None:
-            counts, sums = bucket_sums(rows, members, None, self.buckets)
-            self.means[seat] = (sums / counts.clamp(min=1)[..., None])[0].to(self.means.dtype)
-        self._fit(seat, slots, rows)
+            sums = torch.zeros_like(self.means[seat], dtype=torch.float32)
+            for part, own in zip(slots.split(SUMMED_AT_ONCE), members.split(SUMMED_AT_ONCE, -1), strict=True):
+                sums += bucket_sums(self.keys[None, :, part], own, None, self.buckets)[1][0]
+            counts = offsets[0].diff(dim=-1).clamp(min=1)[..., None]
+            self.means[seat] = (sums / counts).to(self.means.dtype)
+        self._fit(seat, slots, regions)
         self._spend(seat, regions)
 
     def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None:
@@ -178,7 +180,7 @@ class LayerIndex:
             total = self.means[seat].float() * before + sums[0]
             self.means[seat] = (total / (before + counts[0][..., None]).clamp(min=1)).to(self.means.dtype)
         if slots.shape[0] > 2 * self.fitted[seat]:
-            self._fit(seat, slots, self.keys[None, :, slots])
+            self._fit(seat, slots, regions)
         self._spend(seat, regions)
 
     def step(self, q: Tensor, lanes: Lanes) -> Tensor:
@@ -194,10 +196,9 @@ class LayerIndex:
         if self.codes is None or self.sketch is None:
             tokens = route_tokens(asking, scores, order, offsets, budget, self.widest)
         else:
-            listed = route_tokens(asking, scores, order, offsets, self.pool[seat], self.widest_pool)
-            sketch = self.sketch._replace(queries=self.asks[seat])
-            weights = sketch_scores(q, sketch, self.codes.expand(rows, -1, -1, -1), self.scale, listed)
-            tokens = best_tokens(weights, listed, budget, self.widest)
+            candidates = Candidates(asking, scores, order, offsets, self.pool[seat], self.widest_pool)
+            sketch, codes = self.sketch._replace(queries=self.asks[seat]), self.codes.expand(rows, -1, -1, -1)
+            tokens = sketch_tokens(q, sketch, codes, self.scale, budget, self.widest, candidates)
         anchors = lanes.anchors[:, None].expand(-1, self.heads, -1)
         keys, values = (x[None].expand(rows, -1, -1, -1) for x in (self.keys, self.values))
         return attend_tokens(q, keys, values,
@@ -215,12 +216,15 @@ class LayerIndex:
         self.order[:, first:first + order.shape[1]] = order
         self.offsets[seat] = offsets + first
 
-    def _fit(self, seat: int, slots: Tensor, rows: Tensor) -> None:
+    def _fit(self, seat: int, slots: Tensor, regions: Regions) -> None:
         """What queries multiply codes by, for the mid region as it now is."""
         self.fitted[seat] = slots.shape[0]
         if self.codes is not None and self.sketch is not None:
-            used = torch.ones(1, slots.shape[0], dtype=torch.bool, device=slots.device)
-            self.asks[seat] = fit_queries(self.sketch, self.codes[:, :, slots], rows, used)[0]
+            # evenly spaced by position, as the selector's
+            step = max(1, -(-int(regions.mid_last) // FITTED_KEYS))
+            some = slots[-int(regions.mid_first) % step::step]
+            used = torch.ones(1, some.shape[0], dtype=torch.bool, device=slots.device)
+            self.asks[seat] = fit_queries(self.sketch, self.codes[:, :, some], self.keys[None, :, some], used)[0]
 
     def _spend(self, seat: int, regions: Regions) -> None:
         tokens = int(tokens_of_budget(self.token_budget, regions))
