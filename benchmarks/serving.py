@@ -15,6 +15,7 @@ vLLM's full CUDA graphs. On a CPU `vllm_fa3` is vLLM's CPU attention and the cas
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -139,7 +140,8 @@ def beside() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[c for c in CASES if not c.startswith("tiny")])
+    here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available()]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=here)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
@@ -151,6 +153,9 @@ def main() -> None:
     if options.engine is not None:
         found = measure(options.cases[0], options.methods[0], options.engine, options)
         (options.engine / "found.json").write_text(json.dumps(found))
+        return
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: nothing is measured (docs/serving.md says how)")
         return
     rows: list[dict[str, Any]] = []
     for case in options.cases:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.artifacts.checks import check_types, parse_object, said
+from sparsekv.artifacts.named import REPOSITORY
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.core.regions import check_budget
 from sparsekv.errors import SparseKVError
@@ -32,8 +33,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is served. router: the artifact's folder; recommended: a file of `sparsekv eval recommend`, whose
-    selector, layers, budgets, sink and window are taken; both relative to the settings file. selector: sketch (if the
+    """How a model is served. router: the artifact's folder, or its name on the hub; recommended: a file of `sparsekv eval
+    recommend`, whose selector, layers, budgets, sink and window are taken; both relative to the settings file. selector: sketch (if the
     artifact has sketches) or router. token_budget and candidates: theirs. dense_below: the length from which a request
     decodes sparsely; without it where that was measured to be faster. requests: how many decode sparsely at once, each
     with an index; others are attended to fully."""
@@ -70,6 +71,8 @@ class Serving:
         check_types(made, where)
         made._check(where)
         router, recommended = (None if x is None else str(path.parent / x) for x in (made.router, made.recommended))
+        if router is not None and not Path(router).exists() and REPOSITORY.fullmatch(str(made.router)):
+            router = made.router
         return replace(made, router=router, recommended=recommended)
 
     def _check(self, where: str) -> None:

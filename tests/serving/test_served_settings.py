@@ -55,6 +55,12 @@ def test_a_recommended_file_brings_budgets_by_layer(folder: Path, direct: bool) 
     assert not plan.sketched and layer is not None and layer.sketch is None and layer.sketch_bytes == 0
 
 
+def test_a_router_by_name(folder: Path) -> None:
+    """What lies beside the file goes before the hub."""
+    assert load(folder, router="user/name@main").router == "user/name@main"
+    assert load(folder, router="router").router == str(folder / "router")
+
+
 def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
     assert not make_plan(load(folder, router="bare"), SHAPE).sketched
 
