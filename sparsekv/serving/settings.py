@@ -33,11 +33,11 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is served. router: the artifact's folder, or its name on the hub; recommended: a file of `sparsekv eval
-    recommend`, whose selector, layers, budgets, sink and window are taken; both relative to the settings file. selector: sketch (if the
-    artifact has sketches) or router. token_budget and candidates: theirs. dense_below: the length from which a request
-    decodes sparsely; without it where that was measured to be faster. requests: how many decode sparsely at once, each
-    with an index; others are attended to fully."""
+    """How a model is served. router: the artifact's folder, or its name on the hub; recommended: a file of
+    `sparsekv eval recommend`, whose selector, layers, budgets, sink and window are taken; both relative to the settings
+    file. selector: sketch (if the artifact has sketches) or router. token_budget and candidates: theirs. dense_below:
+    the length from which a request decodes sparsely; without it where that was measured to be faster. requests: how
+    many decode sparsely at once, each with an index; others are attended to fully."""
 
     router: str | None = None
     selector: str | None = None
