@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
-STAGES = ("capture", "trainers", "runtime", "evaluation")
+STAGES = ("capture", "trainers", "runtime", "evaluation", "serving")
 LEAVES = ("core", "models", "kernels", "artifacts", "store", "ranks", "corpus", "config", "errors", "progress", "hub",
           "output", "disk")
 ALLOWED = {"kernels": ("kernels", "errors"), "core": ("core", "kernels", "config", "errors")}
@@ -68,7 +68,7 @@ def test_data_moves_to_the_right(path: Path) -> None:
         if is_leaf(me):
             assert stage is None, f"the leaf {me} imports the stage {stage} ({name})"
         elif stage is not None and stage != stage_of(me):
-            decodes = stage_of(me) == "evaluation" or me == "capture.generate"
+            decodes = stage_of(me) in ("evaluation", "serving") or me == "capture.generate"
             allowed = me == "__init__" or me == "" or (decodes and stage == "runtime")
             assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
 

@@ -1,0 +1,190 @@
+"""Tokens a second of a served model: vLLM with FlashAttention 3 and with sparsekv's backend, in one run.
+
+    python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--output FOLDER]
+
+Needs vLLM (docs/serving.md). Weights and prompts are random, an engine is a process of its own and is warmed up with a
+request of the case's length; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
+vLLM's full CUDA graphs. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+
+- `token_ms`: median of the last steps; `tokens_per_second`: rows over that.
+- `first_s`: from the request to the first token of the last row; `second_s`: the step after it, in which index and
+  means are made.
+- `peak_gb`: most memory held, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks.generate import SHAPES
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
+from sparsekv.core.sketch import fit_sketch
+from sparsekv.kernels import Sketch
+from sparsekv.serving.settings import VARIABLE
+
+CASES = {
+    "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
+    "8b-128k-b4": ("8b", 131_072, 4), "8b-512k-b1": ("8b", 524_288, 1), "tiny-512-b2": ("tiny", 512, 2),
+}
+METHODS = ("vllm_fa3", "vllm_sparsekv")
+BUCKETS, BYTES, WIDE, SINK, WINDOW = 1024, 24, 3, 4, 64
+SETTINGS = {"router": "router", "token_budget": 0.01, "candidates": 0.1, "decode_window": 1024, "dense_layers": [0]}
+TOKENS, LAST = 200, 100
+UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second"}
+
+
+def write_model(shape: str, folder: Path, longest: int) -> None:
+    """A configuration without weights, and a router of the trained shape for it."""
+    known = {"head_dim": 32} | SHAPES[shape] if shape != "tiny" else {**SHAPES[shape], "head_dim": 32}
+    theta = known.pop("rope_theta", 1e4)
+    half = "bfloat16" if torch.cuda.is_available() else "float32"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": longest,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": half, "bos_token_id": 1, "eos_token_id": 2,
+              "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **known}
+    (folder / "config.json").write_text(json.dumps(config))
+    layers, heads, dim = known["num_hidden_layers"], known["num_key_value_heads"], known["head_dim"]
+    buckets, width = (BUCKETS, BYTES) if shape != "tiny" else (32, 8)
+    record = {"architecture": "LlamaForCausalLM", "num_layers": layers, "num_query_heads": known["num_attention_heads"],
+              "num_kv_heads": heads, "head_dim": dim, "rope": {}, "weights": "none"}
+    torch.manual_seed(0)
+    eye = torch.eye(dim).expand(layers, heads, dim, dim)
+    sketch = Sketch(*(x.contiguous() for x in fit_sketch(eye, torch.zeros(layers, heads, dim), eye, width, WIDE)))
+    RouterArtifact(
+        RouterArtifactConfig(model=record, layers=list(range(layers)), num_buckets=buckets, key_space="rot",
+                             scores="mean_key", sink_size=SINK, window_size=WINDOW, sketch_bytes=width,
+                             sketch_wide=WIDE),
+        torch.nn.functional.normalize(torch.randn(layers, heads, buckets, dim), dim=-1), None, sketch=sketch,
+    ).save(folder / "router")
+
+
+def engine_of(case: str, method: str, folder: Path, options: argparse.Namespace) -> Any:
+    from vllm import LLM
+
+    _, length, rows = CASES[case]
+    longest, cuda = length + options.tokens + 64, torch.cuda.is_available()
+    more: dict[str, Any] = {"enforce_eager": True}
+    if cuda:
+        backend = {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {
+            "backend": "FLASH_ATTN", "flash_attn_version": 3}
+        more = {"attention_config": backend, "gpu_memory_utilization": options.memory,
+                "compilation_config": {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sorted({1, rows})}}
+    # both methods get the same pages, and no more than they need
+    blocks = (rows + 1) * -(-longest // 16) + 16
+    return LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
+               max_num_seqs=max(rows, 2), block_size=16, num_gpu_blocks_override=blocks, enable_prefix_caching=False,
+               seed=0, **more)
+
+
+def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[float, list[float]]:
+    """Seconds to the first token of the last row, and of every step after it."""
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(seed)
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    inner = engine.llm_engine
+    began, started, steps = time.perf_counter(), {}, []
+    for i in range(rows):
+        prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
+        inner.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+    last = began
+    while inner.has_unfinished_requests():
+        for out in inner.step():
+            started.setdefault(out.request_id, time.perf_counter())
+        now = time.perf_counter()
+        if len(started) == rows:
+            steps.append(now - last)
+        last = now
+    return max(started.values()) - began, steps[1:]
+
+
+def measure(case: str, method: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
+    """One engine, in this process."""
+    _, length, rows = CASES[case]
+    engine = engine_of(case, method, folder, options)
+    run(engine, length, rows, 16, seed=1)
+    first, steps = run(engine, length, rows, options.tokens, seed=2)
+    step = statistics.median(steps[-min(LAST, len(steps) // 2):])
+    found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
+        found["beside_gb"] = beside() / 1e9
+    return found
+
+
+def beside() -> int:
+    """Bytes of all indices."""
+    import gc
+
+    from sparsekv.serving.index import LayerIndex
+
+    return sum(t.numel() * t.element_size() for x in gc.get_objects() if isinstance(x, LayerIndex)
+               for n, t in vars(x).items() if isinstance(t, torch.Tensor) and n not in ("keys", "values"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available()]
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=here)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
+    parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
+    parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="serving", help="of the file, for runs that are put together")
+    parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine is not None:
+        found = measure(options.cases[0], options.methods[0], options.engine, options)
+        (options.engine / "found.json").write_text(json.dumps(found))
+        return
+    if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed: nothing is measured (docs/serving.md says how)")
+        return
+    rows: list[dict[str, Any]] = []
+    for case in options.cases:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            write_model(CASES[case][0], folder, 1 << 20)
+            (folder / "settings.json").write_text(json.dumps({**SETTINGS, "requests": CASES[case][2]}))
+            for method in options.methods:
+                rows += _in_a_process(case, method, folder, options)
+                write_rows(options.name, rows, options.output)
+    print(write_rows(options.name, rows, options.output))
+
+
+def _in_a_process(case: str, method: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+           "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env.pop(VARIABLE, None)
+    if method == "vllm_sparsekv":
+        env[VARIABLE] = str(folder / "settings.json")
+    done = subprocess.run(
+        [sys.executable, __file__, "--cases", case, "--methods", method, "--tokens", str(options.tokens), "--memory",
+         str(options.memory), "--graphs", options.graphs, "--engine", str(folder)], env=env, check=False)
+    if done.returncode:
+        print(f"{case} {method}: the engine stopped with {done.returncode}", flush=True)
+        return []
+    found = json.loads((folder / "found.json").read_text())
+    print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
+    return [row(case, method, name, round(value, 3), UNITS[name.rpartition("_")[2]]) for name, value in found.items()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""The attention backend: vLLM's own for every batch that is not all decode and for short requests, sparse steps for the
+others. Batches of single tokens run in vLLM's full CUDA graphs: what a step reads lies in buffers that stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.decoding import DENSE_BYTES
+from sparsekv.serving.checks import check_engine, head_slice, shape_of
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, bytes_of, heads_of
+from sparsekv.serving.seats import Batch, Places, Seats
+from sparsekv.serving.settings import VARIABLE, Plan, Serving, make_plan, settings_path
+from sparsekv.serving.stock import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    StockBackend,
+    StockBuilder,
+    StockImpl,
+    layouts,
+    rotary_modules,
+)
+
+_PLANS: dict[tuple[str, Any], Plan] = {}
+
+
+def plan_for(config: Any) -> Plan:
+    """The settings for the engine's model, loaded once a process. Raises SparseKVError in one sentence."""
+    path = settings_path()
+    if path is None:
+        raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
+                            "settings file (docs/serving.md), or choose another backend")
+    check_engine(config)
+    shape = shape_of(config.model_config)
+    if (path, shape) not in _PLANS:
+        _PLANS[path, shape] = make_plan(Serving.load(path), shape)
+    return _PLANS[path, shape]
+
+
+@dataclass
+class SparseMetadata:
+    """full: the stock backend's metadata of all rows. Of a decode batch also rest: those of the rows that are attended
+    to fully, and lanes: of the others; some_sparse and some_full say on a CPU whether there are any."""
+
+    full: Any
+    rest: Any = None
+    lanes: Lanes | None = None
+    some_sparse: bool = True
+    some_full: bool = True
+
+
+class Home:
+    """What the builder gives a layer that decodes sparsely: all that its index is made of once the pages are there."""
+
+    def __init__(self, builder: SparseBuilder, layer_idx: int, layer: Any):
+        self.builder, self.layer_idx, self.layer, self.impl = builder, layer_idx, layer, layer.impl
+        self.index: LayerIndex | None = None
+        self.pages: tuple[int, torch.Size] | None = None
+        router = builder.plan.layer(layer_idx)
+        assert router is not None
+        own = head_slice(builder.vllm_config, router.centroids.shape[0], self.impl.num_kv_heads)
+        self.router = heads_of(router, *own)
+
+    def ready(self) -> LayerIndex | None:
+        """The index, if there are pages. Before a step, not in it: a graph that is being captured must not make one."""
+        if self.index is None:
+            pool = self.layer.kv_cache
+            pool = pool[0] if isinstance(pool, list | tuple) else pool
+            if pool.dim() == 4 and pool.numel():
+                self.at(pool)
+        return self.index
+
+    def at(self, pool: Tensor) -> LayerIndex:
+        """The index over these pages; another one where the engine has made new pages."""
+        if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
+            self.builder.make_room(pool)
+            plan = self.builder.plan
+            self.index = LayerIndex(self.router, pool, self.builder.room, budget=plan.budgets[self.layer_idx],
+                                    candidates=plan.serving.candidates, scale=self.impl.scale,
+                                    rotation=self.builder.rotation)
+            self.pages = (pool.data_ptr(), pool.shape)
+        return self.index
+
+
+class SparseBuilder(AttentionMetadataBuilder):
+    """Metadata of the layers of one group of pages. Seats and their indices are its own; indices grow before a step."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.full = StockBuilder(kv_cache_spec, layer_names, vllm_config, device)
+        self.rest = StockBuilder(kv_cache_spec, layer_names, vllm_config, device)
+        self.plan = plan_for(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        self.homes: list[Home] = []
+        for name in layer_names:
+            impl = layers[name].impl
+            impl.home = None
+            if impl.may_be_sparse and self.plan.layer(layer_number(name)) is not None:
+                impl.home = Home(self, layer_number(name), layers[name])
+                self.homes.append(impl.home)
+        if not self.homes:
+            return
+        serving, longest = self.plan.serving, vllm_config.model_config.max_model_len
+        router, size = self.homes[0].router, kv_cache_spec.dtype.itemsize
+        token = 2 * router.centroids.shape[0] * router.centroids.shape[2] * size
+        below = serving.dense_below
+        if below is None:
+            below = -(-DENSE_BYTES.get(device.type, 0) // token)
+        places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
+                        kv_cache_spec.block_size)
+        self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
+        self.seats = Seats(self.room.seats, places, longest, device)
+        self.rotation = rotation_of() if any(h.router.key_space == "pre" for h in self.homes) else None
+        most = max(vllm_config.scheduler_config.max_num_batched_tokens,
+                   vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.fixed: Lanes | None = None
+        self.checked = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
+        return self._build(common_attn_metadata, serves=True)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
+        return self._build(common_attn_metadata, serves=False)
+
+    def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def make_room(self, pool: Tensor) -> None:
+        """Refuse what the device has no memory for, once for all layers. Raises SparseKVError with the sizes."""
+        if self.checked or pool.device.type != "cuda":
+            return
+        self.checked = True
+        slots = pool.shape[0] * pool.shape[2]
+        sizes = [bytes_of(h.router, self.room, slots, pool.element_size()) for h in self.homes]
+        by_slot, by_seat = (sum(x) for x in zip(*sizes, strict=True))
+        free = torch.cuda.mem_get_info(pool.device)[0]
+        if by_slot + by_seat > free:
+            total = torch.cuda.mem_get_info(pool.device)[1]
+            raise SparseKVError(
+                f"buckets and codes of {slots} tokens take {by_slot / 2**30:.2f} GiB and the indices of "
+                f"{self.room.seats} requests {by_seat / 2**30:.2f} GiB beside the cache, and {free / 2**30:.2f} GiB "
+                f"are left; lower --gpu-memory-utilization by {(by_slot + by_seat - free) / total + 0.01:.2f}, or "
+                "requests in the settings file")
+
+    def _build(self, common: Any, *, serves: bool) -> SparseMetadata:
+        full = self.full.build(0, common)
+        if not self.homes:
+            return SparseMetadata(full)
+        batch = Batch(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
+                      getattr(common, "is_prefilling", None))
+        if self.rotation is not None:
+            self._note_positions(common, batch)
+        found = self.seats.follow(batch)
+        if common.max_query_len > 1:
+            self.seats.other_batch()
+            return SparseMetadata(full)
+        indices = [index for h in self.homes if (index := h.ready()) is not None]
+        if serves and len(indices) == len(self.homes):
+            found = self.seats.serve(batch, found, indices)
+        lanes = self.seats.lanes(batch, found)
+        if lanes.rest.is_cuda:
+            lanes = self._keep(lanes)
+            some_sparse = some_full = True
+        else:
+            some_sparse, some_full = bool(lanes.sparse.any()), bool((lanes.rest > 0).any())
+        rest = self.rest.build(0, common.replace(seq_lens=lanes.rest)) if some_full else None
+        return SparseMetadata(full, rest, lanes, some_sparse, some_full)
+
+    def _note_positions(self, common: Any, batch: Batch) -> None:
+        """The position of every new token, where the layers' writes find it."""
+        count = batch.slots.shape[0]
+        known = getattr(common, "positions", None)
+        if known is not None and known.dim() == 1:
+            self.positions[:count] = known[:count]
+            return
+        token = torch.arange(count, device=self.device)
+        ends = batch.starts[1:].long()
+        row = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
+        self.positions[:count] = batch.lengths.long()[row] - (ends[row] - token)
+
+    def _keep(self, lanes: Lanes) -> Lanes:
+        """The same in buffers whose places a graph may know."""
+        rows = lanes.sparse.shape[0]
+        if self.fixed is None:
+            most = max(self.vllm_config.scheduler_config.max_num_seqs,
+                       self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+            self.fixed = Lanes(*(x.new_zeros(most, *x.shape[1:]) for x in lanes))
+        kept = Lanes(*(x[:rows] for x in self.fixed))
+        for place, x in zip(kept, lanes, strict=True):
+            place.copy_(x)
+        return kept
+
+
+class SparseImpl(StockImpl):
+    """One layer: the stock attention, and where it has a home, sparse steps."""
+
+    home: Home | None = None
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **more: Any,
+    ) -> None:
+        from vllm.config import get_current_vllm_config
+
+        plan_for(get_current_vllm_config())
+        super().__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
+                         logits_soft_cap, attn_type, kv_sharing_target_layer_name, **more)
+        self.may_be_sparse = (attn_type == AttentionType.DECODER and kv_sharing_target_layer_name is None and not any(
+            (alibi_slopes, sliding_window, logits_soft_cap, more.get("sinks") is not None)))
+
+    def fused_rope_kvcache_supported(self) -> bool:
+        return False
+
+    def fused_qk_norm_rope_kvcache_supported(self) -> bool:
+        return False
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if self.home is not None and kv_cache.numel():
+            count = slot_mapping.shape[0]
+            self.home.at(kv_cache).write(key[:count], slot_mapping, self.home.builder.positions[:count])
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        def stock(metadata: Any) -> Tensor:
+            return super(SparseImpl, self).forward(layer, query, key, value, kv_cache, metadata, output, output_scale,
+                                                   output_block_scale)
+
+        found: SparseMetadata | None = attn_metadata
+        if found is None:
+            return stock(None)
+        if self.home is None or found.lanes is None or not found.some_sparse:
+            return stock(found.full)
+        if found.some_full:
+            stock(found.rest)
+        lanes = found.lanes
+        rows = lanes.sparse.shape[0]
+        ours = self.home.at(kv_cache).step(query[:rows], lanes)
+        output[:rows] = torch.where(lanes.sparse[:, None, None], ours, output[:rows]) if found.some_full else ours
+        return output
+
+
+class SparseBackend(StockBackend):
+    """`--attention-backend CUSTOM`."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return SparseBuilder
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        return "NHD"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        return layouts()
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+
+def layer_number(name: str) -> int:
+    """The number in a layer's name, such as `model.layers.3.self_attn.attn`."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise SparseKVError(f"the layer {name!r} has {len(numbers)} numbers in its name; expected one, its own; serve "
+                            "this model with vLLM's own attention")
+    return numbers[0]
+
+
+def rotation_of() -> Rotation:
+    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one."""
+    modules = [m for m in rotary_modules() if getattr(m, "cos_sin_cache", None) is not None]
+    if len(modules) != 1:
+        raise SparseKVError(f"this model has {len(modules)} rotary tables and the router clusters keys without RoPE; "
+                            "expected one table; train the router with --key-space rot")
+    cos, sin = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
+    if modules[0].is_neox_style:
+        return Rotation(torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), "half")
+    return Rotation(cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1), "interleaved")
+
+
+__all__ = ["CommonAttentionMetadata", "SparseBackend"]

@@ -1,0 +1,48 @@
+"""What of an engine's configuration is served, and what is refused in one sentence. Reads attributes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparsekv.errors import SparseKVError
+from sparsekv.serving.settings import Shape
+
+
+def check_engine(config: Any) -> None:
+    """Refuse an engine (a `VllmConfig`) that sparse decoding cannot work in. Raises SparseKVError."""
+    cache, parallel = config.cache_config, config.parallel_config
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise SparseKVError(f"the cache is of {cache.cache_dtype}; expected the model's own precision, since codes and "
+                            "means are made of keys as they are; use --kv-cache-dtype auto")
+    if getattr(config, "speculative_config", None) is not None:
+        raise SparseKVError("speculative decoding is on; expected one token a step, since a draft's tokens would be "
+                            "attended to as a prefill; leave out --speculative-config")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise SparseKVError(f"{name} is {getattr(parallel, name)}; expected 1, since an index knows the keys of "
+                                "one device; use tensor parallelism")
+    if getattr(config, "kv_transfer_config", None) is not None or getattr(cache, "kv_offloading_size", None):
+        raise SparseKVError("keys arrive from elsewhere (a KV connector or offloading); expected them to be computed "
+                            "here, where their buckets and codes are written; leave out the connector")
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
+        raise SparseKVError("batches are cut in two (dual batch overlap); expected whole ones; leave out --enable-dbo")
+
+
+def shape_of(model: Any) -> Shape:
+    """What the settings must fit, of a `ModelConfig`."""
+    text = model.hf_text_config
+    names = getattr(model.hf_config, "architectures", None) or [type(text).__name__]
+    return Shape(names[0], text.num_hidden_layers, text.num_attention_heads, model.get_total_num_kv_heads(),
+                 model.get_head_size())
+
+
+def head_slice(config: Any, total: int, own: int) -> tuple[int, int]:
+    """First and last of the `total` KV heads that this rank's layer holds, `own` of them: ranks hold heads in order,
+    and share one where there are more ranks than heads."""
+    ranks = config.parallel_config.tensor_parallel_size
+    if ranks == 1:
+        return 0, total
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    first = get_tensor_model_parallel_rank() * total // ranks
+    return first, first + own

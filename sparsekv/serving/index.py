@@ -1,0 +1,249 @@
+"""What a served layer keeps beside its pages: bucket and code of every key by slot, and an index for every request that
+decodes sparsely, in buffers of fixed size. Nothing waits for the host but `build` and `extend`."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.regions import Regions, tokens_of_budget
+from sparsekv.core.rope import Layout, unrotate
+from sparsekv.core.selectors.sketch import FITTED_KEYS, LEAST_CANDIDATES
+from sparsekv.core.sketch import fit_queries
+from sparsekv.kernels import (
+    BucketMeans,
+    Candidates,
+    QueryModel,
+    RouterScores,
+    Sketch,
+    assign_buckets,
+    attend_tokens,
+    bucket_sums,
+    build_index,
+    encode,
+    extend_index,
+    route_tokens,
+    sketch_tokens,
+)
+from sparsekv.serving.pages import by_slot
+
+LATER = 64
+"""New keys of a step up to which their buckets and codes wait."""
+KEYS_AT_ONCE, SUMMED_AT_ONCE = 8192, 65_536
+
+
+class Rotation(NamedTuple):
+    """The model's rotary tables, `cos, sin [positions, width]`, full width in the layout."""
+
+    cos: Tensor
+    sin: Tensor
+    layout: Layout
+
+    def remove(self, x: Tensor, places: Tensor) -> Tensor:
+        """x `[n, H, d]` of the tokens at places `[n]`, without RoPE."""
+        places = places.clamp(0, self.cos.shape[0] - 1)
+        return unrotate(x, self.cos[places][:, None], self.sin[places][:, None], self.layout)
+
+
+class Lanes(NamedTuple):
+    """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index;
+    anchors `[R, A]`: slots of sink and tail, -1 where there is none; places `[R]`: position of the query; rest `[R]`
+    int32: lengths of the rows that are attended to fully, 0 for the others; zero `[R]` int64."""
+
+    sparse: Tensor
+    seat: Tensor
+    anchors: Tensor
+    places: Tensor
+    rest: Tensor
+    zero: Tensor
+
+
+class Room(NamedTuple):
+    """Sizes of the fixed buffers: requests that decode sparsely at once, the longest of them [tokens]."""
+
+    seats: int
+    longest: int
+
+
+def heads_of(router: RouterLayer, first: int, last: int) -> RouterLayer:
+    """The router of some KV heads: those that a tensor-parallel rank holds."""
+    weights = None if router.weights is None else QueryModel(*(w[first:last] for w in router.weights))
+    sketch = None if router.sketch is None else Sketch(*(x[first:last] for x in router.sketch))
+    return router._replace(centroids=router.centroids[first:last], weights=weights, sketch=sketch)
+
+
+class LayerIndex:
+    """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: buckets `[Hkv, slots + 1]` and codes
+    `[1, Hkv, slots + 1, w]`; what has no slot goes to the last. By seat: order, a list of slots, and its offsets into
+    the lists of all seats; means of the buckets (scores `mean_key`), the queries' side of the sketch, budgets. Seat
+    `seats` is nobody's: its buckets are empty."""
+
+    def __init__(
+        self, router: RouterLayer, pool: Tensor, room: Room, *, budget: int | float, candidates: float, scale: float,
+        rotation: Rotation | None = None,
+    ):
+        dtype, device = pool.dtype, pool.device
+        self.keys, self.values = by_slot(pool)
+        self.slots = self.keys.shape[1]
+        self.room, self.scale, self.rotation = room, scale, rotation
+        self.token_budget, self.candidates = budget, candidates
+        self.heads, self.buckets, self.dim = router.centroids.shape
+        # the kernel compares in the keys' precision, its twin in float32
+        self.centroids = router.centroids.to(device, dtype if device.type == "cuda" else None)
+        self.weights: QueryModel | None = None
+        if router.scores == "mlp":
+            assert router.weights is not None
+            self.weights = QueryModel(*(w.to(device, dtype).contiguous() for w in router.weights))
+        self.sketch = None if router.sketch is None else Sketch(*(x.to(device).float() for x in router.sketch))
+        self.width = router.sketch_bytes
+        self.space = router.key_space
+        self.widest = most_tokens(budget, room.longest)
+        self.widest_pool = min(room.longest, max(most_tokens(candidates, room.longest),
+                                                 LEAST_CANDIDATES * self.widest))
+
+        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=kind, device=device)
+
+        seats, heads, buckets, dim = room.seats, self.heads, self.buckets, self.dim
+        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16).fill_(-1)
+        self.order = zeros(heads, seats * room.longest, kind=torch.int32)
+        self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
+        self.budget, self.pool = (zeros(seats + 1, kind=torch.int64) for _ in range(2))
+        self.means = None if self.weights is not None else zeros(seats + 1, heads, buckets, dim, kind=dtype)
+        self.codes: Tensor | None = None
+        if self.sketch is not None:
+            self.codes = zeros(1, heads, self.slots + 1, self.width, kind=torch.int8)
+            self.asks = zeros(seats + 1, heads, dim, self.sketch.rank, kind=torch.float32)
+        self.fitted = [0] * seats
+
+    def write(self, keys: Tensor, slots: Tensor, places: Tensor) -> None:
+        """Bucket and code of new keys `[n, Hkv, d]` with RoPE, at places `[n]`, into their slots `[n]`; a negative slot
+        is none. Of a few keys, as of every decode step, it is only noted that they have none yet: they are in a tail,
+        and get theirs with the index that takes them in."""
+        at = torch.where(slots < 0, self.slots, slots).long()
+        if keys.shape[0] <= LATER:
+            self.bucket_at.index_fill_(1, at, -1)
+        else:
+            self._sketch(keys, at, places)
+
+    def _sketch(self, keys: Tensor, at: Tensor, places: Tensor) -> None:
+        rows = keys.transpose(0, 1)[None]
+        if self.space == "pre":
+            assert self.rotation is not None
+            bare = self.rotation.remove(keys, places).transpose(0, 1)[None]
+        else:
+            bare = rows
+        self.bucket_at.index_copy_(1, at, assign_buckets(bare, self.centroids)[0].to(torch.int16))
+        if self.codes is not None and self.sketch is not None:
+            self.codes.index_copy_(2, at, encode(rows, self.sketch, self.width))
+
+    def _complete(self, slots: Tensor, regions: Regions) -> None:
+        """Buckets and codes of the mid region's tokens that have none, from the pages."""
+        missing = (self.bucket_at[0, slots] < 0).nonzero()[:, 0]
+        for part in missing.split(KEYS_AT_ONCE):
+            at = slots[part]
+            self._sketch(self.keys[:, at].transpose(0, 1), at, int(regions.mid_first) + part)
+
+    def build(self, seat: int, slots: Tensor, regions: Regions) -> None:
+        """The index of the request in a seat: the tokens of its mid region lie in `slots [M]`, in order."""
+        self._complete(slots, regions)
+        members = self.bucket_at[:, slots][None].int()
+        ends = torch.zeros(1, dtype=torch.int64, device=slots.device)
+        order, offsets = build_index(members, self.buckets, ends, ends + slots.shape[0])
+        self._seat(seat, slots.int()[order[0].clamp(min=0).long()], offsets[0])
+        if self.means is not None:
+            sums = torch.zeros_like(self.means[seat], dtype=torch.float32)
+            for part, own in zip(slots.split(SUMMED_AT_ONCE), members.split(SUMMED_AT_ONCE, -1), strict=True):
+                sums += bucket_sums(self.keys[None, :, part], own, None, self.buckets)[1][0]
+            counts = offsets[0].diff(dim=-1).clamp(min=1)[..., None]
+            self.means[seat] = (sums / counts).to(self.means.dtype)
+        self._fit(seat, slots, regions)
+        self._spend(seat, regions)
+
+    def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None:
+        """The last `more` of the tokens in `slots [M]` have joined the mid region."""
+        self._complete(slots, regions)
+        known = slots.shape[0] - more
+        first = seat * self.room.longest
+        old = (self.offsets[seat] - first)[None]
+        new = slots[known:]
+        members = self.bucket_at[:, new][None].int()
+        order, offsets = extend_index(self.order[None, :, first:first + known], old, members, new.int()[None])
+        self._seat(seat, order[0], offsets[0])
+        if self.means is not None:
+            counts, sums = bucket_sums(self.keys[None, :, new], members, None, self.buckets)
+            before = old.diff(dim=-1)[0][..., None]
+            total = self.means[seat].float() * before + sums[0]
+            self.means[seat] = (total / (before + counts[0][..., None]).clamp(min=1)).to(self.means.dtype)
+        if slots.shape[0] > 2 * self.fitted[seat]:
+            self._fit(seat, slots, regions)
+        self._spend(seat, regions)
+
+    def step(self, q: Tensor, lanes: Lanes) -> Tensor:
+        """Attention of one query a row, q `[R, Hq, d]` with RoPE, over anchors and what the budget buys: `[R, Hq, d]`,
+        zero for rows that do not decode sparsely."""
+        rows, seat = q.shape[0], torch.where(lanes.sparse, lanes.seat, self.room.seats)
+        order, offsets = self.order[None].expand(rows, -1, -1), self.offsets[seat]
+        asking = q
+        if self.weights is not None and self.space == "pre":
+            assert self.rotation is not None
+            asking = self.rotation.remove(q, lanes.places)
+        scores, budget = self._scores(seat), self.budget[seat]
+        if self.codes is None or self.sketch is None:
+            tokens = route_tokens(asking, scores, order, offsets, budget, self.widest)
+        else:
+            candidates = Candidates(asking, scores, order, offsets, self.pool[seat], self.widest_pool)
+            sketch, codes = self.sketch._replace(queries=self.asks[seat]), self.codes.expand(rows, -1, -1, -1)
+            tokens = sketch_tokens(q, sketch, codes, self.scale, budget, self.widest, candidates)
+        anchors = lanes.anchors[:, None].expand(-1, self.heads, -1)
+        keys, values = (x[None].expand(rows, -1, -1, -1) for x in (self.keys, self.values))
+        return attend_tokens(q, keys, values,
+                             torch.cat([tokens, anchors], dim=-1), scale=self.scale, starts=lanes.zero, sink_size=0,
+                             tail_starts=lanes.zero, lengths=lanes.zero)[0]
+
+    def _scores(self, seat: Tensor) -> RouterScores:
+        if self.weights is not None:
+            return self.weights
+        assert self.means is not None
+        return BucketMeans(self.means[seat], self.scale)
+
+    def _seat(self, seat: int, order: Tensor, offsets: Tensor) -> None:
+        first = seat * self.room.longest
+        self.order[:, first:first + order.shape[1]] = order
+        self.offsets[seat] = offsets + first
+
+    def _fit(self, seat: int, slots: Tensor, regions: Regions) -> None:
+        """What queries multiply codes by, for the mid region as it now is."""
+        self.fitted[seat] = slots.shape[0]
+        if self.codes is not None and self.sketch is not None:
+            # evenly spaced by position, as the selector's
+            step = max(1, -(-int(regions.mid_last) // FITTED_KEYS))
+            some = slots[-int(regions.mid_first) % step::step]
+            used = torch.ones(1, some.shape[0], dtype=torch.bool, device=slots.device)
+            self.asks[seat] = fit_queries(self.sketch, self.codes[:, :, some], self.keys[None, :, some], used)[0]
+
+    def _spend(self, seat: int, regions: Regions) -> None:
+        tokens = int(tokens_of_budget(self.token_budget, regions))
+        wanted = int(tokens_of_budget(float(self.candidates), regions))
+        mid = int(regions.mid_sizes)
+        self.budget[seat] = min(tokens, self.widest)
+        self.pool[seat] = min(max(wanted, LEAST_CANDIDATES * tokens), mid, self.widest_pool)
+
+
+def most_tokens(budget: int | float, longest: int) -> int:
+    """The most tokens that a budget pays for in a request of at most `longest`."""
+    return min(longest, budget if isinstance(budget, int) else math.ceil(budget * longest - 1e-9))
+
+
+def bytes_of(router: RouterLayer, room: Room, slots: int, size: int) -> tuple[int, int]:
+    """Bytes that a layer keeps beside its pages: by slot and by seat. size: bytes of a number of the cache."""
+    heads, buckets, dim = router.centroids.shape
+    rank = 0 if router.sketch is None else router.sketch.rank
+    seat = 4 * heads * room.longest + 4 * heads * (buckets + 1) + 4 * heads * dim * rank
+    if router.scores == "mean_key":
+        seat += heads * buckets * dim * size
+    return slots * heads * (2 + router.sketch_bytes), room.seats * seat

@@ -1,0 +1,222 @@
+"""Who sits where: requests that decode sparsely, known by their pages.
+
+A step's metadata name no request. But a request alone writes the page it is in, so a row that has one token more than a
+seat had at its last step, and whose token before this one lies in the slot that the seat's request wrote then, is that
+request; unless somebody else has written there since, which ends the seat, or the pages of the index are others. All of
+it is compared on the device, for every row with every seat, and a row that is not found is attended to fully: a wrong
+guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once on a CPU; on a
+CUDA device it looks at the first decode batch after another one, and else at what the step before left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.regions import Regions
+from sparsekv.serving.index import Lanes
+from sparsekv.serving.pages import slots_at
+
+SLACK = 64
+"""Tokens that a tail may grow beyond its room before the row is attended to fully: the host learns late on CUDA."""
+PATIENCE = 16
+"""Steps for which nobody asks again when all seats were taken."""
+NOWHERE = -2
+
+
+class Index(Protocol):
+    """What a seat has in every layer: `serving.index.LayerIndex` over the layer's own pages."""
+
+    def build(self, seat: int, slots: Tensor, regions: Regions) -> None: ...
+
+    def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None: ...
+
+
+@dataclass(frozen=True)
+class Places:
+    """How a request is divided, and from which length on it decodes sparsely [tokens]."""
+
+    sink_size: int
+    window_size: int
+    decode_window: int
+    dense_below: int
+    page: int
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest tail."""
+        return self.window_size + self.decode_window + 1
+
+
+class Batch(NamedTuple):
+    """The rows of a step: lengths `[R]`, this step's tokens included; starts `[R + 1]`: their queries; table
+    `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling: of the first rows,
+    whether their prompt goes on."""
+
+    lengths: Tensor
+    starts: Tensor
+    table: Tensor
+    slots: Tensor
+    prefilling: Tensor | None = None
+
+
+class Found(NamedTuple):
+    """single `[R]`: rows of one new token that decode; own `[R]`: its slot; known `[R]`, seat `[R]`: who has an index,
+    and which."""
+
+    single: Tensor
+    own: Tensor
+    known: Tensor
+    seat: Tensor
+
+
+class Seats:
+    """Seats `0 … count − 1`; seat `count` is where rows without one write to."""
+
+    def __init__(self, count: int, places: Places, longest: int, device: torch.device):
+        self.count, self.places, self.device = count, places, device
+
+        def full(value: int, *shape: int) -> Tensor:
+            return torch.full((count + 1, *shape), value, dtype=torch.int64, device=device)
+
+        self.length, self.last, self.tail, self.used = full(0), full(NOWHERE), full(0), full(-1)
+        self.table = torch.zeros(count + 1, -(-longest // places.page), dtype=torch.int32, device=device)
+        self.steps = 0
+        self.asked, self.quiet_until = False, 0
+        self.waiting: tuple[Tensor, torch.cuda.Event] | None = None
+        self.rows = 0
+
+    def follow(self, batch: Batch) -> Found:
+        """Find the rows of a batch among the seats, whatever else is in it, and note how far they are."""
+        self.steps += 1
+        lengths = batch.lengths.long()
+        slots, rows = batch.slots.long(), lengths.shape[0]
+        # somebody else writes where a seat's request has its last token: that one is gone
+        gone = (slots[:, None] == self.last[None]).any(0)
+        self.length = torch.where(gone, 0, self.length)
+        self.last = torch.where(gone, NOWHERE, self.last)
+        counts = batch.starts.diff()
+        if slots.shape[0]:
+            own = slots[(batch.starts[1:].long() - 1).clamp(0, slots.shape[0] - 1)]
+        else:
+            own = torch.full((rows,), -1, device=self.device)
+        single = (counts == 1) & (lengths >= 2) & (own >= 0)
+        if batch.prefilling is not None:
+            going_on = torch.nn.functional.pad(batch.prefilling[:rows], (0, max(0, rows - batch.prefilling.shape[0])))
+            single = single & ~going_on.to(self.device, non_blocking=True)
+        before = slots_at(batch.table, (lengths - 2).clamp(min=0)[:, None], self.places.page)
+        match = single[:, None] & (self.length[None] == lengths[:, None] - 1) & (self.last[None] == before)
+        match[:, self.count] = False
+        known, seat = match.any(1), match.int().argmax(1)
+        width = min(batch.table.shape[1], self.table.shape[1])
+        inside = torch.arange(width, device=self.device) * self.places.page < self.tail[seat][:, None]
+        same = (self.table[seat, :width] == batch.table[:, :width]) | ~inside
+        known = known & same.all(1)
+        self._note(torch.where(known, seat, self.count), lengths, own)
+        return Found(single, own, known, seat)
+
+    def serve(self, batch: Batch, found: Found, indices: Sequence[Index]) -> Found:
+        """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
+        lengths = batch.lengths.long()
+        tail = self.tail[found.seat]
+        long = found.single & (lengths >= self.places.dense_below)
+        outgrown = found.known & (lengths - 1 >= tail + self.places.room)
+        newcomers = long & ~found.known
+        if not self._asks(newcomers.any() | outgrown.any(), lengths.shape[0]):
+            return found
+        known, seat = found.known.clone(), found.seat.clone()
+        sizes = lengths.tolist()
+        for row in (outgrown & ~newcomers).nonzero()[:, 0].tolist():
+            self._move(int(seat[row]), batch.table[row:row + 1], sizes[row], indices)
+        free = self._free()
+        for row in newcomers.nonzero()[:, 0].tolist():
+            if not free:
+                self.quiet_until = self.steps + PATIENCE
+                break
+            at = free.pop(0)
+            self._sit(at, batch.table[row:row + 1], sizes[row], indices)
+            known[row], seat[row] = True, at
+            self._note(seat[row:row + 1], lengths[row:row + 1], found.own[row:row + 1])
+        return found._replace(known=known, seat=seat)
+
+    def lanes(self, batch: Batch, found: Found) -> Lanes:
+        """What the layers need to know of the rows of a decode batch."""
+        lengths, places = batch.lengths.long(), self.places
+        tail = self.tail[found.seat]
+        width = places.room + SLACK
+        sparse = found.known & (lengths >= places.dense_below) & (lengths - tail <= width)
+        step = torch.arange(places.sink_size + width, device=self.device)
+        sink = step < places.sink_size
+        at = torch.where(sink, step, tail[:, None] + step - places.sink_size)
+        used = sparse[:, None] & (at < torch.where(sink, tail[:, None], lengths[:, None]))
+        anchors = torch.where(used, slots_at(batch.table, at, places.page), -1).int()
+        return Lanes(sparse, found.seat, anchors, (lengths - 1).clamp(min=0),
+                     torch.where(sparse, 0, lengths).int(), torch.zeros_like(lengths))
+
+    def _asks(self, wanted: Tensor, rows: int) -> bool:
+        """Whether the host serves now."""
+        if self.steps < self.quiet_until:
+            return False
+        if self.device.type != "cuda":
+            return bool(wanted)
+        fresh = not self.asked or rows != self.rows
+        self.asked, self.rows = True, rows
+        if fresh:
+            self.waiting = None
+            return bool(wanted)
+        late = self.waiting is not None and self.waiting[1].query() and bool(self.waiting[0])
+        if late or self.waiting is None or self.waiting[1].query():
+            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
+            copy.copy_(wanted, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self.waiting = (copy, event)
+        return late and bool(wanted)
+
+    def other_batch(self) -> None:
+        """A batch that is not all decode: the next one that is may have rows that nobody has seen."""
+        self.asked = False
+
+    def _note(self, seat: Tensor, lengths: Tensor, own: Tensor) -> None:
+        self.length[seat] = lengths
+        self.last[seat] = own
+        self.used[seat] = self.steps
+        self.length[self.count] = 0
+        self.last[self.count] = NOWHERE
+
+    def _free(self) -> list[int]:
+        """Seats that nobody of this step has, empty ones first, then those that were left longest ago."""
+        used, length = self.used.tolist(), self.length.tolist()
+        free = [s for s in range(self.count) if used[s] < self.steps]
+        return sorted(free, key=lambda s: (length[s] > 0, used[s]))
+
+    def _sit(self, seat: int, table: Tensor, length: int, indices: Sequence[Index]) -> None:
+        past = length - 1
+        regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.int64), past, self.places.sink_size,
+                                         self.places.window_size)
+        slots = self._mid(table, regions)
+        for index in indices:
+            index.build(seat, slots, regions)
+        width = min(table.shape[1], self.table.shape[1])
+        self.table[seat, :width] = table[0, :width]
+        self.tail[seat] = int(regions.tail_starts)
+
+    def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[Index]) -> None:
+        """All but half of the generated tokens, and the local window, join the mid region."""
+        old = Regions(torch.zeros(1, dtype=torch.int64), self.tail[seat:seat + 1].cpu(), length, self.places.sink_size)
+        regions = old.moved(length - 1 - self.places.window_size - self.places.decode_window // 2)
+        slots = self._mid(table, regions)
+        for index in indices:
+            index.extend(seat, slots, int(regions.mid_sizes - old.mid_sizes), regions)
+        width = min(table.shape[1], self.table.shape[1])
+        self.table[seat, :width] = table[0, :width]
+        self.tail[seat] = int(regions.tail_starts)
+
+    def _mid(self, table: Tensor, regions: Regions) -> Tensor:
+        """Slots of the mid region, `[M]`."""
+        places = torch.arange(int(regions.mid_first), int(regions.mid_last), device=self.device)
+        return slots_at(table, places[None], self.places.page)[0]

@@ -1,0 +1,178 @@
+"""The settings file of a served model, named by SPARSEKV_SETTINGS: where its artifacts lie, how to decode with them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparsekv.artifacts.checks import check_types, parse_object, said
+from sparsekv.artifacts.named import REPOSITORY
+from sparsekv.artifacts.router import RouterArtifact, RouterLayer
+from sparsekv.core.regions import check_budget
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.settings import FORMAT as RECOMMENDED
+from sparsekv.runtime.settings import Settings
+
+VARIABLE = "SPARSEKV_SETTINGS"
+SELECTORS = ("sketch", "router")
+BUDGET = 0.05
+"""Share of the context that is read without more words, as the selectors' own."""
+
+
+class Shape(NamedTuple):
+    """What a settings file must fit: the model's class, layers, heads and head dimension."""
+
+    architecture: str
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a model is served. router: the artifact's folder, or its name on the hub; recommended: a file of
+    `sparsekv eval recommend`, whose selector, layers, budgets, sink and window are taken; both relative to the settings
+    file. selector: sketch (if the artifact has sketches) or router. token_budget and candidates: theirs. dense_below:
+    the length from which a request decodes sparsely; without it where that was measured to be faster. requests: how
+    many decode sparsely at once, each with an index; others are attended to fully."""
+
+    router: str | None = None
+    selector: str | None = None
+    recommended: str | None = None
+    token_budget: int | float | None = None
+    candidates: float = 0.1
+    sink_size: int | None = None
+    window_size: int | None = None
+    decode_window: int = 1024
+    dense_layers: list[int] | None = None
+    dense_below: int | None = None
+    requests: int = 8
+
+    @classmethod
+    def load(cls, path: str | Path) -> Serving:
+        """Of a settings file, or of what `sparsekv eval recommend` wrote. Raises SparseKVError in one sentence."""
+        path = Path(path)
+        where = f"the settings file {str(path)!r} ({VARIABLE})"
+        try:
+            raw = parse_object(path.read_bytes(), where)
+        except OSError as error:
+            raise SparseKVError(f"{where} could not be read ({said(error)}); expected a JSON file with the router's "
+                                "folder, or one of `sparsekv eval recommend`") from error
+        if raw.get("format") == RECOMMENDED:
+            raw = {"recommended": path.name}
+        names = [f.name for f in fields(cls)]
+        for name in raw:
+            if name not in names:
+                raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
+        made = cls(**raw)
+        check_types(made, where)
+        made._check(where)
+        router, recommended = (None if x is None else str(path.parent / x) for x in (made.router, made.recommended))
+        if router is not None and not Path(router).exists() and REPOSITORY.fullmatch(str(made.router)):
+            router = made.router
+        return replace(made, router=router, recommended=recommended)
+
+    def _check(self, where: str) -> None:
+        if self.router is None and self.recommended is None:
+            raise SparseKVError(f"{where} names no router; expected an entry router with the folder of an artifact, or "
+                                "recommended with a file of `sparsekv eval recommend`")
+        if self.recommended is not None:
+            for name in ("token_budget", "sink_size", "window_size", "dense_layers"):
+                if getattr(self, name) is not None:
+                    raise SparseKVError(f"{where} has recommended and {name}; expected one of them, since the "
+                                        f"recommended file brings its own {name}")
+        if self.selector not in (None, *SELECTORS):
+            raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(SELECTORS)}, which are "
+                                "what is served")
+        check_budget(self.token_budget)
+        if not 0 <= self.candidates <= 1:
+            raise SparseKVError(f"{where} has candidates {self.candidates}; expected a share of the context between 0 "
+                                "and 1")
+        for name, least in (("sink_size", 0), ("window_size", 0), ("decode_window", 1), ("dense_below", 0),
+                            ("requests", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SparseKVError(f"{where} has {name} {value}; expected at least {least}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings with what they name, checked against a model. budgets: of the layers that decode sparsely. sketched:
+    whether sketches tell the tokens of the best buckets apart."""
+
+    serving: Serving
+    router: RouterArtifact
+    budgets: dict[int, int | float]
+    sink_size: int
+    window_size: int
+    sketched: bool
+
+    def layer(self, layer_idx: int) -> RouterLayer | None:
+        """What a layer is served with, None: full attention."""
+        found = self.router.layer(layer_idx) if layer_idx in self.budgets else None
+        return found if found is None or self.sketched else found._replace(sketch=None, sketch_bytes=0)
+
+
+def settings_path() -> str | None:
+    """Where the settings file lies, from the environment."""
+    return os.environ.get(VARIABLE) or None
+
+
+def make_plan(serving: Serving, shape: Shape) -> Plan:
+    """Load what the settings name. Raises SparseKVError in one sentence where they do not fit the model."""
+    recommended = None if serving.recommended is None else Settings.load(serving.recommended)
+    if recommended is not None:
+        _check_recommended(recommended, serving, shape)
+    folder = serving.router or (None if recommended is None else recommended.router)
+    if folder is None:
+        raise SparseKVError(f"the settings {serving.recommended!r} name no router; expected a file recommended with "
+                            "--selector router, or an entry router beside it")
+    router = RouterArtifact.load(folder)
+    what = f"the router {folder!r}"
+    _check_shape(router.config.model, shape, what)
+    selector = serving.selector or ("sketch" if recommended is None and router.sketch is not None else "router")
+    if selector == "sketch" and router.sketch is None:
+        raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
+                            "selector router")
+    sketched = selector == "sketch"
+    if recommended is not None:
+        budgets: dict[int, int | float] = {layer: s.budget for layer, s in recommended.layers.items()}
+        missing = [layer for layer in budgets if router.layer(layer) is None]
+        if missing:
+            raise SparseKVError(f"the settings {serving.recommended!r} name layer {missing[0]}, which {what} does not "
+                                "have; recommend again with this router")
+        return Plan(serving, router, budgets, recommended.sink_size, recommended.window_size, sketched)
+    dense = {0} if serving.dense_layers is None else set(serving.dense_layers)
+    for layer in dense:
+        if not -shape.num_layers <= layer < shape.num_layers:
+            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {shape.num_layers - 1}")
+    dense = {layer % shape.num_layers for layer in dense}
+    budget = BUDGET if serving.token_budget is None else serving.token_budget
+    budgets = {layer: budget for layer in router.config.layers if layer not in dense}
+    sink = router.config.sink_size if serving.sink_size is None else serving.sink_size
+    window = router.config.window_size if serving.window_size is None else serving.window_size
+    return Plan(serving, router, budgets, sink, window, sketched)
+
+
+def _check_recommended(found: Settings, serving: Serving, shape: Shape) -> None:
+    _check_shape(found.model, shape, f"the settings file {serving.recommended!r}")
+    if found.completion != "none":
+        raise SparseKVError(f"the settings file {serving.recommended!r} completes with {found.completion}, which is "
+                            "not served; recommend again from diagnostics without feature maps")
+    if found.selector != "router" and serving.router is None:
+        raise SparseKVError(f"the settings file {serving.recommended!r} is for selector {found.selector}; expected "
+                            "router; recommend again with --selector router")
+
+
+def _check_shape(model: dict[str, Any], shape: Shape, what: str) -> None:
+    differ = [name for name, value in shape._asdict().items() if model.get(name) != value]
+    if differ:
+        made = ", ".join(f"{name} {model.get(name)}" for name in differ)
+        here = ", ".join(f"{name} {getattr(shape, name)}" for name in differ)
+        raise SparseKVError(f"{what} was made for a model with {made}; this model has {here}: use the model it was "
+                            "made for, or train again for this one")
+
+

@@ -1,0 +1,113 @@
+"""A page pool, requests that take its pages and give them back, and one layer's tokens: what vLLM does, in short."""
+
+from __future__ import annotations
+
+import torch
+
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.buckets import spherical_kmeans
+from sparsekv.core.sketch import fit_sketch, second_moment
+from sparsekv.kernels import QueryModel, dense_attention
+from sparsekv.serving.index import LayerIndex, Room, Rotation
+from sparsekv.serving.pages import slots_at
+from sparsekv.serving.seats import Batch, Found, Places, Seats
+
+PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
+SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512
+SCALE = DIM**-0.5
+
+
+def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q `[N, Hq, d]`, k and v `[N, Hkv, d]`."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(DIM, DIM, generator=generator)
+    q, k, v = (torch.randn(length, h, DIM, generator=generator) for h in (HEADS * GROUP, HEADS, HEADS))
+    return q @ mixed, k @ mixed + 1, v
+
+
+def rope() -> Rotation:
+    """Of `LONGEST` positions."""
+    angles = torch.arange(LONGEST)[:, None] * 0.3 ** torch.arange(DIM // 2)
+    return Rotation(*(torch.cat([x, x], -1) for x in (angles.cos(), angles.sin())), "half")
+
+
+def router(scores: str = "mean_key", space: str = "rot", sketched: bool = True) -> RouterLayer:
+    q, k, _ = tokens(200, seed=9)
+    keys, queries = k.transpose(0, 1), q.transpose(0, 1)[None]
+    centroids = spherical_kmeans(keys, BUCKETS)
+    g = torch.Generator().manual_seed(3)
+    weights = QueryModel(*(torch.randn(HEADS, *s, generator=g) for s in ((DIM, 20), (20,), (20, BUCKETS), (BUCKETS,))))
+    mean = keys.mean(1)
+    away = keys - mean[:, None]
+    sketch = fit_sketch(second_moment(queries, HEADS)[0], mean, away.mT @ away / 200, 6, 2)
+    return RouterLayer(centroids, weights if scores == "mlp" else None, space, scores, sketch if sketched else None,
+                       6 if sketched else 0)
+
+
+class Request:
+    """A prompt and its answer: pages, and how many of its tokens are in them."""
+
+    def __init__(self, seed: int, total: int, pages: list[int]):
+        self.q, self.k, self.v = tokens(total, seed)
+        self.pages, self.length = pages, 0
+
+
+class Engine:
+    """One layer of a server: `step` takes the requests of a batch with the number of their new tokens."""
+
+    def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
+                 candidates: float = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE):
+        self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
+        self.pool[0] = 0
+        made = made or router()
+        self.index = LayerIndex(made, self.pool, Room(seats, LONGEST), budget=budget, candidates=candidates,
+                                scale=SCALE, rotation=rope() if made.key_space == "pre" else None)
+        self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
+                           torch.device("cpu"))
+        self.width = width
+        self.free = list(range(1, blocks))
+        self.found: Found | None = None
+
+    def take(self, request: Request, length: int) -> None:
+        while len(request.pages) * PAGE < length:
+            request.pages.append(self.free.pop(0))
+
+    def step(self, work: list[tuple[Request, int]], *, prefill: bool | None = None) -> list[torch.Tensor | None]:
+        """Outputs `[Hq, d]` of the rows that decode sparsely, None for the others."""
+        table = torch.zeros(len(work), self.width, dtype=torch.int32)
+        slots, keys, values, places = [], [], [], []
+        for row, (request, count) in enumerate(work):
+            first = request.length
+            request.length += count
+            self.take(request, request.length)
+            table[row, :len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
+            new = torch.arange(first, request.length)
+            places.append(new)
+            slots.append(slots_at(table[row:row + 1], new[None], PAGE)[0])
+            keys.append(request.k[new])
+            values.append(request.v[new])
+        lengths = torch.tensor([r.length for r, _ in work], dtype=torch.int32)
+        starts = torch.tensor([0, *[n for _, n in work]], dtype=torch.int32).cumsum(0).int()
+        prefilling = None if prefill is None else torch.full((len(work),), prefill)
+        batch = Batch(lengths, starts, table, torch.cat(slots), prefilling)
+        self.found = found = self.seats.follow(batch)
+        decode = max(n for _, n in work) == 1
+        if decode:
+            self.found = found = self.seats.serve(batch, found, [self.index])
+        lanes = self.seats.lanes(batch, found)
+        flat = self.pool.transpose(1, 2).flatten(0, 1)
+        flat[batch.slots] = torch.cat([torch.cat(keys), torch.cat(values)], -1)
+        self.index.write(torch.cat(keys), batch.slots, torch.cat(places))
+        if not decode:
+            return [None] * len(work)
+        q = torch.stack([r.q[r.length - 1] for r, _ in work])
+        out = self.index.step(q, lanes)
+        assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths)).all())
+        return [out[row] if lanes.sparse[row] else None for row in range(len(work))]
+
+
+def full(request: Request) -> torch.Tensor:
+    """Full attention of a request's last token, `[Hq, d]`."""
+    n = request.length
+    q, k, v = (x[None, :n].transpose(1, 2) for x in (request.q, request.k, request.v))
+    return dense_attention(q[:, :, n - 1:], k, v, scale=SCALE)[0, :, 0]

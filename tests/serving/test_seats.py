@@ -1,0 +1,154 @@
+"""Who is who by pages alone: what ends a seat, what keeps it, and that nobody gets another's index."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged import DECODE_WINDOW, GROUP, HEADS, PAGE, Engine, Request, full
+
+from sparsekv.serving.seats import PATIENCE, SLACK, Batch
+
+
+def decode(engine: Engine, requests: list[Request], steps: int) -> list[list[torch.Tensor | None]]:
+    return [engine.step([(r, 1) for r in requests]) for _ in range(steps)]
+
+
+def builds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seats that get an index, in order."""
+    seats: list[int] = []
+    inner = engine.index.build
+    monkeypatch.setattr(engine.index, "build", lambda seat, *a: (seats.append(seat), inner(seat, *a)))
+    return seats
+
+
+def test_rows_that_change_places_keep_their_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(seats=3)
+    seats = builds(engine, monkeypatch)
+    requests = [Request(s, 300, []) for s in range(3)]
+    for r in requests:
+        engine.step([(r, 70 + len(r.pages))])
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2), (2, 1, 0), (0,), (2, 1)):
+        assert all(x is not None for x in decode(engine, [requests[i] for i in order], 1)[0])
+    assert seats == [0, 1, 2]
+
+
+def test_a_mixed_batch_is_left_to_full_attention_and_seats_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(seats=2)
+    seats = builds(engine, monkeypatch)
+    old, new = Request(1, 300, []), Request(2, 300, [])
+    engine.step([(old, 100)])
+    decode(engine, [old], 3)
+    for _ in range(4):
+        assert engine.step([(old, 1), (new, 20)]) == [None, None]
+    decode(engine, [old], 2)
+    assert seats == [0]
+
+
+@pytest.mark.parametrize("length", [110, 111, 112])
+def test_a_request_in_the_pages_of_a_dead_one_is_not_taken_for_it(
+    length: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same pages, and one token more than the dead one had: all that a seat is known by, but for who wrote."""
+    engine = Engine(budget=1.0, candidates=1.0)
+    seats = builds(engine, monkeypatch)
+    dead, heir = Request(1, 300, []), Request(2, 300, [])
+    engine.step([(dead, 100)])
+    decode(engine, [dead], 11)
+    heir.pages = list(dead.pages)
+    engine.step([(heir, length)])
+    for _ in range(5):
+        torch.testing.assert_close(decode(engine, [heir], 1)[0][0], full(heir), rtol=1e-4, atol=1e-5)
+    assert seats == [0, 1]
+
+
+def test_a_prefix_hit_shares_pages_and_no_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second request has the first one's full pages, computes the rest, and both go on."""
+    engine = Engine(seats=2, budget=1.0, candidates=1.0)
+    seats = builds(engine, monkeypatch)
+    first = Request(1, 300, [])
+    engine.step([(first, 100)])
+    decode(engine, [first], 3)
+    second = Request(1, 300, first.pages[:6])
+    second.length = 6 * PAGE
+    second.k = torch.cat([first.k[:6 * PAGE], Request(5, 300, []).k[6 * PAGE:]])
+    engine.step([(second, 7)])
+    for _ in range(20):
+        outs = decode(engine, [first, second], 1)[0]
+        for out, request in zip(outs, (first, second), strict=True):
+            torch.testing.assert_close(out, full(request), rtol=1e-4, atol=1e-5)
+    assert seats == [0, 1]
+
+
+def test_a_request_that_was_preempted_gets_a_new_index() -> None:
+    engine = Engine(seats=2, budget=1.0, candidates=1.0)
+    request, other = Request(1, 300, []), Request(2, 300, [])
+    engine.step([(request, 100)])
+    decode(engine, [request], 5)
+    pages, request.pages = request.pages, []
+    request.length = 0
+    engine.free += pages
+    other.pages = list(pages[:3])
+    engine.free = [p for p in engine.free if p not in other.pages]
+    engine.step([(other, 40)])
+    engine.step([(request, 105)])
+    for _ in range(3):
+        for out, r in zip(decode(engine, [request, other], 1)[0], (request, other), strict=True):
+            torch.testing.assert_close(out, full(r), rtol=1e-4, atol=1e-5)
+
+
+def test_with_other_pages_in_the_middle_the_index_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(seats=1)
+    request = Request(1, 300, [])
+    engine.step([(request, 100)])
+    decode(engine, [request], 2)
+    request.pages[2] = engine.free.pop(0)
+    monkeypatch.setattr(engine.seats, "serve", lambda batch, found, indices: found)
+    assert engine.step([(request, 1)]) == [None]
+
+
+def test_a_prompt_of_one_token_more_is_a_prefill() -> None:
+    """The last token of a prompt, alone after a prefix hit or a chunk: no decode step yet."""
+    engine = Engine()
+    request = Request(1, 300, [])
+    engine.step([(request, 100)])
+    assert engine.step([(request, 1)], prefill=True) == [None]
+    assert engine.step([(request, 1)], prefill=False)[0] is not None
+
+
+def test_more_requests_than_seats() -> None:
+    """Those without one are attended to fully; a seat that is left goes to the next."""
+    engine = Engine(seats=2)
+    requests = [Request(s, 300, []) for s in range(3)]
+    for r in requests:
+        engine.step([(r, 80)])
+    assert [x is None for x in decode(engine, requests, 1)[0]] == [False, False, True]
+    decode(engine, requests, 3)
+    left = requests[1:]
+    decode(engine, left, PATIENCE)
+    assert all(x is not None for x in decode(engine, left, 1)[0])
+
+
+def test_rows_that_pad_a_batch_do_nothing() -> None:
+    engine = Engine()
+    request = Request(1, 300, [])
+    engine.step([(request, 100)])
+    decode(engine, [request], 1)
+    before = engine.seats.length.clone()
+    batch = Batch(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32),
+                  torch.zeros(3, engine.width, dtype=torch.int32), torch.full((3,), -1))
+    found = engine.seats.serve(batch, engine.seats.follow(batch), [engine.index])
+    lanes = engine.seats.lanes(batch, found)
+    assert not lanes.sparse.any() and not lanes.rest.any() and bool((lanes.anchors == -1).all())
+    assert torch.equal(before, engine.seats.length)
+    assert not engine.index.step(torch.randn(3, HEADS * GROUP, engine.index.dim), lanes).any()
+
+
+def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end() -> None:
+    """On CUDA the host learns late; a row whose tail no longer fits the buffers is not decoded sparsely."""
+    engine = Engine()
+    request = Request(1, 400, [])
+    engine.step([(request, 100)])
+    decode(engine, [request], 1)
+    engine.seats.quiet_until = 10**9
+    sparse = [out[0] is not None for out in decode(engine, [request], DECODE_WINDOW + SLACK + 4)]
+    assert sparse == [True] * (DECODE_WINDOW + SLACK) + [False] * 4

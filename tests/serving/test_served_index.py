@@ -1,0 +1,116 @@
+"""A served layer over pages against the selectors of the core over a cache: the same tokens, the same output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged import (
+    DECODE_WINDOW,
+    GROUP,
+    HEADS,
+    PAGE,
+    SCALE,
+    SINK,
+    WINDOW,
+    Engine,
+    Request,
+    full,
+    rope,
+    router,
+)
+
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.step import LayerState
+
+
+class Trained:
+    def __init__(self, made: RouterLayer):
+        self.made, self.centroids, self.sketch = made, made.centroids[None], made.sketch
+
+    def layer(self, layer_idx: int) -> RouterLayer:
+        return self.made
+
+
+class Attached:
+    """The same request decoded by the core, as `attach` does."""
+
+    def __init__(self, request: Request, made: RouterLayer, **options):
+        self.request = request
+        past = request.length - 1
+        name = "router" if made.sketch is None else "sketch"
+        if made.sketch is not None:
+            options["fit"] = "fixed"
+        else:
+            options.pop("candidates")
+        selector = SELECTORS[name](artifact=Trained(made), adapt=False, **options)
+        table = rope()
+        tables = RopeTable(table.layout, table.cos[None], table.sin[None])
+        regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
+        view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=tables)
+        self.state = LayerState(view, selector, None, window_size=WINDOW, decode_window=DECODE_WINDOW)
+
+    def _cache(self, length: int) -> list[torch.Tensor]:
+        return [x[None, :length].transpose(1, 2) for x in (self.request.k, self.request.v)]
+
+    def step(self) -> torch.Tensor:
+        length, view = self.request.length, self.state.view
+        view.keys, view.values = self._cache(length)
+        self.state.advance(length - 1, length)
+        q = self.request.q[None, length - 1:length].transpose(1, 2)
+        return self.state.step(Queries.last(q, length, view.rope)).out[0, :, 0]
+
+
+@pytest.mark.parametrize(("scores", "space", "sketched"), [
+    ("mean_key", "rot", True), ("mean_key", "pre", True), ("mlp", "pre", True), ("mlp", "rot", False),
+    ("mean_key", "rot", False)])
+@pytest.mark.parametrize("budget", [20, 0.1])
+def test_a_served_layer_gives_what_attach_gives(scores: str, space: str, sketched: bool, budget: int | float) -> None:
+    """Three requests, one of them short, over a decode that moves the border of the mid region several times and lets
+    it double."""
+    made = router(scores, space, sketched)
+    engine = Engine(seats=3, budget=budget, candidates=0.3, made=made)
+    requests = [Request(seed, 400, []) for seed in range(3)]
+    for request, prompt in zip(requests, (150, 31, 77), strict=True):
+        engine.step([(request, prompt)])
+    attached: list[Attached] = []
+    for step in range(120):
+        found = engine.step([(r, 1) for r in requests])
+        if not step:
+            attached = [Attached(r, made, token_budget=budget, candidates=0.3) for r in requests]
+        for mine, theirs in zip(found, attached, strict=True):
+            assert mine is not None
+            torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-5)
+
+
+def test_with_all_tokens_it_is_full_attention() -> None:
+    engine = Engine(budget=1.0, candidates=1.0)
+    request = Request(1, 300, [])
+    for chunk in (60, 40):
+        engine.step([(request, chunk)])
+    for _ in range(40):
+        out = engine.step([(request, 1)])[0]
+        torch.testing.assert_close(out, full(request), rtol=1e-4, atol=1e-5)
+
+
+def test_pages_in_any_order_make_no_difference() -> None:
+    outs = []
+    for pages in ([], [40, 3, 17, 22, 5, 60, 8, 9, 31, 2]):
+        engine = Engine(budget=16)
+        request = Request(1, 300, list(pages))
+        engine.free = [p for p in engine.free if p not in pages]
+        engine.step([(request, 9 * PAGE)])
+        outs.append([engine.step([(request, 1)])[0] for _ in range(10)])
+    for a, b in zip(*outs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_short_row_is_left_to_full_attention() -> None:
+    engine = Engine(dense_below=100)
+    short, long = Request(1, 300, []), Request(2, 300, [])
+    engine.step([(short, 95), (long, 120)])
+    sparse = [[x is not None for x in engine.step([(short, 1), (long, 1)])] for _ in range(10)]
+    assert sparse == [[False, True]] * 4 + [[True, True]] * 6

@@ -1,0 +1,43 @@
+"""A served layer through the Triton kernels, under their interpreter: the same step over the same pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged import Engine, Request, router
+
+from sparsekv.kernels import attend, indexing, routing, sketch
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
+
+
+@pytest.mark.parametrize(("scores", "space"), [("mean_key", "rot"), ("mlp", "pre")])
+def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows, two of them sparse."""
+    engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60)
+    requests = [Request(seed, 200, []) for seed in range(3)]
+    for request, prompt in zip(requests, (90, 70, 30), strict=True):
+        engine.step([(request, prompt)])
+    engine.step([(r, 1) for r in requests])
+    seen = []
+    monkeypatch.setattr(engine.index, "step", lambda q, lanes: seen.append((q, lanes)) or q)
+    engine.step([(r, 1) for r in requests])
+    monkeypatch.undo()
+    (q, lanes), = seen
+    keys = torch.cat([r.k[:25] for r in requests])
+    slots, places = torch.arange(75) + 16, torch.arange(75)
+    engine.index.write(keys, slots, places)
+    expected = engine.index.step(q, lanes)
+    written = engine.index.bucket_at.clone(), engine.index.codes.clone()
+    with monkeypatch.context() as kernels:
+        for module in (attend, indexing, routing, sketch):
+            kernels.setattr(module, "on_device", lambda x: True)
+        engine.index.bucket_at[:, 16:91] = -1
+        engine.index.codes[:, :, 16:91] = 99
+        engine.index.write(keys, slots, places)
+        assert torch.equal(written[0], engine.index.bucket_at)
+        assert (written[1] != engine.index.codes).float().mean() < 1e-3, "a rounding at most"
+        found = engine.index.step(q, lanes)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert lanes.sparse.tolist() == [True, True, False] and not found[2].any()

