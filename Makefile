@@ -30,7 +30,7 @@ eval-smoke: $(STAMP)  ## one RULER task at 1k tokens on a CPU, in under three mi
 	  --tasks niah_single_1 --lengths 1024 --samples 3 --methods streaming,topk,quest --budgets 0.02,0.1
 
 test: $(STAMP)  ## the tests that need neither a GPU nor a network (minutes on two cores)
-	$(BIN)/python -m pytest -n auto --dist loadscope
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(STAMP)  ## the long tests
 	$(BIN)/python -m pytest -m slow
