@@ -310,7 +310,7 @@ def differences(
 ) -> tuple[float, float, float]:
     """Error of output and lse on what the step read, and the part of the mass that the twin's choice reaches beyond
     it."""
-    out, lse, buckets = step.out[:, :, 0], step.lse, step.selection.buckets
+    buckets = step.selection.buckets
     wide = [x.double() for x in (b.q, b.k, b.v)]
     p = group_probability(bucket_logits_reference(wide[0], double(scores), b.counts), b.k.shape[1])
     index = (b.order, b.offsets)
@@ -328,6 +328,13 @@ def differences(
         reached = [torch.where(x >= 0, tokens.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1)
                    for x in (read, choose_tokens(density, *index, *b.budget))]
         truth = attend_tokens_reference(*wide, read, **b.options(), completion=completion)
+    return gaps(step, truth, reached)
+
+
+def gaps(step: Step, truth: tuple[torch.Tensor, torch.Tensor], reached: list[torch.Tensor],
+         ) -> tuple[float, float, float]:
+    """Relative error of a step's output, largest one of its lse, largest share of the twin's mass that it misses."""
+    out, lse = step.out[:, :, 0], step.lse
     lost = (1 - reached[0] / reached[1].clamp(min=1e-30)).max() if reached[1].any() else torch.zeros(())
     return (float((out.double() - truth[0]).norm() / truth[0].norm()), float((lse.double() - truth[1]).abs().max()),
             float(lost))
@@ -347,10 +354,7 @@ def sketch_differences(
     mass.scatter_(-1, torch.where(pool >= 0, pool, b.k.shape[2]).long(), scores)
     reached = [torch.where(x >= 0, mass.gather(-1, x.clamp(min=0).long()), 0.0).sum(-1) for x in (read, best)]
     truth = attend_tokens_reference(*(x.double() for x in (b.q, b.k, b.v)), read, **b.options(), completion=completion)
-    out, lse = step.out[:, :, 0], step.lse
-    lost = (1 - reached[0] / reached[1].clamp(min=1e-30)).max() if reached[1].any() else torch.zeros(())
-    return (float((out.double() - truth[0]).norm() / truth[0].norm()), float((lse.double() - truth[1]).abs().max()),
-            float(lost))
+    return gaps(step, truth, reached)
 
 
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")

@@ -30,13 +30,18 @@ def disk_error(error: Exception, path: str | Path, verb: str = "write") -> Spars
                          "exists, is yours to write to and has room")
 
 
-def free_space(path: Path) -> str:
-    """In words; of the nearest folder that there is."""
+def free_bytes(path: Path) -> int:
+    """Of the nearest folder that there is."""
     place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def free_space(path: Path) -> str:
+    """The same in words."""
     try:
-        while not place.exists():
-            place = place.parent
-        return f"{shutil.disk_usage(place).free / 1e9:.2f} GB free"
+        return f"{free_bytes(path) / 1e9:.2f} GB free"
     except OSError:
         return "free space unknown"
 

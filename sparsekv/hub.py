@@ -16,6 +16,12 @@ MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises SparseKVError for a dtype that no model is loaded in."""
+    if dtype not in DTYPES:
+        raise SparseKVError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+
+
 def load_model(
     spec: str, *, dtype: str = "auto", device: str = "auto", rope_scaling: str | dict[str, Any] | None = None,
 ) -> tuple[Any, Any]:
@@ -28,8 +34,7 @@ def load_model(
 
     Raises SparseKVError for a model that cannot be found or read.
     """
-    if dtype not in DTYPES:
-        raise SparseKVError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sparsekv.config import SEEDS, option
 from sparsekv.corpus import check_corpus
-from sparsekv.disk import only_writer, write_text
+from sparsekv.disk import free_bytes, only_writer, write_text
 from sparsekv.errors import Interrupted, SparseKVError
 from sparsekv.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
 from sparsekv.output import OutputKind, read_marker
@@ -171,17 +170,15 @@ def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
 def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]:
     """Sizes for this machine and model, or those `kept`, and what they will take, in words. Loads no weights."""
     from sparsekv.capture.config import parse_layers
-    from sparsekv.hub import DTYPES, load_config, resolve_device
+    from sparsekv.capture.prepare import check_layers
+    from sparsekv.hub import check_dtype, load_config, resolve_device
 
-    if config.dtype not in DTYPES:
-        raise SparseKVError(f"unknown dtype {config.dtype!r}: expected one of {', '.join(DTYPES)}")
+    check_dtype(config.dtype)
     device = resolve_device(config.device)
     gpu = not device.startswith("cpu")
     about = load_config(config.model)
     layers = None if config.layers is None else parse_layers(config.layers)
-    count = about.get_text_config().num_hidden_layers
-    if layers is not None and layers[-1] >= count:
-        raise SparseKVError(f"--layers names layer {layers[-1]}; this model has layers 0 to {count - 1}")
+    check_layers(config.layers, about.get_text_config().num_hidden_layers)
     shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
     sizes = ON_GPU if gpu else ON_CPU
     plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
@@ -223,7 +220,7 @@ def _say(config: TrainConfig, plan: Plan, shape: Shape, sizes: Sizes, found: Est
         "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.queries} queries each; {at_once} "
                  f"layers at once; {sizes.measured}",
         "disk": f"{_bytes(found.store)} for the capture, {_bytes(found.artifacts)} for the artifacts; "
-                f"{_bytes(_free(Path(config.output)))} free",
+                f"{_bytes(free_bytes(Path(config.output)))} free",
         "memory": f"{_bytes(found.capture_memory)} for the capture, {_bytes(training)} for training; "
                   f"{_bytes(_memory(device != 'cpu'))} on this machine's {'CPU' if device == 'cpu' else 'GPU'}",
         "time": f"{_time(found.seconds)}: capture {_time(found.capture_seconds)}, router "
@@ -305,13 +302,6 @@ def _threads() -> int:
     import torch
 
     return torch.get_num_threads()
-
-
-def _free(path: Path) -> int:
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 def _bytes(number: float) -> str:

@@ -75,16 +75,6 @@ def fit_sketch(moment: Tensor, mean: Tensor, covariance: Tensor, width: int, wid
     return Sketch(keys.contiguous(), (mean[..., None, :] @ keys).squeeze(-2), queries.contiguous())
 
 
-def key_moments(keys: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean `[B, Hkv, d]` and covariance `[B, Hkv, d, d]`, float32 at least, of the keys `[B, Hkv, N, d]` that are used,
-    `[B, N]`; zero where there are none."""
-    kind = torch.promote_types(keys.dtype, torch.float32)
-    inside, number = used[:, None, :, None], used.sum(-1).clamp(min=1)[:, None, None]
-    mean = torch.where(inside, keys, 0).sum(2, dtype=kind) / number
-    away = torch.where(inside, keys - mean[:, :, None], 0.0)
-    return mean, away.mT @ away / number[..., None]
-
-
 def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Tensor:
     """The queries' side for codes that are there already, `[B, Hkv, d, r]`: the linear map from codes to keys with the
     least squared error on these keys, which is the best for every query alike. codes `[B, Hkv, N, w]`, keys

@@ -179,8 +179,7 @@ class Evaluator:
         if rows and requests[0].metric == "continuation":
             found = self._continue(batch, requests[0], method)
         elif rows:
-            texts, read = self._answer(batch, requests, method, rows)
-            found = read
+            texts, found = self._answer(batch, requests, method, rows)
         seconds = time.perf_counter() - began
         for case in dict.fromkeys(r.case for r in requests):
             own = [i for i, r in enumerate(requests) if r.case == case]

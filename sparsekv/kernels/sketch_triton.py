@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparsekv.kernels import sketch
 from sparsekv.kernels.routing_triton import token_of_slot
 
-GRADES: tl.constexpr = tl.constexpr(4096)
-FLOOR: tl.constexpr = tl.constexpr(13056)
-"""The upper half of the bits of 2⁻²⁵ as a float32: what is below it has grade 1."""
+GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
+FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.checks import parse_object
-from sparsekv.disk import write_text
+from sparsekv.disk import free_bytes, write_text
 from sparsekv.errors import SparseKVError
 from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest
 
@@ -89,7 +89,7 @@ class Place:
 
     def free(self) -> int | None:
         """Free bytes, or None where that is unknown."""
-        return shutil.disk_usage(self._nearest()).free
+        return free_bytes(self.root)
 
     def _nearest(self) -> Path:
         """The folder, or where it is not there yet the nearest one above."""

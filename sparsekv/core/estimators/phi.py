@@ -85,7 +85,7 @@ class PhiEstimator(Estimator):
 
     def build(self, view: LayerView) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
-        mean = key_mean(view, first, last) if self.layer.centred or self.layer.capped else None
+        mean = key_mean(view.keys, first, last) if self.layer.centred or self.layer.capped else None
         self.centre, self.built_size = (mean, view.regions.mid_sizes) if self.layer.centred else (None, None)
         centre = None if self.centre is None else view.scale * self.centre
         if view.keys_on_device:
@@ -93,7 +93,7 @@ class PhiEstimator(Estimator):
         else:
             self.state = PhiState(*self._sum(view, first, last), centre=centre)
         if self.layer.capped and mean is not None:
-            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view, first, last, mean))
+            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean))
 
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.built_size is not None and bool((view.regions.mid_sizes > 2 * self.built_size).any()):
@@ -101,11 +101,11 @@ class PhiEstimator(Estimator):
             return
         first, last = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         if self.covariance is not None and self.state.moments is not None:
-            mean, key = key_mean(view, first, last), self.state.moments.key
+            mean, key = key_mean(view.keys, first, last), self.state.moments.key
             part = (1 - old.mid_sizes / view.regions.mid_sizes.clamp(min=1))[:, None, None]
             away = view.scale * mean - key
             between = (part * (1 - part))[..., None] * away[..., None] * away[..., None, :]
-            within = view.scale**2 * key_covariance(view, first, last, mean) - self.covariance
+            within = view.scale**2 * key_covariance(view.keys, first, last, mean) - self.covariance
             self._describe(view, key + part * away, self.covariance + part[..., None] * within + between)
         if self.state.features is not None:
             self.state = self._with_more_features(view, self.state, self.state.features, first, last)
@@ -227,19 +227,20 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return features.sum(2, dtype=dtype), s
 
 
-def key_mean(view: LayerView, first: Tensor, last: Tensor) -> Tensor:
-    """Mean `[B, Hkv, d]`, float32 at least, of the keys `first[b] <= i < last[b]`; zero where there are none."""
-    total = torch.zeros(*view.keys.shape[:2], view.keys.shape[-1], device=view.device, dtype=acc_dtype(view.keys))
+def key_mean(keys: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
+    there are none."""
+    total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
     for block, inside in blocks(first, last):
-        total += torch.where(inside, view.keys[:, :, block], 0).sum(2, dtype=total.dtype)
+        total += torch.where(inside, keys[:, :, block], 0).sum(2, dtype=total.dtype)
     return total / (last - first).clamp(min=1)[:, None, None]
 
 
-def key_covariance(view: LayerView, first: Tensor, last: Tensor, mean: Tensor) -> Tensor:
+def key_covariance(keys: Tensor, first: Tensor, last: Tensor, mean: Tensor) -> Tensor:
     """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
     multiplied: keys lie far from zero."""
     total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
     for block, inside in blocks(first, last):
-        away = torch.where(inside, view.keys[:, :, block] - mean[:, :, None], 0.0)
+        away = torch.where(inside, keys[:, :, block] - mean[:, :, None], 0.0)
         total += away.mT @ away
     return total / (last - first).clamp(min=1)[:, None, None, None]

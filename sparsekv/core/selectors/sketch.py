@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
+from sparsekv.core.estimators.phi import key_covariance, key_mean
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.sketch import fit_queries, fit_sketch, key_moments, second_moment
+from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.errors import SparseKVError
 from sparsekv.kernels import Sketch, encode, sketch_tokens
 
@@ -124,19 +125,22 @@ class SketchRouter(Router):
         """Codes of the mid region as it now is, and what queries multiply them by."""
         assert self.fixed is not None
         end = int(view.regions.mid_last.max())
-        every = slice(None, end, -(-end // FITTED_KEYS) or None)
-        keys, used = view.keys[:, :, every], view.regions.mid_mask(0, end)[:, ::every.step]
+        step = max(1, -(-end // FITTED_KEYS))
+        keys = view.keys[:, :, :end:step]
         self.turned: Sketch | None = None
         self.asks: Tensor | None = None
         self.fitted_sizes = view.regions.mid_sizes
         moment = recent_moment(view) if self.fit == "fitted" else None
         if moment is not None:
             wide = 2 * self.width - self.fixed.rank
-            self.turned = fit_sketch(moment, *key_moments(keys, used), self.width, wide)
+            first, last = (-(-edge // step) for edge in (view.regions.mid_first, view.regions.mid_last))
+            mean = key_mean(keys, first, last)
+            self.turned = fit_sketch(moment, mean, key_covariance(keys, first, last, mean), self.width, wide)
             self.codes = None
         self.codes = self._more(view, self.turned or self.fixed)
         if self.turned is None:
-            self.asks = fit_queries(self.fixed, self.codes[:, :, every], keys, used)
+            used = view.regions.mid_mask(0, end)[:, ::step]
+            self.asks = fit_queries(self.fixed, self.codes[:, :, :end:step], keys, used)
 
     def _more(self, view: LayerView, sketch: Sketch) -> Tensor:
         """The codes with those of the keys that have none."""
