@@ -13,6 +13,8 @@ from sparsekv.kernels import against_bucket, assign_buckets, bucket_sums
 RESTARTS = 3
 """How often the empty buckets of a request restart."""
 POINTS_PER_CENTROID = 512
+ITERATIONS, FITTED_TO = 4, 32
+"""Iterations by which trained buckets move to a request, on so many of its keys a bucket."""
 
 
 def spherical_kmeans(
@@ -37,12 +39,32 @@ def spherical_kmeans(
     keys = keys if keys.dtype == torch.float64 else keys.float()
     centroids = F.normalize(keys[:, order[torch.arange(num_buckets, device=keys.device) % keys.shape[1]]], dim=-1)
     for _ in range(iterations):
-        centroids, nearest = restart_empty(keys, centroids, 1)
-        counts, sums = (x[0] for x in bucket_sums(keys[None], nearest[None], None, num_buckets))
-        centroids = torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1), centroids)
+        centroids = moved(keys, centroids)
         if advance is not None:
             advance(1)
     return restart_empty(keys, centroids, RESTARTS)[0]
+
+
+def moved(keys: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor:
+    """Unit centroids `[H, C, d]` after an iteration of spherical k-means on keys `[H, n, d]`, of those that are used
+    `[H, n]`."""
+    centroids, nearest = restart_empty(keys, centroids, 1, used)
+    counts, sums = (x[0] for x in bucket_sums(keys[None], nearest[None], None if used is None else used[None],
+                                              centroids.shape[1]))
+    return torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1).to(centroids.dtype), centroids)
+
+
+def fit_buckets(keys: Tensor, centroids: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
+
+    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, none
+    without a key while there are keys, and the bucket of every key `[H, n]` int32. This project's own.
+    """
+    centroids = centroids.to(keys.dtype)
+    step = max(1, keys.shape[1] // (FITTED_TO * centroids.shape[1]))
+    for _ in range(ITERATIONS if keys.shape[1] else 0):
+        centroids = moved(keys[:, ::step], centroids, used[:, ::step])
+    return restart_empty(keys, centroids, RESTARTS, used)
 
 
 def imbalance(sizes: Tensor) -> Tensor:

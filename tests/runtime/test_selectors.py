@@ -10,7 +10,7 @@ import pytest
 import torch
 from views import built, extended, full_attention, make_view
 
-from sparsekv.core.buckets import RESTARTS, restart_empty
+from sparsekv.core.buckets import ITERATIONS, RESTARTS, moved, restart_empty
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.lfps import GAMMA
@@ -219,8 +219,8 @@ def test_router_grows_as_if_built_at_once(how):
 
 def test_router_restarts_the_buckets_a_request_leaves_empty():
     g = torch.Generator().manual_seed(5)
-    trained = Trained("mean_key", "rot", buckets=40)
-    trained.centroids[:, :, 6:] = -trained.centroids[:, :, :1]  # 34 times the same: one of them gets keys at most
+    trained = Trained("mean_key", "rot", buckets=24)
+    trained.centroids[:, :, 6:] = -trained.centroids[:, :, :1]  # 18 times the same: one of them gets keys at most
     pads = (0, 30)
     before, _, step = make_view(batch=2, pads=pads, new=40)
     fixed, selector = (built(SELECTORS["router"](token_budget=15, artifact=trained, adapt=adapt), before)
@@ -235,12 +235,21 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
             apart = [float((k - means[c]).norm()) for k, c in zip(keys[h], nearest, strict=True)]
             worst = sorted(range(len(apart)), key=lambda i: -apart[i])
             want = trained.centroids[0, h].clone()
-            for i, c in enumerate(c for c in range(40) if c not in means):
+            for i, c in enumerate(c for c in range(24) if c not in means):
                 want[c] = keys[h][worst[i]] / keys[h][worst[i]].norm()
             once, _ = restart_empty(keys[h][None], trained.centroids[0, h][None], 1)
             torch.testing.assert_close(once[0], want)
-        # every row restarts alone, and as often as it helps
-        alone, bucket = restart_empty(keys, trained.centroids[0], RESTARTS)
+            # an iteration: every bucket moves to the direction of its keys' sum
+            nearest = (keys[h] @ want.mT).argmax(-1)
+            sums = torch.stack([keys[h][nearest == c].sum(0) for c in range(24)])
+            left = sums.norm(dim=-1) > 0
+            then = moved(keys[h][None], trained.centroids[0, h][None])[0]
+            torch.testing.assert_close(then[left], torch.nn.functional.normalize(sums, dim=-1)[left])
+        # every row is fitted alone: iterations, then restarts while a bucket is empty
+        alone = trained.centroids[0]
+        for _ in range(ITERATIONS):
+            alone = moved(keys, alone)
+        alone, bucket = restart_empty(keys, alone, RESTARTS)
         torch.testing.assert_close(selector.centroids[b], alone)
         assert torch.equal(selector.assignment[b][:, sorted(mid(before, b))], bucket)
     # what is decoded joins its own buckets, and none is lost

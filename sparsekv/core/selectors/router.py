@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.config import option
-from sparsekv.core.buckets import RESTARTS, restart_empty
+from sparsekv.core.buckets import fit_buckets
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
@@ -53,8 +53,8 @@ class Router(Selector):
     probes: int | None = option(None, help="Buckets read per query and KV head, whole, instead of a token budget; the "
                                            "paper's is 32 [buckets].", min=1)
     scores: str | None = option(None, help="How a query scores buckets: mlp or mean_key; without it the artifact's.")
-    adapt: bool = option(True, help="Trained buckets that this request leaves empty restart at the keys furthest from "
-                                    "their buckets' means; mean_key scores only: a query model knows no such bucket.")
+    adapt: bool = option(True, help="Trained buckets move to this request's keys at the end of its prefill, and none "
+                                    "stays empty; mean_key scores only: a query model knows no such bucket.")
     artifact: Any = None
 
     def validate(self) -> None:
@@ -95,7 +95,7 @@ class Router(Selector):
         if how == "mean_key" and self.adapt:
             # every row has its own buckets: its heads are heads of one long row
             used = view.regions.mid_mask(0, end).repeat_interleave(view.num_kv_heads, dim=0).to(view.keys.device)
-            found = restart_empty(self._keys(view, 0, end).flatten(0, 1), self.centroids.flatten(0, 1), RESTARTS, used)
+            found = fit_buckets(self._keys(view, 0, end).flatten(0, 1), self.centroids.flatten(0, 1), used)
             self.centroids, self.assignment = (x.unflatten(0, view.keys.shape[:2]) for x in found)
         else:
             self.assignment = self._assign(view, 0, end)
