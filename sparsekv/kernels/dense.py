@@ -18,17 +18,15 @@ MERGE_BLOCK = 4096
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_mask: Tensor | None = None,
-    starts: Tensor | None = None, window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None,
 ) -> Tensor:
     """The model's own causal attention: query `[B, Hq, T, d]` are the last T of the keys `[B, Hkv, N, d]` -> as query.
 
-    key_mask `[B, N]`: nonzero = a real token; or starts `[B]`: the first real token of a left-padded row. window: a
-    query sees that many keys, itself included. softcap: scores are squeezed by `softcap · tanh(s / softcap)` (Gemma 2).
-    A query that sees nothing gives zero. Masks are made for a block of queries at a time.
+    key_mask `[B, N]`: nonzero = a real token. window: a query sees that many keys, itself included. softcap: scores are
+    squeezed by `softcap · tanh(s / softcap)` (Gemma 2). A query that sees nothing gives zero. Masks are made for a
+    block of queries at a time.
     """
     count, length = query.shape[2], key.shape[2]
-    if starts is not None:
-        key_mask = torch.arange(length, device=query.device) >= starts[:, None]
     if key_mask is None and softcap is None and (window is None or window >= length):
         if count == 1:
             return _one_query(query, key, value, scale, None)
