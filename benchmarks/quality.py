@@ -7,9 +7,11 @@
 
 The first line alone needs lm-eval; FILE (.jsonl.gz) travels. --train captures a text that has nothing to do with the
 tasks and trains the router and the feature maps on it. A prompt is prefilled once, in batches, and answered by every
-method and budget. Shards, one process a GPU, take every n-th prompt of a task and write into one folder. After
---minutes nothing is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect
-draws the tables of what is there.
+method and budget. Shards are processes that take every n-th prompt and write into one folder; a step waits for Python
+more than for the GPU, so several to a GPU are faster (--batch-tokens then says how much memory each may take: keys and
+values of so many tokens, and about as much again for what a method builds; OMP_NUM_THREADS=1). After --minutes nothing
+is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the tables of
+what is there. `--methods sweep` is what benchmarks/papers.py collects with --part sweep.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._lanes import lanes_markdown
-from benchmarks._peers import PEERS
+from benchmarks._peers import PEERS, SWEEP
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
@@ -89,13 +91,14 @@ def make_prompts(options: argparse.Namespace) -> None:
 
 
 def chosen_requests(options: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
-    """This shard's prompts: of the chosen tasks and lengths, the first `--samples` of each, every n-th of them."""
+    """This shard's prompts: of the chosen tasks and lengths, the first `--samples` of each. A shard has every n-th
+    prompt of the file, whatever is chosen of them, so that all have as much to do and a resumed one has its own."""
     shard, shards = options.shard
     counts: dict[str, int] = {}
     chosen = []
-    for r in requests:
+    for number, r in enumerate(requests):
         place = counts[r.case] = counts.get(r.case, -1) + 1
-        if (place < (options.samples or [place + 1])[0] and place % shards == shard
+        if (place < (options.samples or [place + 1])[0] and number % shards == shard
                 and (not options.lengths or r.length in options.lengths)
                 and (not options.tasks or r.task in options.tasks)):
             chosen.append(r)
@@ -105,7 +108,8 @@ def chosen_requests(options: argparse.Namespace, requests: Sequence[Request]) ->
 def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: float) -> bool:
     """Fill this shard's cells; whether all are."""
     shard, shards = options.shard
-    methods = parse_methods(options.methods.split(","), options.budgets)
+    names = ["full", *(m for tried in SWEEP.values() for m in tried)]
+    methods = parse_methods(names if options.methods == "sweep" else options.methods.split(","), options.budgets)
     kinds = {kind for m in methods for kind in m.artifacts}
     router = RouterArtifact.load(options.router or options.output / "router") if "router" in kinds else None
     phi = PhiArtifact.load(options.phi or options.output / "phi") if "phi" in kinds else None
@@ -162,7 +166,8 @@ def main() -> None:
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)
     parser.add_argument("--methods", default=METHODS,
-                        help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi")
+                        help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi; sweep: "
+                             "full attention and every setting of the rivals")
     parser.add_argument("--budgets", type=numbers(float), default=[0.01, 0.02, 0.05])
     parser.add_argument("--tasks", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--lengths", type=numbers(int), help="only these")
@@ -172,7 +177,7 @@ def main() -> None:
                                                          "half of the free memory takes")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after this time")
     parser.add_argument("--accounting", default="retrieved", choices=["retrieved", "worst_case", "amortised"])
-    parser.add_argument("--shard", type=pair, default=(0, 1), help="i/n: every n-th prompt of a task, from i on")
+    parser.add_argument("--shard", type=pair, default=(0, 1), help="i/n: every n-th prompt, from i on")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--collect", action="store_true", help="only draw the tables from the cells in --output")
     parser.add_argument("--dtype", default="bfloat16")

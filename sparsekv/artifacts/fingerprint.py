@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparsekv.errors import SparseKVError
 
@@ -25,10 +27,8 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
     """
     config = model.config.get_text_config()
     digests = {torch.bfloat16: hashlib.sha256(), torch.float16: hashlib.sha256()}
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // SAMPLES_PER_TENSOR)
-        sample = flat[::step][:SAMPLES_PER_TENSOR].cpu()
+    parameters = dict(sorted(model.named_parameters()))
+    for (name, parameter), sample in zip(parameters.items(), _samples(list(parameters.values())), strict=True):
         for dtype, digest in digests.items():
             digest.update(f"{name}{tuple(parameter.shape)}".encode())
             digest.update(sample.to(dtype).float().numpy().tobytes())
@@ -45,6 +45,21 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
         "weights": digests[torch.bfloat16].hexdigest()[:32],
         "weights_float16": digests[torch.float16].hexdigest()[:32],
     }
+
+
+def _samples(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """An even sample of every parameter's values, on the CPU: one copy a device and dtype, for each waits for all that
+    the device has to do."""
+    flat = [p.detach().reshape(-1) for p in parameters]
+    samples = [x[::max(1, x.numel() // SAMPLES_PER_TENSOR)][:SAMPLES_PER_TENSOR] for x in flat]
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(samples):
+        alike.setdefault((x.device, x.dtype), []).append(i)
+    for members in alike.values():
+        together = torch.cat([samples[i] for i in members]).cpu()
+        for i, x in zip(members, together.split([len(samples[i]) for i in members]), strict=True):
+            samples[i] = x
+    return samples
 
 
 def check_fingerprint(

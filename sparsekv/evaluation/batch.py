@@ -144,41 +144,42 @@ def answer_batch(
     attachment: Attachment, batch: Batch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
 ) -> list[list[int]]:
     """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
-    open). `finished(row, tokens)` is called every few steps; rows that are finished leave the batch when half of it is.
+    open). `finished(row, tokens)` is called every few steps, and only then is the device waited for; rows that are
+    finished leave the batch when half of it is, unless its step is replayed: a graph is made for one batch, and takes
+    longer to make than the rows that would leave.
 
     The batch is as before afterwards, whatever happens.
     """
-    width, device = batch.width, batch.last.device
+    width, device, longest = batch.width, batch.last.device, max(limits)
     answers: list[list[int]] = [[] for _ in limits]
     active, part = list(range(len(limits))), batch.begin()
     token, done = batch.last, [False] * len(limits)
+    mask = (torch.arange(width + longest, device=device) >= width - batch.lengths[:, None]).long()
+    made: list[Tensor] = []
     try:
-        for step in range(max(limits)):
-            token = _step(attachment.model, part, token, width, step)
-            for row, value in zip(active, token[:, 0].tolist(), strict=True):
-                if len(answers[row]) < limits[row]:
-                    answers[row].append(value)
+        for step in range(longest):
+            token = _step(attachment.model, part, token, mask[:, :width + step + 1], step)
+            made.append(token)
             if (step + 1) % CHECK_EVERY and step + 1 not in limits:
                 continue
-            for row in active:
+            for row, tokens in zip(active, torch.cat(made, dim=1).tolist(), strict=True):
+                answers[row] += tokens[:limits[row] - len(answers[row])]
                 done[row] = done[row] or len(answers[row]) >= limits[row] or finished(row, answers[row])
-            going = [i for i, row in enumerate(active) if not done[row]]
+            made, going = [], [i for i, row in enumerate(active) if not done[row]]
             if not going:
                 break
-            if len(going) <= len(active) // 2:
+            if len(going) <= len(active) // 2 and part.cache.replay is None:
                 index, old = torch.tensor(going, device=device), part
                 part = old.rows(index)
                 old.drop_states()
-                token, active = token[index], [active[i] for i in going]
+                token, mask, active = token[index], mask[index], [active[i] for i in going]
     finally:
         batch.restore(width)
     return answers
 
 
-def _step(model: Any, batch: Batch, token: Tensor, width: int, step: int) -> Tensor:
+def _step(model: Any, batch: Batch, token: Tensor, mask: Tensor, step: int) -> Tensor:
     """One token of every row: `[B, 1]` -> `[B, 1]`."""
-    columns = torch.arange(width + step + 1, device=token.device)
-    mask = (columns >= width - batch.lengths[:, None]).long()
     logits = model(input_ids=token, attention_mask=mask, position_ids=(batch.lengths + step)[:, None],
                    past_key_values=batch.cache, use_cache=True).logits
     return logits[:, -1].argmax(-1, keepdim=True)

@@ -54,6 +54,7 @@ class Evaluator:
         self.window_size = configs[0].window_size if configs else WINDOW_SIZE
         self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
+        self._tokens: dict[int, list[int]] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
             "requests": digest(self.requests), "accounting": accounting,
@@ -81,6 +82,8 @@ class Evaluator:
                 if time.perf_counter() >= until:
                     return False
                 self._measure(self._prefilled(prompts, batch, method, room), requests, method)
+                if self.model.device.type == "cuda":
+                    torch.cuda.empty_cache()  # shards share the device: what a method built is another's room
                 advance(len(requests))
             del batch
         return True
@@ -96,7 +99,7 @@ class Evaluator:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
         continued is alone, and so is every prompt of a model with sliding-window layers."""
         limit = self.batch_tokens or self._fitting_tokens()
-        sizes = {id(r): len(r.tokens(self.tokenizer)) for r in self.requests}
+        sizes = {id(r): len(self._tokens_of(r)) for r in self.requests}
         tasks: dict[tuple[int, str], list[Request]] = {}
         for r in self.requests:
             tasks.setdefault((r.length, r.task), []).append(r)
@@ -122,8 +125,14 @@ class Evaluator:
         size = self.shape["num_layers"] * self.shape["num_kv_heads"] * self.shape["head_dim"]
         return int(room // (2 * size * self.model.dtype.itemsize))
 
+    def _tokens_of(self, request: Request) -> list[int]:
+        """Its token ids, made once."""
+        if id(request) not in self._tokens:
+            self._tokens[id(request)] = request.tokens(self.tokenizer)
+        return self._tokens[id(request)]
+
     def _prompt(self, request: Request) -> list[int]:
-        tokens = request.tokens(self.tokenizer)
+        tokens = self._tokens_of(request)
         return tokens[:-request.max_new_tokens] if request.metric == "continuation" else tokens
 
     def _limit(self, request: Request) -> int:
@@ -202,7 +211,7 @@ class Evaluator:
 
     def _continue(self, batch: Batch, request: Request, method: Method) -> dict[str, Any]:
         """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
-        following = request.tokens(self.tokenizer)[-request.max_new_tokens:]
+        following = self._tokens_of(request)[-request.max_new_tokens:]
         with self._attached(method) as attachment:
             attachment.sparse_chunks, attachment.compares = True, method.selector != "full"
             loss = continue_text(attachment, batch, following)

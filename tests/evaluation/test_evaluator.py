@@ -54,9 +54,13 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
     limits = [6, 20, 5, 9, 20, 20]
     with attach(model, selector="dense") as dense:
         batch = prefill_batch(dense, prompts, room=24)
+    answers = []
     with attach(model, **options) as attachment:
-        for _ in range(2):
-            got = answer_batch(attachment, batch, limits, lambda row, tokens: row in (0, 2) and len(tokens) >= 5)
+        for replays in (False, True):
+            attachment.replays = replays
+            answers.append(answer_batch(attachment, batch, limits, lambda row, tokens: row in (0, 2) and len(tokens) >= 5))
+            steady = selector not in ("token_select", "lfps") and completion != "centroid"
+            assert attachment.report()["replayed_steps"] == (max(limits) - 1 if replays and steady else 0)
     assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor(prompt)[None]
@@ -64,8 +68,9 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
             cache = attachment.prefill(ids[:, :-1])
             alone = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
                                    max_new_tokens=limits[row])
-        assert got[row] == alone[0, len(prompt):].tolist()[:len(got[row])], row
-        assert len(got[row]) >= min(limits[row], 5)
+        for got in answers:
+            assert got[row] == alone[0, len(prompt):].tolist()[:len(got[row])], row
+            assert len(got[row]) >= min(limits[row], 5)
 
 
 def run(tmp_path, tokenizer, methods, **options):
