@@ -58,7 +58,8 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
     with attach(model, **options) as attachment:
         for replays in (False, True):
             attachment.replays = replays
-            answers.append(answer_batch(attachment, batch, limits, lambda row, tokens: row in (0, 2) and len(tokens) >= 5))
+            answers.append(answer_batch(attachment, batch, limits,
+                                        lambda row, tokens: row in (0, 2) and len(tokens) >= 5))
             steady = selector not in ("token_select", "lfps") and completion != "centroid"
             assert attachment.report()["replayed_steps"] == (max(limits) - 1 if replays and steady else 0)
     assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
