@@ -11,14 +11,19 @@ from sparsekv.kernels import QueryModel
 class BucketRouter(nn.Module):
     """`heads` independent models `W2 relu(BN(W1 q))`. Input `[heads, T, d]`, output logits `[heads, T, C]`.
 
-    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer.
+    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer. residual: a linear
+    map `q W3`, zero at first, is added, and `2d` of the hidden units are given for it, so that the model reads as many
+    bytes (Saap, appendix E.1, which does not say which form it tried: ours).
     """
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, momentum: float = 0.05):
+    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, momentum: float = 0.05,
+                 residual: bool = False):
         super().__init__()
+        self.w3 = nn.Parameter(torch.zeros(heads, dim, num_buckets)) if residual else None
+        hidden -= 2 * dim if residual else 0
         self.momentum, self.eps = momentum, 1e-5
         self.w1 = nn.Parameter(torch.randn(heads, dim, hidden) * dim**-0.5)
         self.gain = nn.Parameter(torch.ones(heads, hidden))
@@ -39,11 +44,17 @@ class BucketRouter(nn.Module):
             mean, var = self.running_mean, self.running_var
         scale = self.gain * torch.rsqrt(var + self.eps)
         hidden = hidden * scale[:, None] + (self.bias - mean * scale)[:, None]
-        return hidden.relu() @ self.w2 + self.b2[:, None]
+        logits = hidden.relu() @ self.w2 + self.b2[:, None]
+        return logits if self.w3 is None else logits + queries @ self.w3
 
     @torch.no_grad()
     def fold(self) -> QueryModel:
-        """The same function without batch norm, for inference."""
+        """The same function without batch norm, for inference; a linear map as hidden units, `x = relu(x) − relu(−x)`.
+        """
         scale = self.gain * torch.rsqrt(self.running_var + self.eps)
-        return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone(),
-                          self.b2.clone())
+        w1, b1, w2 = self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone()
+        if self.w3 is not None:
+            one = torch.eye(w1.shape[1], dtype=w1.dtype, device=w1.device).expand(len(w1), -1, -1)
+            w1, w2 = torch.cat([w1, one, -one], dim=2), torch.cat([w2, self.w3, -self.w3], dim=1)
+            b1 = torch.nn.functional.pad(b1, (0, 2 * one.shape[-1]))
+        return QueryModel(w1, b1, w2, self.b2.clone())

@@ -51,6 +51,7 @@ class RouterRecipe:
     scores: str = "mean_key"
     key_space: str = "auto"
     hidden_size: int = 1024
+    residual: bool = False
     max_steps: int = 3000
     batch_size: int = 256
     lr: float = 2e-3
@@ -81,12 +82,18 @@ class RouterConfig(TrainingOptions):
                                                      "the paper), or auto: pre from 65536 tokens of context on.")
     hidden_size: int | None = recipe_option(RECIPES, "hidden_size", group="Training", min=8,
                                             help="Hidden width of the query model [units].")
+    residual: bool | None = recipe_option(RECIPES, "residual", group="Training",
+                                          help="A linear map beside the query model's two layers, in place of twice "
+                                               "the head dimension of their hidden units.")
     max_steps: int | None = recipe_option(RECIPES, "max_steps", group="Training", min=1,
                                           help="Training steps of the query model [steps].")
     batch_size: int | None = recipe_option(RECIPES, "batch_size", group="Training", min=2,
                                            help="Queries per query head and step [queries].")
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
                                      help="Peak learning rate (Adam, warm-up, cosine to zero; saap: constant).")
+    long_range: int | None = recipe_option(RECIPES, "long_range", group="Training", min=0,
+                                           help="The query model trains on queries whose best key is further away than "
+                                                "this, where a window has enough of them [tokens].")
     sink_size: int | None = option(None, min=0, group="Training", help="First tokens that are always read [tokens]. "
                                    "[default: the capture's; saap: 1]")
     window_size: int | None = option(None, min=0, group="Training", help="Last tokens that are always read [tokens]. "
@@ -135,6 +142,9 @@ def train_router(config: RouterConfig) -> RouterArtifact:
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
                             f"local window of {window}; capture longer contexts, or give a smaller --window-size")
+    if recipe.residual and recipe.hidden_size <= 2 * store.head_dim:
+        raise SparseKVError(f"a linear map beside the query model takes {2 * store.head_dim} of its hidden units, and "
+                            f"--hidden-size is {recipe.hidden_size}; give a larger one, or leave out --residual")
     recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide, sink_size=sink, window_size=window)
     if width:
         check_sketch(width, wide, store.head_dim)
@@ -216,7 +226,8 @@ class RouterTask(Task):
         self.heads_kv, self.group = pool.heads_kv, pool.group
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
         dim, buckets = pool.queries.shape[3], recipe.num_buckets
-        self.router = by_head(lambda heads: BucketRouter(heads, dim, buckets, recipe.hidden_size), seeds)
+        self.router = by_head(lambda heads: BucketRouter(
+            heads, dim, buckets, recipe.hidden_size, residual=recipe.residual), seeds)
         distance = pool.positions[:, None] - pool.best
         self.order = distance.argsort(2, descending=True).int()
         enough = self.per_document // 4  # where fewer look far, the furthest-looking ones

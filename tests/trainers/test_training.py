@@ -108,6 +108,11 @@ def test_presets_train(store, tmp_path, preset: str) -> None:
         made = train_router(RouterConfig(**common, num_buckets=12, hidden_size=24, window_size=20))
         assert made.config.key_space == "pre" and made.weights is not None and made.sketch is None
         assert (made.config.sink_size, made.config.window_size) == (1, 20)
+        options = {**common, "num_buckets": 12, "window_size": 20, "long_range": 0, "residual": True}
+        with pytest.raises(SparseKVError, match="takes 32 of its hidden units, and --hidden-size is 32"):
+            train_router(RouterConfig(**{**options, "output": str(tmp_path / "b")}, hidden_size=32))
+        linear = train_router(RouterConfig(**{**options, "output": str(tmp_path / "b")}, hidden_size=40))
+        assert linear.weights is not None and linear.weights.w1.shape[-1] == 40
     else:
         phi = train_phi(PhiConfig(**common, width=16))
         assert not (phi.config.centred or phi.config.capped)
