@@ -5,6 +5,7 @@ ends its prefill right before it. All layers stand side by side as heads."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ Sums = dict[tuple[str, str, str], list[Tensor]]
 
 
 def measured(store: CaptureStore, documents: list[int], device: str, count: int = MEASURED_QUERIES,
-             ) -> Iterator[offline.Request]:
-    """`count` queries of the second half of every window, evenly."""
+             sink_size: int | None = None, window_size: int | None = None) -> Iterator[offline.Request]:
+    """`count` queries of the second half of every window, evenly; sink and window of the capture unless given."""
+    sizes: dict[str, Any] = {"sink_size": sink_size, "window_size": window_size}
     parts = [Part(layer, 0, store.num_kv_heads) for layer in store.layers]
     for document in documents:
-        pool: Pool = load_pool(store, parts, [document], device=device)
+        pool: Pool = replace(load_pool(store, parts, [document], device=device),
+                             **{name: size for name, size in sizes.items() if size is not None})
         yield from offline.requests(pool.window(0), count, span=1, first=0.5)
 
 

@@ -1,29 +1,32 @@
 """The papers' systems as published, and the rivals' settings: the rows of docs/results/papers.json, told in
 docs/papers.md.
 
-    python benchmarks/papers.py --part saap --model MODEL --text FILE.txt [--length 8192] [--steps 40000] [--lr 1e-5]
-    python benchmarks/papers.py --part completion --keep FOLDER [--steps 22000]
+    python benchmarks/papers.py --part saap,completion --model MODEL --text FILE.txt [--length 8192] [--variants all]
     python benchmarks/papers.py --part lfps --model MODEL --text FILE.txt [--length 4096]
-    python benchmarks/papers.py --part faiss --model MODEL --requests FILE
+    python benchmarks/papers.py --part faiss --model MODEL --requests FILE [--lengths 4096]
     python benchmarks/papers.py --part million [--length 1048576]
-    python benchmarks/papers.py --part chunk [--length 131072]
-    python benchmarks/papers.py --part extrapolate --model MODEL --requests FILE
-    python benchmarks/papers.py --part sweep --model MODEL --requests FILE [--budgets 0.02]
+    python benchmarks/papers.py --part chunk [--lengths 32768,131072]
+    python benchmarks/papers.py --part extrapolate --model MODEL --requests FILE [--lengths 16384]
+    python benchmarks/papers.py --part sweep --cells FOLDER --name MODEL
+    python benchmarks/papers.py --merge FILE.json
 
-FILE of requests is made by `sparsekv eval --tasks ruler-offline --lengths … --save-requests FILE` (`--tasks needle` for
-faiss); FOLDER is what `benchmarks/training.py --keep FOLDER` left, its stores and maps. Rows of earlier runs stay, but
-for those of the same case, method, metric and machine.
+FILE of requests is made by `benchmarks/quality.py --make-prompts FILE`; FOLDER of cells by `benchmarks/quality.py
+--methods sweep --output FOLDER`. Parts that are named together share one capture. Rows of earlier runs stay in
+`--output`, but for those of the same case, method, metric and machine; several processes may write there. --merge adds
+the rows of another such file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,25 +36,27 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
-from benchmarks._peers import SWEEP
 from benchmarks._rows import RESULTS, machine, row, write_rows
 from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, router_of, side_by_side, spend
 from benchmarks.partitions import yarn
-from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.core.estimators import Estimator, PhiEstimator
-from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.offline import best_buckets, mass_read, mid_share
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.token_select import TokenSelect
+from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import TOKENS_NEEDED
 from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import Request, load_requests, score
+from sparsekv.evaluation.scores import score_rows
 from sparsekv.hub import load_model, resolve_device
 from sparsekv.kernels import dense_attention
+from sparsekv.runtime.offload import HostView
+from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader
 from sparsekv.trainers.phi import PhiConfig, train_phi
@@ -63,86 +68,134 @@ SHAPE = {"heads_q": 32, "heads_kv": 8, "dim": 128}
 PROBES = 32
 
 
+def stores(options: argparse.Namespace, names: tuple[str, ...]) -> dict[str, CaptureStore]:
+    """Captures of the text's training part, of its held-out part, and of other text (`ood`), in `--keep`; those that
+    are there already are opened."""
+    wanted = [name for name in names if not (options.keep / name / MANIFEST).is_file()]
+    if wanted:
+        model, tokenizer = load_model(options.model, device=options.device,
+                                      rope_scaling=yarn(options.length) if options.yarn else None)
+        for name in wanted:
+            run_capture(CaptureConfig(
+                model=options.model, corpus="embedded" if name == "ood" else options.text,
+                split="all" if name == "ood" else name, output=str(options.keep / name), layers=options.layers,
+                context_length=options.length, queries_per_document=options.queries, chunk_size=1024, seed=1,
+                num_documents=options.documents if name == "train" else options.heldout), model=model,
+                tokenizer=tokenizer)
+    return {name: CaptureStore.open(options.keep / name) for name in names}
+
+
 def saap(options: argparse.Namespace) -> Rows:
-    """Share of the mid region's attention that is read, by budget: the paper's query model on the paper's buckets,
-    mean keys, nearest centroids, the oracle, exact top-k, and buckets of random directions (Reformer's hashing)."""
-    device, length = resolve_device(options.device), options.length
-    loaded = load_model(options.model, device=options.device,
-                        rope_scaling=yarn(length) if options.yarn else None)
-    with tempfile.TemporaryDirectory() as place:
-        stores: dict[str, CaptureStore] = {}
-        for name, count in (("train", options.documents), ("heldout", 1)):
-            stores[name] = run_capture(CaptureConfig(
-                model=options.model, corpus=options.text, split=name, output=f"{place}/{name}", layers=options.layers,
-                context_length=length, num_documents=count, queries_per_document=options.queries, chunk_size=1024,
-                sink_size=1, window_size=options.tail), model=loaded[0], tokenizer=loaded[1])
-        del loaded
-        began = time.perf_counter()
-        mlp = train_router(RouterConfig(
-            capture=str(stores["train"].path), output=f"{place}/router", preset="saap", num_buckets=options.buckets,
-            hidden_size=options.hidden, max_steps=options.steps, lr=options.lr, key_space=options.space,
-            window_size=options.tail, validation_documents=1, device=device)).to(device)
-        seconds = time.perf_counter() - began
-        found = saap_masses(stores["heldout"], mlp, device, options.measured)
-    said = {"length": length, "space": options.space, "options": f"buckets={options.buckets} hidden={options.hidden} "
-            f"steps={options.steps} lr={options.lr:g} sink=1 window={options.tail} layers={options.layers} "
-            f"documents={options.documents} queries={options.queries} measured={options.measured}"}
-    case = f"saap, {name_of(options.model)}, {length} tokens, {options.space}, C = {options.buckets}"
-    trained = f"mlp, hidden {options.hidden}, {options.steps} steps at {options.lr:g}"
-    rows = [row(case, method.replace("mlp", trained), metric, round(value, 4), "share", **said)
-            for (method, metric), value in found.items()]
-    return [*rows, row(case, trained, "train_seconds", round(seconds, 1), "seconds", **said)]
+    """Share of the mid region's attention that is read, by budget and by ℓ: the paper's query model on the paper's
+    buckets, its variants, mean keys, nearest centroids, the oracle, exact top-k, and buckets of random directions
+    (Reformer's hashing)."""
+    device, captured = resolve_device(options.device), stores(options, ("train", "heldout"))
+    per_head = -(-1000 // captured["train"].group)  # 1000 queries a step of every query model
+    variants = {"as published": {"max_steps": options.steps, "lr": 1e-5}}
+    if options.variants == "all":
+        quick = {"max_steps": options.quick_steps, "lr": options.quick_lr}
+        changes: dict[str, dict[str, Any]] = {
+            "shorter training": {}, "lr × 10": {"lr": 10 * options.quick_lr}, "queries near and far": {"long_range": 0},
+            "residual, queries near and far": {"long_range": 0, "residual": True},
+            "hidden / 4": {"hidden_size": options.hidden // 4}, "C / 4": {"num_buckets": options.buckets // 4},
+            "C × 4": {"num_buckets": 4 * options.buckets}, "with RoPE": {"key_space": "rot"}}
+        variants |= {name: {**quick, **change} for name, change in changes.items()}
+    made, rows = {}, []
+    case = f"saap, {name_of(options.model)}, {options.length} tokens"
+    said = {"length": options.length, "options": f"layers={options.layers} documents={options.documents} "
+            f"queries={options.queries} sink=1 window={options.tail} measured={options.measured} "
+            f"queries_a_step={per_head * captured['train'].group}"}
+    for name, change in variants.items():
+        with tempfile.TemporaryDirectory() as place:
+            began = time.perf_counter()
+            given = {"num_buckets": options.buckets, "hidden_size": options.hidden, "batch_size": per_head, **change}
+            made[name] = train_router(RouterConfig(
+                capture=str(captured["train"].path), output=place, preset="saap", window_size=options.tail,
+                validation_documents=1, device=device, overwrite=True, **given)).to(device)
+            spent = round(time.perf_counter() - began, 1)
+        rows.append(row(case, name, "train_seconds", spent, "seconds", **said,
+                        training=" ".join(f"{k}={v}" for k, v in given.items())))
+        print(f"{case}: {name} in {spent} s", flush=True)
+    found = saap_masses(captured["heldout"], made, device, options)
+    return rows + [row(case, method, metric, round(value, 4), "share", **said)
+                   for (method, metric), value in found.items()]
 
 
-def saap_masses(store: CaptureStore, mlp: RouterArtifact, device: str, count: int) -> dict[tuple[str, str], float]:
-    """Means over layers, heads and queries of the second half of held-out windows."""
-    directions = torch.randn(mlp.centroids.shape, generator=torch.Generator().manual_seed(1)).to(mlp.centroids)
-    hashing = RouterArtifact(mlp.config, torch.nn.functional.normalize(directions, dim=-1), mlp.weights)
-    untrained = RouterArtifact(replace(mlp.config, scores="mean_key"), mlp.centroids, None)
+def saap_masses(store: CaptureStore, made: dict[str, RouterArtifact], device: str, options: argparse.Namespace,
+                ) -> dict[tuple[str, str], float]:
+    """Means over layers, heads and queries of the second half of held-out windows. What is not trained is measured once
+    for its buckets, under their number and space."""
     sums: dict[tuple[str, str], list[float]] = {}
-    for request in measured(store, list(range(store.num_documents)), device, count):
+    documents = list(range(store.num_documents))
+    some = next(iter(made.values())).config  # a capture's own sink and window are not the paper's
+    for request in measured(store, documents, device, options.measured, some.sink_size, some.window_size):
         share, view, queries = mid_share(request), request.view, request.queries
-        model, means, hashed = (router_of(a, request) for a in (mlp, untrained, hashing))
+
+        def note(method: str, metric: str, selection: Selection) -> None:
+            sums.setdefault((method, metric), []).append(float(mass_read(share, selection).mean()))  # noqa: B023
+
         for budget in BUDGETS:
-            reads = {"mlp": spend(model, view, queries, budget), "mean_key": spend(means, view, queries, budget),
-                     "centroids": nearest_centroids(request, model, budget),
-                     "hashing": nearest_centroids(request, hashed, budget),
-                     "oracle": best_buckets(request, model, share, budget),
-                     "topk": request.build(reader(budget), None)[0].select(view, queries)}
-            for name, selection in reads.items():
-                sums.setdefault((name, f"mass_share@{budget}"), []).append(float(mass_read(share, selection).mean()))
-        model.probes, model.token_budget = PROBES, None
-        whole = model.select(view, queries)
-        sums.setdefault(("mlp, whole buckets", f"mass_share@{PROBES} buckets"), []).append(
-            float(mass_read(share, whole).mean()))
-        sums.setdefault(("mlp, whole buckets", "selectivity"), []).append(
-            float(whole.counts().float().mean()) / int(view.regions.mid_sizes[0]))
+            note("topk", f"mass_share@{budget}", request.build(reader(budget), None)[0].select(view, queries))
+        seen = set()
+        for name, artifact in made.items():
+            model, buckets = router_of(artifact, request), artifact.config.num_buckets
+            for budget in BUDGETS:
+                note(name, f"mass_share@{budget}", spend(model, view, queries, budget))
+            place = f"C = {buckets}, " + ("with RoPE" if artifact.config.key_space == "rot" else "without RoPE")
+            if place not in seen:
+                seen.add(place)
+                untrained = router_of(RouterArtifact(replace(artifact.config, scores="mean_key"), artifact.centroids,
+                                                     None), request)
+                generator = torch.Generator().manual_seed(1)
+                directions = torch.randn(artifact.centroids.shape, generator=generator).to(artifact.centroids)
+                hashed = router_of(RouterArtifact(
+                    artifact.config, torch.nn.functional.normalize(directions, dim=-1), artifact.weights), request)
+                for budget in BUDGETS:
+                    for what, selection in (
+                            ("mean_key", spend(untrained, view, queries, budget)),
+                            ("centroids", nearest_centroids(request, model, budget)),
+                            ("hashing", nearest_centroids(request, hashed, budget)),
+                            ("oracle", best_buckets(request, model, share, budget))):
+                        note(f"{what}, {place}", f"mass_share@{budget}", selection)
+            model.token_budget = None
+            for probes in (buckets // 128, buckets // 32, buckets // 8):
+                model.probes = max(1, probes)
+                whole = model.select(view, queries)
+                note(name, f"mass_share@{model.probes} buckets", whole)
+                sums.setdefault((name, f"selectivity@{model.probes} buckets"), []).append(
+                    float(whole.counts().float().mean()) / int(view.regions.mid_sizes[0]))
     return {key: statistics.mean(values) for key, values in sums.items()}
 
 
 def completion(options: argparse.Namespace) -> Rows:
-    """Relative error of the output with the paper's own maps (`phi_paper`) beside ours (`phi`), trained on the same
-    stores: sink and tail alone, and exact top-k by budget."""
-    device, folder = resolve_device(options.device), Path(options.keep)
-    place, began = folder / "phi_paper", time.perf_counter()
-    train_phi(PhiConfig(capture=str(folder / "train"), output=str(place), preset="completion", device=device,
-                        max_steps=options.steps, validation_documents=4, resume=place.exists()))
-    rows = [row("completion", "phi_paper", "train_seconds", round(time.perf_counter() - began, 1), "seconds")]
-    maps = {name: side_by_side(PhiArtifact.load(folder / name).to(device), gated=False)
-            for name in ("phi", "phi_paper") if (folder / name).is_dir()}
+    """Relative error of the output with the paper's own maps (`phi_paper`) beside ours (`phi`), both trained on one
+    capture for as many steps: sink and tail alone, and exact top-k by budget."""
+    device, captured, maps, rows = resolve_device(options.device), stores(options, ("train", "heldout", "ood")), {}, []
+    case = f"completion, {name_of(options.model)}, {options.length} tokens"
+    said = {"length": options.length, "options": f"layers={options.layers} documents={options.documents} "
+            f"steps={options.phi_steps} measured={options.measured}"}
+    for name, preset in (("phi_paper", "completion"), ("phi", "default")):
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as place:
+            made = train_phi(PhiConfig(capture=str(captured["train"].path), output=place, preset=preset, device=device,
+                                       max_steps=options.phi_steps, validation_documents=options.heldout,
+                                       overwrite=True))
+        maps[name] = side_by_side(made.to(device), gated=False)
+        rows.append(row(case, name, "train_seconds", round(time.perf_counter() - began, 1), "seconds", **said))
+        print(f"{case}: {name} in {rows[-1]['value']} s", flush=True)
     for domain in ("heldout", "ood"):
-        store, found = CaptureStore.open(folder / domain), dict[tuple[str, str], list[float]]()
-        for request in measured(store, list(range(store.num_documents)), device):
+        store, found = captured[domain], dict[tuple[str, str], list[float]]()
+        for request in measured(store, list(range(store.num_documents)), device, options.measured):
             estimators: dict[str, Estimator] = {name: PhiEstimator(layer) for name, layer in maps.items()}
             for estimator in estimators.values():
                 estimator.build(request.prefill)
             for budget in (None, *BUDGETS):
                 selection = request.build(reader(budget), None)[0].select(request.view, request.queries)
                 for name, error in errors(request, selection, estimators, budget or 0.0).items():
-                    case = "sink + tail" if budget is None else f"topk@{budget}"
-                    found.setdefault((case, name), []).append(float(error))
-        rows += [row(f"completion, {domain}, {case}", name, "rel_err", round(statistics.mean(x), 4), "relative L2",
-                     steps=options.steps) for (case, name), x in found.items()]
+                    what = "sink + tail" if budget is None else f"topk@{budget}"
+                    found.setdefault((what, name), []).append(float(error))
+        rows += [row(f"{case}, {domain}, {what}", name, "rel_err", round(statistics.mean(x), 4), "relative L2", **said)
+                 for (what, name), x in found.items()]
     return rows
 
 
@@ -152,7 +205,8 @@ def lfps(options: argparse.Namespace) -> Rows:
     text = Path(options.text).read_text(encoding="utf-8")
     ids = torch.tensor([tokenizer(text[len(text) // 2:][:12 * options.length]).input_ids[:options.length]],
                        device=model.device)
-    cache = prefilled(model, ids)
+    with sparsekv.attach(model, selector="dense") as dense:
+        cache = dense.prefill(ids[:, :-1], chunk_size=4096)
     case, rows = f"lfps, {name_of(options.model)}, {options.length} tokens", []
     for shared in (False, True):
         for alpha in (0.1, 0.2, 0.3, 0.4):
@@ -166,161 +220,181 @@ def lfps(options: argparse.Namespace) -> Rows:
     return rows
 
 
-def faiss(options: argparse.Namespace) -> Rows:
-    """Needles found, output error and milliseconds a token of exact and approximate indices (top-k paper, §4)."""
-    methods = [f"faiss:factory={f}:per_query_head=true" for f in ("flat", "ivf", "hnsw")]
-    return answers(options, methods, "faiss")
-
-
 def sweep(options: argparse.Namespace) -> Rows:
-    """Every rival with every setting: score and error of the attention's output at equal budgets."""
-    return answers(options, [m for tried in SWEEP.values() for m in tried if not options.methods
-                             or m.partition(":")[0] in options.methods.split(",")], "sweep")
+    """Every rival with every setting at equal budgets, from the cells of `quality.py --methods sweep`: RULER's score,
+    how much of full attention's answers is given before the first character that differs, bytes read."""
+    rows = [r for r in score_rows(collect(options.cells)) if r["case"].startswith("ruler@")]
+    if not rows:
+        raise SystemExit(f"{options.cells} lacks cells of some tasks; run `quality.py --methods sweep` to its end")
+    rows = [r for r in rows if r["metric"] in ("score", "agreement") and r["value"] is not None]
+    return [{**r, "case": f"sweep, {options.name}, {r['length']} tokens"} for r in rows]
 
 
 def extrapolate(options: argparse.Namespace) -> Rows:
     """Prompts longer than the model's trained context: dense, and read by TokenSelect as published, with the model's
-    own positions and with contiguous ones."""
+    own positions and with contiguous ones; means over all tasks of a length."""
     model, tokenizer = load_model(options.model, device=options.device)
     ways: dict[str, dict[str, Any]] = {"dense": {"selector": "dense"}}
     for name, contiguous in (("token_select", False), ("token_select, contiguous", True)):
         ways[name] = {"selector": "token_select", "extrapolate": contiguous, **TokenSelect.PUBLISHED}
-    rows = []
-    for case, requests in by_case(options).items():
+    found: dict[tuple[int, str, str], list[float]] = {}
+    for request in chosen_requests(options):
+        ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
         for name, given in ways.items():
-            scores, seconds = [], []
-            for request in requests:
-                ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
-                with sparsekv.attach(model, dense_below=0, dense_layers=(), **given) as attachment:
-                    began = time.perf_counter()
-                    cache = attachment.prefill(ids[:, :-1])
-                    settle(ids)
-                    seconds.append(time.perf_counter() - began)
-                    out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache,
-                                              max_new_tokens=limit(request))
-                scores.append(100 * score(request, text_of(tokenizer, out[0, 1:])))
-            rows += [row(f"extrapolate, {name_of(options.model)}, {case}", name, metric, round(statistics.mean(x), 3),
-                         unit, samples=len(x), length=requests[0].length)
-                     for metric, x, unit in (("score", scores, "points of 100"), ("prefill_s", seconds, "seconds"))]
-            print(rows[-2]["case"], name, rows[-2]["value"], flush=True)
-    return rows
+            with sparsekv.attach(model, dense_below=0, dense_layers=(), **given) as attachment:
+                began = time.perf_counter()
+                cache = attachment.prefill(ids[:, :-1])
+                settle(ids)
+                spent = time.perf_counter() - began
+                out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache, max_new_tokens=limit(request))
+            answer = text_of(tokenizer, out[0, 1:])
+            for metric, value in (("score", 100 * score(request, answer)), ("prefill_s", spent)):
+                found.setdefault((request.length, name, metric), []).append(value)
+        print(f"{request.case} {request.index}", flush=True)
+    units = {"score": "points of 100", "prefill_s": "seconds"}
+    return [row(f"extrapolate, {name_of(options.model)}, {length} tokens", name, metric, round(statistics.mean(x), 3),
+                units[metric], samples=len(x), length=length) for (length, name, metric), x in found.items()]
 
 
-def answers(options: argparse.Namespace, names: list[str], part: str) -> Rows:
-    """Score, relative error of the attention's output, share of tokens and bytes read, and time a token, of methods on
-    requests, sink 4 and window 16: means over the requests of all tasks of a length."""
+def faiss(options: argparse.Namespace) -> Rows:
+    """Score, error of the attention's output, share of tokens and bytes read, and time a token, of exact and
+    approximate indices in CPU memory (top-k paper, §4): means over the requests of all tasks of a length."""
     model, tokenizer = load_model(options.model, device=options.device)
-    methods = parse_methods(names, options.budgets)
+    methods = parse_methods([f"faiss:factory={f}:per_query_head=true" for f in ("flat", "ivf", "hnsw")],
+                            options.budgets)
     found: dict[tuple[int, str, float | None, str], list[float]] = {}
-    for requests in by_case(options).values():
-        for request in requests:
-            ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
-            cache = prefilled(model, ids)
-            for method in methods:
-                with sparsekv.attach(model, selector=method.selector, token_budget=method.budget, dense_below=0,
-                                     sink_size=4, window_size=16, **dict(method.options)) as attachment:
-                    attachment.compares = True
-                    began = time.perf_counter()
-                    out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache.fork(),
-                                              max_new_tokens=min(limit(request), options.new))
-                    settle(ids)
-                    spent = time.perf_counter() - began
-                    report = attachment.report()
-                answer = text_of(tokenizer, out[0, 1:])
-                values = {"rel_err": report["rel_err"], "read": report["selectivity_sparse"],
-                          "bytes_share": report["bytes_share"], "ms_a_token": 1e3 * spent / max(1, out.shape[1] - 1)}
-                if options.new >= limit(request):
-                    values["score"] = 100 * score(request, answer)
-                for metric, value in values.items():
-                    found.setdefault((request.length, method.name, method.budget, metric), []).append(value)
-            print(f"{request.case} {request.index}", flush=True)
-    units = {"score": "points of 100", "rel_err": "relative L2", "ms_a_token": "milliseconds"}
-    return [row(f"{part}, {name_of(options.model)}, {length} tokens", method, metric, round(statistics.mean(x), 4),
+    for request in chosen_requests(options):
+        ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
+        with sparsekv.attach(model, selector="dense") as dense:
+            cache = dense.prefill(ids[:, :-1], chunk_size=4096)
+        for method in methods:
+            with sparsekv.attach(model, selector=method.selector, token_budget=method.budget, dense_below=0,
+                                 sink_size=4, window_size=16, **dict(method.options)) as attachment:
+                attachment.compares = True
+                began = time.perf_counter()
+                out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache.fork(),
+                                          max_new_tokens=limit(request))
+                settle(ids)
+                spent = time.perf_counter() - began
+                report = attachment.report()
+            values = {"rel_err": report["rel_err"], "read": report["selectivity_sparse"],
+                      "bytes_share": report["bytes_share"], "index_s": report["index_seconds"],
+                      "ms_a_token": 1e3 * (spent - report["index_seconds"]) / max(1, out.shape[1] - 1),
+                      "score": 100 * score(request, text_of(tokenizer, out[0, 1:]))}
+            for metric, value in values.items():
+                found.setdefault((request.length, method.name, method.budget, metric), []).append(value)
+        print(f"{request.case} {request.index}", flush=True)
+    units = {"score": "points of 100", "rel_err": "relative L2", "ms_a_token": "milliseconds", "index_s": "seconds"}
+    return [row(f"faiss, {name_of(options.model)}, {length} tokens", method, metric, round(statistics.mean(x), 4),
                 units.get(metric, "share"), budget=budget, samples=len(x), length=length)
             for (length, method, budget, metric), x in found.items()]
 
 
 def million(options: argparse.Namespace) -> Rows:
-    """One KV head of an 8B shape, keys in host memory under Faiss: recall of the exact best k, milliseconds a step of
-    its group (top-k paper, figures 2 and 6). Keys are random ones around random centres, a query is near one."""
-    length, dim, group, k = options.length, SHAPE["dim"], SHAPE["heads_q"] // SHAPE["heads_kv"], 256
-    g = torch.Generator().manual_seed(0)
+    """One KV head of an 8B shape, keys and values in host memory, the keys under Faiss: recall of the exact best k,
+    queries that find their needle among the first ten, milliseconds of its group's step with what is read fetched and
+    attended to on the device, and what the step takes there (top-k paper, figures 2 and 6). Keys are random ones around
+    random centres, a query is near one: its needle."""
+    device, length, dim, k = resolve_device(options.device), options.length, SHAPE["dim"], 256
+    group, g = SHAPE["heads_q"] // SHAPE["heads_kv"], torch.Generator().manual_seed(0)
     centres = torch.randn(1024, dim, generator=g)
     keys = centres[torch.randint(1024, (length,), generator=g)] + torch.randn(length, dim, generator=g)
-    q = 0.5 * (keys[torch.randint(length, (group,), generator=g)] + torch.randn(group, dim, generator=g))
-    keys, case, rows, exact = keys[None, None], f"million, {length} tokens, one KV head", [], None
-    view = LayerView(keys, keys, Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), length, 4, 16), dim**-0.5,
-                     group)
-    queries = Queries.last(q[None, :, None], length)
+    needles = torch.randint(4 + k, length - 16 - k, (options.repeats, group), generator=g)
+    q = 0.5 * (keys[needles] + torch.randn(*needles.shape, dim, generator=g))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    keys = keys.to(dtype)[None, None]
+    if device == "cuda":
+        keys = keys.pin_memory()
+    start = torch.zeros(1, dtype=torch.long, device=device)
+    view = HostView(keys, keys, Regions.at_prefill_end(start, length, 4, 16), dim**-0.5, group)
+    asked = [Queries.last(x[None, :, None].to(device, dtype), length) for x in q]
+    case, rows = f"million, {length} tokens, one KV head of 128", []
+    exact: list[list[int]] = []
     for factory in ("flat", "ivf", *(("hnsw",) if options.hnsw else ())):
-        selector = SELECTORS["faiss"](token_budget=k, factory=factory, per_query_head=True)
+        selector = SELECTORS["faiss"]()
+        selector.token_budget, selector.factory, selector.per_query_head = k, factory, True  # type: ignore[attr-defined]
         selector.prepare(view)
         began = time.perf_counter()
         selector.build(view)
-        built = time.perf_counter()
-        lists = [set(x.tolist()) for x in selector.select(view, queries).as_tokens()[0]]
-        selected = time.perf_counter()
+        built = time.perf_counter() - began
+        view.keep_anchors(keys.to(device), keys.to(device))
+        times, lists = [], []
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        for queries in asked:
+            began = time.perf_counter()
+            selection = selector.select(view, queries)
+            view.attend(queries, selection)
+            settle(queries.rot)
+            times.append(1e3 * (time.perf_counter() - began))
+            lists += selection.as_tokens()[0].tolist()
         exact = exact or lists
-        recall = statistics.mean(len(a & b) / k for a, b in zip(lists, exact, strict=True))
-        rows += [row(case, factory, metric, round(value, 4), unit, length=length, k=k) for metric, value, unit in (
-            ("recall", recall, "share"), ("ms", 1e3 * (selected - built), "milliseconds a group's step"),
-            ("build_s", built - began, "seconds"))]
+        values = {"recall": (statistics.mean(len(set(a) & set(b)) / k for a, b in zip(lists, exact, strict=True)),
+                             "share"),
+                  "needles": (statistics.mean(n in a[:10] for n, a in zip(needles.flatten().tolist(), lists,
+                                                                          strict=True)), "share"),
+                  "ms": (statistics.median(times), "milliseconds a group's step"), "build_s": (built, "seconds")}
+        if device == "cuda":
+            values["gpu_mb"] = torch.cuda.max_memory_allocated() / 1e6, "MB"
+        rows += [row(case, factory, metric, round(value, 4), unit, length=length, k=k)
+                 for metric, (value, unit) in values.items()]
     return rows
 
 
 def chunk(options: argparse.Namespace) -> Rows:
-    """Attention of one chunk of 512 tokens of a prompt after a cache, a layer of an 8B shape: all of it, and read by
-    TokenSelect as published (its figure 7)."""
-    device, length, rows = resolve_device(options.device), options.length, []
+    """`chunk_after` at every length."""
+    return [r for length in options.lengths or [options.length] for r in chunk_after(length, options)]
+
+
+def chunk_after(length: int, options: argparse.Namespace) -> Rows:
+    """A layer of an 8B shape, all of the attention and read by TokenSelect as published: one chunk of 512 tokens of a
+    prompt after a cache (its figure 7); and, up to `--whole` tokens, the prompt from its first token to its last."""
+    device, rows = resolve_device(options.device), []
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     g = torch.Generator(device).manual_seed(0)
     k, v = (torch.randn(1, SHAPE["heads_kv"], length, SHAPE["dim"], generator=g, device=device, dtype=dtype)
             for _ in range(2))
     published = TokenSelect.PUBLISHED
     count = published["prefill_chunk"]
-    q = torch.randn(1, SHAPE["heads_q"], count, SHAPE["dim"], generator=g, device=device, dtype=dtype)
     regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long, device=device), length, published["sink_size"],
                                      published["window_size"])
     view = LayerView(k, v, regions, SHAPE["dim"]**-0.5, SHAPE["heads_q"])
     selector = TokenSelect(token_budget=published["token_budget"], prefill_chunk=count)
-    ways: dict[str, Callable[[], torch.Tensor]] = {
-        "dense": lambda: dense_attention(q, k, v, scale=view.scale),
-        "token_select": lambda: prefill_chunks(view, q, selector, published["window_size"])}
-    for name, work in ways.items():
-        work()
-        times = []
-        for _ in range(options.repeats):
-            settle(q)
-            began = time.perf_counter()
-            work()
-            settle(q)
-            times.append(1e3 * (time.perf_counter() - began))
-        rows.append(row(f"chunk of {count} after {length} tokens, 32/8 heads of 128", name, "ms",
-                        round(statistics.median(times), 4), "milliseconds", length=length))
+    for new in (count, *((length,) if length <= options.whole else ())):
+        q = torch.randn(1, SHAPE["heads_q"], new, SHAPE["dim"], generator=g, device=device, dtype=dtype)
+        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "dense": lambda q: dense_attention(q, k, v, scale=view.scale),
+            "token_select": lambda q: prefill_chunks(view, q, selector, published["window_size"])}
+        what = f"chunk of {count} after" if new == count else "prompt of"
+        for name, work in ways.items():
+            work(q)
+            times = []
+            for _ in range(options.repeats):
+                settle(q)
+                began = time.perf_counter()
+                work(q)
+                settle(q)
+                times.append(1e3 * (time.perf_counter() - began))
+            rows.append(row(f"{what} {length} tokens, 32/8 heads of 128", name, "ms",
+                            round(statistics.median(times), 4), "milliseconds", length=length))
     return rows
 
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Rows], tuple[str, ...]]] = {
-    "saap": (saap, ("model", "text")), "completion": (completion, ("keep",)), "lfps": (lfps, ("model", "text")),
+    "saap": (saap, ("model", "text")), "completion": (completion, ("model", "text")), "lfps": (lfps, ("model", "text")),
     "faiss": (faiss, ("model", "requests")), "million": (million, ()), "chunk": (chunk, ()),
-    "extrapolate": (extrapolate, ("model", "requests")), "sweep": (sweep, ("model", "requests"))}
+    "extrapolate": (extrapolate, ("model", "requests")), "sweep": (sweep, ("cells", "name"))}
 """What every part calls, and the options that it cannot do without."""
 
 
-def prefilled(model: Any, ids: torch.Tensor) -> Any:
-    """A cache of all tokens but the last, read densely."""
-    with sparsekv.attach(model, selector="dense") as dense:
-        return dense.prefill(ids[:, :-1], chunk_size=4096)
-
-
-def by_case(options: argparse.Namespace) -> dict[str, list[Request]]:
+def chosen_requests(options: argparse.Namespace) -> Iterator[Request]:
     """The first `--samples` requests of every task and length."""
-    found: dict[str, list[Request]] = {}
+    counts: dict[str, int] = {}
     for request in load_requests(options.requests):
-        wanted = found.setdefault(request.case, [])
-        if len(wanted) < options.samples:
-            wanted.append(request)
-    return found
+        counts[request.case] = counts.get(request.case, 0) + 1
+        if counts[request.case] <= options.samples and (not options.lengths or request.length in options.lengths):
+            yield request
 
 
 def limit(request: Request) -> int:
@@ -341,55 +415,78 @@ def settle(x: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def kept(rows: Rows, folder: Path) -> Rows:
-    """Rows of earlier runs that these do not replace."""
+def add_rows(rows: Rows, folder: Path) -> Path:
+    """Write them into `papers.json` beside the rows that they do not replace; one process at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "papers.json"
-    here = {(r["case"], r["method"], r["metric"], r.get("budget")) for r in rows}
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return [r for r in earlier
-            if r["machine"] != machine() or (r["case"], r["method"], r["metric"], r.get("budget")) not in here]
+    with (folder / ".papers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        earlier: Rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+
+        def place(r: dict[str, Any]) -> tuple[Any, ...]:
+            return r["case"], r["method"], r["metric"], r.get("budget"), r.get("machine", machine())
+
+        replaced = {place(r) for r in rows}
+        return write_rows("papers", [*(r for r in earlier if place(r) not in replaced), *rows], folder)
+
+
+def numbers(kind: type) -> Callable[[str], list[Any]]:
+    return lambda text: [kind(x) for x in text.split(",")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", required=True, choices=PARTS)
+    parser.add_argument("--part", type=lambda text: text.split(","), default=[], help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--merge", type=Path, help="add the rows of this file to --output")
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--requests")
-    parser.add_argument("--keep", help="completion: the folder of `benchmarks/training.py --keep`")
-    parser.add_argument("--steps", type=int, help="of training [default: the preset's]")
+    parser.add_argument("--cells", type=Path, help="sweep: the output of `quality.py --methods sweep`")
+    parser.add_argument("--name", help="sweep: what the model is called in rows")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--lengths", type=numbers(int), help="of the requests, only these; chunk: these")
     parser.add_argument("--samples", type=int, default=16, help="requests of a task and length")
-    parser.add_argument("--budgets", type=lambda t: [float(x) for x in t.split(",")], default=[0.02])
-    parser.add_argument("--methods", help="rivals of the sweep; all without it")
-    parser.add_argument("--new", type=int, default=128, help="tokens of an answer, at most")
+    parser.add_argument("--budgets", type=numbers(float), default=[0.02])
+    parser.add_argument("--new", type=int, default=128, help="lfps: tokens of an answer")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--whole", type=int, default=131_072, help="chunk: longest prompt that is read from its start")
     parser.add_argument("--hnsw", action="store_true", help="million: HNSW too, whose building takes long")
-    saaps = parser.add_argument_group("saap")
-    saaps.add_argument("--layers", default="6,16,26")
-    saaps.add_argument("--documents", type=int, default=32, help="windows to train on, one for validation with them")
-    saaps.add_argument("--queries", type=int, default=2048, help="captured of a window")
-    saaps.add_argument("--measured", type=int, default=64, help="queries measured of a held-out window")
-    saaps.add_argument("--buckets", type=int, default=1024)
-    saaps.add_argument("--hidden", type=int, default=1024)
-    saaps.add_argument("--lr", type=float, default=1e-5)
-    saaps.add_argument("--space", choices=("pre", "rot"), default="pre")
-    saaps.add_argument("--tail", type=int, default=2047, help="local window, and as many tokens that no target counts")
-    saaps.add_argument("--yarn", action="store_true", help="stretch a model of 8192 positions to the length")
+    trained = parser.add_argument_group("saap and completion")
+    trained.add_argument("--keep", type=Path, help="folder of the captures, which the next run finds there")
+    trained.add_argument("--layers", default="6,16,26")
+    trained.add_argument("--documents", type=int, default=32, help="windows to train on, those for validation with "
+                                                                   "them")
+    trained.add_argument("--heldout", type=int, default=2, help="windows to measure on, and as many to validate φ on")
+    trained.add_argument("--queries", type=int, default=2048, help="captured of a window")
+    trained.add_argument("--measured", type=int, default=24, help="queries measured of a held-out window")
+    trained.add_argument("--yarn", action="store_true", help="stretch a model of 8192 positions to the length")
+    trained.add_argument("--phi-steps", type=int, default=4000)
+    trained.add_argument("--steps", type=int, default=40_000, help="of the query model as published")
+    trained.add_argument("--variants", choices=("published", "all"), default="published")
+    trained.add_argument("--quick-steps", type=int, default=8000, help="of every variant")
+    trained.add_argument("--quick-lr", type=float, default=1e-4)
+    trained.add_argument("--buckets", type=int, default=1024)
+    trained.add_argument("--hidden", type=int, default=1024)
+    trained.add_argument("--tail", type=int, default=2047, help="local window, whose tokens no target counts")
     options = parser.parse_args()
-    options.steps = options.steps or {"saap": 40_000, "completion": 22_000}.get(options.part)
-    part, needed = PARTS[options.part]
-    for name in needed:
-        if getattr(options, name) is None:
-            parser.error(f"--part {options.part} needs --{name}")
-    began = time.perf_counter()
-    rows = part(options)
-    path = write_rows("papers", [*kept(rows, options.output), *rows], options.output)
-    for r in rows:
-        print(f"{r['case']}: {r['method']} {r['metric']} {r['value']}")
-    print(f"{path}, {time.perf_counter() - began:.0f} s")
+    if options.merge:
+        print(add_rows(json.loads(options.merge.read_text(encoding="utf-8")), options.output))
+        return
+    for part in options.part or [""]:
+        if part not in PARTS:
+            parser.error(f"--part is some of {', '.join(PARTS)}, found {part!r}")
+        for name in PARTS[part][1]:
+            if getattr(options, name) is None:
+                parser.error(f"--part {part} needs --{name}")
+    with contextlib.ExitStack() as stack:
+        options.keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for part in options.part:
+            began = time.perf_counter()
+            rows = PARTS[part][0](options)
+            path = add_rows(rows, options.output)
+            print(f"{part}: {path}, {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,8 @@ class LayerView:
         used = tokens < self.length
         tokens = tokens.clamp(max=self.length - 1)
         keys, values = self.gather(tokens)
-        new = torch.arange(tokens.shape[-1], device=q.device).expand_as(tokens)
+        # lists with more places than tokens end in ones that are not used
+        new = torch.arange(tokens.shape[-1], device=q.device).clamp(max=self.length - 1).expand_as(tokens)
         heads_q = q.shape[1]
         here, there = queries.lengths[:, None] - 1, used[:, 0].sum(-1, keepdim=True) - 1
         q = rope.turn(q, here.expand(-1, heads_q), there.expand(-1, heads_q))
