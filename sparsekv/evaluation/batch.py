@@ -64,7 +64,8 @@ class Batch:
             self.drop_states()
 
     def drop_states(self) -> None:
-        """Free what a method built."""
+        """Free what a method built, and the graph that holds on to it."""
+        self.cache.replay = None
         for layer in self.cache.layers:
             layer.state = None  # type: ignore[union-attr]
 

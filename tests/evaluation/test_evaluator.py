@@ -63,6 +63,7 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
             steady = selector not in ("token_select", "lfps") and completion != "centroid"
             assert attachment.report()["replayed_steps"] == (max(limits) - 1 if replays and steady else 0)
     assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
+    assert batch.cache.replay is None
     for row, prompt in enumerate(prompts):
         ids = torch.tensor(prompt)[None]
         with attach(model, **options) as attachment:

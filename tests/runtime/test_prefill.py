@@ -125,10 +125,14 @@ def test_a_budget_for_everything_is_full_attention(extrapolate: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_the_published_settings_are_arguments_of_attach() -> None:
+@pytest.mark.parametrize("extrapolate", [False, True])
+def test_the_published_settings_are_arguments_of_attach(extrapolate: bool) -> None:
+    """A prompt shorter than sink and window is read whole."""
     model, ids = make_model("llama"), prompt(60, 1)
-    with sparsekv.attach(model, selector="token_select", **SELECTORS["token_select"].PUBLISHED) as attachment:
-        attachment.generate(ids, max_new_tokens=2)
+    plain = model.generate(ids, max_new_tokens=3, do_sample=False)
+    with sparsekv.attach(model, selector="token_select", extrapolate=extrapolate, dense_below=0,
+                         **SELECTORS["token_select"].PUBLISHED) as attachment:
+        assert torch.equal(attachment.generate(ids, max_new_tokens=3), plain)
         decoding = attachment.decoding
     assert (decoding.sink_size, decoding.window_size, decoding.selector.token_budget) == (128, 512, 2048)
     assert decoding.selector.chunk == 512
