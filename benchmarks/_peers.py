@@ -1,5 +1,5 @@
-"""The rivals' settings, as methods of `sparsekv eval`: what `benchmarks/papers.py --part sweep` tries, and what served
-best; its rows are in docs/results/papers.json."""
+"""The rivals' settings, as methods of `sparsekv eval`: what `benchmarks/quality.py --methods sweep` tries, and what
+served best; the rows are in docs/results/papers.json."""
 
 from __future__ import annotations
 

@@ -238,7 +238,9 @@ def extrapolate(options: argparse.Namespace) -> Rows:
     for name, contiguous in (("token_select", False), ("token_select, contiguous", True)):
         ways[name] = {"selector": "token_select", "extrapolate": contiguous, **TokenSelect.PUBLISHED}
     found: dict[tuple[int, str, str], list[float]] = {}
+    tasks: dict[int, dict[str, None]] = {}
     for request in chosen_requests(options):
+        tasks.setdefault(request.length, {})[request.task] = None
         ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
         for name, given in ways.items():
             with sparsekv.attach(model, dense_below=0, dense_layers=(), **given) as attachment:
@@ -253,7 +255,8 @@ def extrapolate(options: argparse.Namespace) -> Rows:
         print(f"{request.case} {request.index}", flush=True)
     units = {"score": "points of 100", "prefill_s": "seconds"}
     return [row(f"extrapolate, {name_of(options.model)}, {length} tokens", name, metric, round(statistics.mean(x), 3),
-                units[metric], samples=len(x), length=length) for (length, name, metric), x in found.items()]
+                units[metric], samples=len(x), length=length, tasks=",".join(tasks[length]))
+            for (length, name, metric), x in found.items()]
 
 
 def faiss(options: argparse.Namespace) -> Rows:
