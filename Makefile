@@ -64,8 +64,8 @@ docs: $(STAMP)  ## the site in site/, with no warning (`mkdocs serve` shows it w
 build: $(STAMP)  ## wheel and source distribution in dist/
 	$(BIN)/python -m build
 
-bench: $(STAMP)  ## the performance tables of this machine
-	for b in benchmarks/*.py; do $(BIN)/python $$b || exit 1; done
+bench: $(STAMP)  ## what needs a GPU and no other model or text, all of it; writes bench-output/
+	$(BIN)/python benchmarks/run.py --output bench-output
 
 clean:  ## remove .venv and everything built
 	rm -rf $(VENV) $(VLLM) build dist site *.egg-info demo-output eval-smoke-output

@@ -8,20 +8,16 @@ docs/papers.md.
     python benchmarks/papers.py --part chunk [--lengths 32768,131072]
     python benchmarks/papers.py --part extrapolate --model MODEL --requests FILE [--lengths 16384]
     python benchmarks/papers.py --part sweep --cells FOLDER --name MODEL
-    python benchmarks/papers.py --merge FILE.json
 
 FILE of requests is made by `benchmarks/quality.py --make-prompts FILE`; FOLDER of cells by `benchmarks/quality.py
 --methods sweep --output FOLDER`. Parts that are named together share one capture. Rows of earlier runs stay in
-`--output`, but for those of the same case, method, metric and machine; several processes may write there. --merge adds
-the rows of another such file.
+`--output`, but for those of the same case, method, metric and machine; several processes may write there.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
-import json
 import statistics
 import sys
 import tempfile
@@ -36,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
-from benchmarks._rows import RESULTS, machine, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, router_of, side_by_side, spend
 from benchmarks.partitions import yarn
 from sparsekv.artifacts.router import RouterArtifact
@@ -418,21 +414,6 @@ def settle(x: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def add_rows(rows: Rows, folder: Path) -> Path:
-    """Write them into `papers.json` beside the rows that they do not replace; one process at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "papers.json"
-    with (folder / ".papers.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        earlier: Rows = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-
-        def place(r: dict[str, Any]) -> tuple[Any, ...]:
-            return r["case"], r["method"], r["metric"], r.get("budget"), r.get("machine", machine())
-
-        replaced = {place(r) for r in rows}
-        return write_rows("papers", [*(r for r in earlier if place(r) not in replaced), *rows], folder)
-
-
 def numbers(kind: type) -> Callable[[str], list[Any]]:
     return lambda text: [kind(x) for x in text.split(",")]
 
@@ -440,7 +421,6 @@ def numbers(kind: type) -> Callable[[str], list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=lambda text: text.split(","), default=[], help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--merge", type=Path, help="add the rows of this file to --output")
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--requests")
@@ -474,9 +454,6 @@ def main() -> None:
     trained.add_argument("--hidden", type=int, default=1024)
     trained.add_argument("--tail", type=int, default=2047, help="local window, whose tokens no target counts")
     options = parser.parse_args()
-    if options.merge:
-        print(add_rows(json.loads(options.merge.read_text(encoding="utf-8")), options.output))
-        return
     for part in options.part or [""]:
         if part not in PARTS:
             parser.error(f"--part is some of {', '.join(PARTS)}, found {part!r}")
@@ -488,7 +465,7 @@ def main() -> None:
         for part in options.part:
             began = time.perf_counter()
             rows = PARTS[part][0](options)
-            path = add_rows(rows, options.output)
+            path = add_rows("papers", rows, options.output)
             print(f"{part}: {path}, {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -47,10 +47,10 @@ SPAN = 4
 def cases(dim: int) -> dict[str, tuple[str, tuple[int, int], dict[str, Any]]]:
     """Selector, bytes and channels of 8 bits of a code, and options, by the name of the row."""
     plain, half = (dim // 4, dim // 32), (3 * dim // 8, 3 * dim // 64)
-    found: dict[str, Any] = {"topk": ("topk", plain, {}), "router, buckets as trained": ("router", plain, {"adapt": False}),
-                             "router": ("router", plain, {}),
-                             f"buckets as trained, fitted, {plain[0]} bytes, {plain[1]} of 8 bits, 10%":
-                             ("sketch", plain, {"fit": "fitted", "candidates": 0.1, "adapt": False})}
+    found: dict[str, Any] = {
+        "topk": ("topk", plain, {}), "router, buckets as trained": ("router", plain, {"adapt": False}),
+        "router": ("router", plain, {}), f"buckets as trained, fitted, {plain[0]} bytes, {plain[1]} of 8 bits, 10%":
+        ("sketch", plain, {"fit": "fitted", "candidates": 0.1, "adapt": False})}
     for width, wide in (plain, (dim // 4, 0), half):
         for fit in ("fixed", "fitted"):
             for candidates in (1.0,) if wide == 0 else (0.1, 0.2, 1.0):

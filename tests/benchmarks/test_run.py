@@ -1,0 +1,80 @@
+"""The runner of all measurements: order, shares of GPUs, what fails, what is stopped and gone on with, rows."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks._rows import add_rows
+from benchmarks.run import Job, Runner, all_jobs, collect
+
+WRITE = "from{space}pathlib{space}import{space}Path;Path(r'{out}/ran').write_text('1')"
+
+
+def runner(jobs, folder, gpus=("0", "1"), **more):
+    return Runner(jobs, folder, gpus, {"space": " "}, **more)
+
+
+def test_jobs_follow_what_they_need_and_a_failure_stops_only_those_after_it(tmp_path, capsys) -> None:
+    jobs = [Job("late", "-c " + WRITE, after=("early",)), Job("early", "-c " + WRITE), Job("bad", "-c 1/0"),
+            Job("never", "-c " + WRITE, after=("bad",))]
+    runner(jobs, tmp_path).run()
+    state = json.loads((tmp_path / "jobs.json").read_text())
+    assert {name: s["code"] for name, s in state.items()} == {"late": 0, "early": 0, "bad": 1}
+    assert list(state).index("early") < list(state).index("late")
+    assert (tmp_path / "late" / "ran").is_file() and not (tmp_path / "never").exists()
+    assert "ZeroDivisionError" in (tmp_path / "bad.log").read_text()
+    assert "bad: failed (1)" in capsys.readouterr().out
+    (tmp_path / "late" / "ran").unlink()
+    runner(jobs, tmp_path).run()  # all have ended: nothing runs again
+    assert not (tmp_path / "late" / "ran").exists()
+
+
+def test_a_gpu_is_shared_only_by_jobs_that_leave_room(tmp_path) -> None:
+    jobs = [Job("whole", "-c pass"), Job("half", "-c pass", 0.5), Job("third", "-c pass", 1 / 3)]
+    one = runner(jobs, tmp_path, ("0",))
+    one.running["half"] = None, "0", 0.0
+    assert one.free("0") == pytest.approx(0.5)
+    one.running["third"] = None, "0", 0.0
+    assert one.free("0") == pytest.approx(1 / 6)
+    one.running = {"whole": (None, "0", 0.0)}
+    assert one.free("0") == 0
+
+
+def test_what_runs_when_time_is_up_is_stopped_and_runs_the_next_time(tmp_path) -> None:
+    slow = Job("slow", "-c import{space}time;time.sleep(60)")
+    began = time.monotonic()
+    first = runner([slow], tmp_path, until=began + 1)
+    first.run()
+    assert time.monotonic() - began < 30 and not first.running and "slow" not in first.state
+    second = runner([Job("slow", "-c pass")], tmp_path)
+    second.run()
+    assert second.state["slow"]["code"] == 0
+
+
+def test_rows_take_the_place_of_those_they_repeat(tmp_path) -> None:
+    def found(method, value, machine="a GPU"):
+        return {"case": "c", "method": method, "metric": "us", "value": value, "machine": machine, "command": "x",
+                "commit": "y"}
+
+    results = tmp_path / "results"
+    add_rows("decode", [found("a", 1.0), found("b", 2.0), found("a", 9.0, "a CPU")], results)
+    (tmp_path / "jobs" / "decode-1").mkdir(parents=True)
+    (tmp_path / "jobs" / "decode-1" / "decode.json").write_text(json.dumps([found("a", 3.0)]))
+    (tmp_path / "jobs" / "decode-1" / "config.json").write_text('{"no": "rows"}')
+    collect(tmp_path / "jobs", results)
+    rows = json.loads((results / "decode.json").read_text())
+    assert sorted((r["method"], r["value"]) for r in rows) == [("a", 3.0), ("a", 9.0), ("b", 2.0)]
+    assert not (results / "config.json").exists()
+
+
+def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
+    from benchmarks._rows import RESULTS
+
+    jobs = all_jobs()
+    names = {j.name for j in jobs}
+    assert len(names) == len(jobs)
+    for job in jobs:
+        assert set(job.after) <= names and 0 < job.share <= 1
+        script = job.command.split()[0]
+        assert script == "-m" or (RESULTS.parents[1] / script).is_file()
