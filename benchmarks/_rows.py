@@ -24,16 +24,19 @@ def write_rows(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) ->
 
 
 def add_rows(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) -> Path:
-    """Write them into `<folder>/<name>.json` in place of those of the same case, method, metric, budget and machine;
-    the others stay. Processes wait for each other."""
-    folder.mkdir(parents=True, exist_ok=True)
-    here = machine()
+    """Write rows into `<folder>/<name>.json`: one of the same case, method, metric, budget and machine gives way to the
+    new one, others follow the last of their case. Processes wait for each other."""
 
     def place(r: dict[str, Any]) -> tuple[Any, ...]:
-        return r["case"], r["method"], r["metric"], r.get("budget"), r.get("machine", here)
+        return r["case"], r["method"], r["metric"], r.get("budget"), r["machine"]
 
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.json").open("a+", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
-        earlier, replaced = json.loads(file.read() or "[]"), {place(r) for r in rows}
-        return write_rows(name, [*(r for r in earlier if place(r) not in replaced), *rows], folder)
+        kept = json.loads(file.read() or "[]")
+        for new in with_origin(rows):
+            same = [i for i, r in enumerate(kept) if place(r) == place(new)]
+            behind = [i + 1 for i, r in enumerate(kept) if r["case"] == new["case"]] or [len(kept)]
+            kept[slice(same[0], same[0] + 1) if same else slice(behind[-1], behind[-1])] = [new]
+        return write_rows(name, kept, folder)

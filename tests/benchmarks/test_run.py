@@ -58,13 +58,15 @@ def test_rows_take_the_place_of_those_they_repeat(tmp_path) -> None:
                 "commit": "y"}
 
     results = tmp_path / "results"
-    add_rows("decode", [found("a", 1.0), found("b", 2.0), found("a", 9.0, "a CPU")], results)
+    add_rows("decode", [found("a", 1.0), found("b", 2.0), found("a", 9.0, "a CPU"), {**found("a", 5.0), "case": "d"}],
+             results)
     (tmp_path / "jobs" / "decode-1").mkdir(parents=True)
-    (tmp_path / "jobs" / "decode-1" / "decode.json").write_text(json.dumps([found("a", 3.0)]))
+    (tmp_path / "jobs" / "decode-1" / "decode.json").write_text(json.dumps([found("a", 3.0), found("new", 4.0)]))
     (tmp_path / "jobs" / "decode-1" / "config.json").write_text('{"no": "rows"}')
     collect(tmp_path / "jobs", results)
     rows = json.loads((results / "decode.json").read_text())
-    assert sorted((r["method"], r["value"]) for r in rows) == [("a", 3.0), ("a", 9.0), ("b", 2.0)]
+    assert [(r["case"], r["method"], r["value"]) for r in rows] == [
+        ("c", "a", 3.0), ("c", "b", 2.0), ("c", "a", 9.0), ("c", "new", 4.0), ("d", "a", 5.0)]
     assert not (results / "config.json").exists()
 
 
