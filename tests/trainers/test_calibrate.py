@@ -4,6 +4,7 @@ import torch
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.buckets import fit_buckets
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.offline import Window, mid_share, relative_error, requests
 from sparsekv.core.step import sparse_step, two_parts
@@ -74,8 +75,11 @@ def test_the_router_card_is_of_the_keys_read() -> None:
     for request in requests(given.window(0), 8):
         share = mid_share(request)
         last = int(request.view.regions.mid_last[0])
-        bucket = (given.keys[0] @ centroids.mT).argmax(-1)
-        left = -(-int(request.prefill.regions.context[0]) * 5 // 100)
+        regions = request.prefill.regions
+        used = regions.mid_mask(0, int(regions.mid_last[0])).expand(HEADS_KV, -1)
+        fitted, _ = fit_buckets(given.keys[0, :, :used.shape[1]], centroids, used)  # as the request's prefill ends
+        bucket = (given.keys[0] @ fitted.mT).argmax(-1)
+        left = -(-int(regions.context[0]) * 5 // 100)
         for t in range(share.shape[0]):
             found = torch.zeros(HEADS_Q)
             for kv in range(HEADS_KV):
