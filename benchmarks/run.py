@@ -146,7 +146,7 @@ class Runner:
         values = {**self.values, "out": str(out), "dir": str(self.folder)}
         threads = max(1, math.floor((os.cpu_count() or 1) / len(self.gpus) * job.share))
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "OMP_NUM_THREADS": str(threads),
-                       "PYTHONUNBUFFERED": "1"}
+                       "PYTHONUNBUFFERED": "1", "SPARSEKV_LONG_MODEL": values.get("model", "")}
         with (self.folder / f"{job.name}.log").open("a", encoding="utf-8") as log:
             process = subprocess.Popen([sys.executable, *(w.format(**values) for w in job.command.split())], cwd=ROOT,
                                        env=environment, stdout=log, stderr=log, start_new_session=True)
