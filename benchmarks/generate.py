@@ -1,6 +1,10 @@
 """Milliseconds a token in a user's hands: `model.generate` and the lean loop, ours and transformers', in one run.
 
     python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--profile] [--output FOLDER]
+    python benchmarks/generate.py --merge FILE.json [--output FOLDER]
+
+Rows take the place of those of the same case, method and metric in generate.json; --merge adds those of a file from
+another machine.
 
 Models have random weights: `8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128), `smollm2`
 that of SmolLM2-135M. Up to 128k in one row the cache is prefilled (`prefill_s`); longer and wider ones are filled with
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import statistics
 import sys
 import time
@@ -32,7 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
@@ -261,7 +266,7 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any) -> 
         ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]])
                     for name, value in found.items())
         print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
-        write_rows(options.name, ROWS, options.output)
+        add_rows("generate", ROWS, options.output)
 
 
 def main() -> None:
@@ -271,8 +276,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run of ours [tokens]")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method of ours")
-    parser.add_argument("--name", default="generate", help="of the file, for runs that are put together")
+    parser.add_argument("--merge", type=Path, help="measure nothing: add this file's rows")
     options = parser.parse_args()
+    if options.merge is not None:
+        print(add_rows("generate", json.loads(options.merge.read_text(encoding="utf-8")), options.output))
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, shape = None, None
     for case in options.cases:
@@ -284,7 +292,7 @@ def main() -> None:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-    print(write_rows(options.name, ROWS, options.output))
+    print(add_rows("generate", ROWS, options.output))
 
 
 if __name__ == "__main__":
