@@ -33,6 +33,7 @@ from sparsekv.kernels.completion import (
     phi_extend,
     phi_features,
     phi_query,
+    products,
     read_bound,
     remainder,
 )
@@ -67,6 +68,6 @@ __all__ = [
     "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode",
     "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows",
     "group_probability", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features",
-    "phi_query", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
+    "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
     "sketch_tokens", "top_buckets",
 ]

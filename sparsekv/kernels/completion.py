@@ -16,6 +16,8 @@ REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
 BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
 PROGRAMS = 264
+SLICE = 1024
+"""Tokens of one product of a sum over all of them."""
 WIDEST_BYTES = 512
 """Rows of the widest matrix of a map that the query kernel holds whole."""
 
@@ -29,7 +31,7 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     x = x.to(maps.w_in.dtype)
     h = F.gelu(x @ maps.w_in + maps.b_in[..., None, :], approximate="tanh")
     inner = F.gelu(h @ maps.w_a + maps.b_a[..., None, :], approximate="tanh")
-    h = h + maps.alpha[..., None] * (inner @ maps.w_b)
+    h = h + inner @ (maps.alpha[..., None] * maps.w_b)
     return h @ maps.w_out + maps.b_out[..., None, :]
 
 
@@ -51,6 +53,15 @@ def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
     return torch.exp(log_phi_k - finite(m)[:, :, None])
 
 
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """`aᵀ b` over the tokens: a `[B, H, n, r]`, b `[B, H, n, d]` -> `[B, H, r, d]`. As many products side by side as
+    there are slices of the tokens: one of so few rows and columns leaves most of a GPU idle."""
+    parts = a.shape[2] // SLICE
+    sliced, rest = ([x[:, :, :parts * SLICE].unflatten(2, (parts, SLICE)) for x in (a, b)],
+                    [x[:, :, parts * SLICE:] for x in (a, b)])
+    return (sliced[0].mT @ sliced[1]).sum(2) + rest[0].mT @ rest[1]
+
+
 def phi_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     """Sum features over the mid region: log_phi_k `[B, Hkv, M, r]`, -inf for keys not counted, v `[B, Hkv, M, d]`.
     An empty region gives `m = -inf, z = 0, s = 0`. On CUDA one pass over features and values in half precision."""
@@ -65,7 +76,7 @@ def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     empty = logs.shape[2] == 0
     m = logs.new_full((*logs.shape[:2], logs.shape[3]), NEG_INF) if empty else logs.amax(dim=2)
     weights = phi_features(logs, m)
-    return PhiCache(m, weights.sum(2), weights.mT @ v.to(logs.dtype))
+    return PhiCache(m, weights.sum(2), products(weights, v.to(logs.dtype)))
 
 
 def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.base import BLOCK, Estimator, blocks
+from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
@@ -23,6 +23,7 @@ from sparsekv.kernels import (
     phi_extend,
     phi_features,
     phi_query,
+    products,
     read_bound,
     remainder,
 )
@@ -220,10 +221,11 @@ class PhiEstimator(Estimator):
 def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`z [B, Hkv, r]` and `S [B, Hkv, r, d]` of features `[B, Hkv, n, r]`."""
     if dtype == features.dtype:
-        return features.sum(2), features.mT @ values
+        return features.sum(2), products(features, values)
     s = torch.zeros(*features.shape[:2], features.shape[3], values.shape[3], dtype=dtype, device=features.device)
-    for a in range(0, features.shape[2], BLOCK):
-        s += features[:, :, a:a + BLOCK].to(dtype).mT @ values[:, :, a:a + BLOCK].to(dtype)
+    size = DEVICE_BLOCK if features.is_cuda else BLOCK
+    for a in range(0, features.shape[2], size):
+        s += products(features[:, :, a:a + size].to(dtype), values[:, :, a:a + size].to(dtype))
     return features.sum(2, dtype=dtype), s
 
 
@@ -242,5 +244,5 @@ def key_covariance(keys: Tensor, first: Tensor, last: Tensor, mean: Tensor) -> T
     total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
     for block, inside in blocks(first, last):
         away = torch.where(inside, keys[:, :, block] - mean[:, :, None], 0.0)
-        total += away.mT @ away
+        total += products(away, away)
     return total / (last - first).clamp(min=1)[:, None, None, None]
