@@ -74,6 +74,10 @@ class PhiLayer(NamedTuple):
         return self.maps.query
 
     @property
+    def key_maps(self) -> tuple[FeatureMapWeights, FeatureMapWeights | None]:
+        return self.maps.key, self.maps.centred
+
+    @property
     def centred(self) -> bool:
         """Whether queries and keys want the request's mean key."""
         return self.maps.centred is not None

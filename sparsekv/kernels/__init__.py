@@ -38,6 +38,7 @@ from sparsekv.kernels.completion import (
     remainder,
 )
 from sparsekv.kernels.dense import dense_attention
+from sparsekv.kernels.features import key_features, log_phi_keys
 from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
 from sparsekv.kernels.paged import paged_scores
@@ -64,10 +65,10 @@ from sparsekv.kernels.types import (
 __all__ = [
     "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
     "RouterScores", "ScoreMoments", "Sketch", "add_centre", "against_bucket", "anchor_indices", "append_token",
-    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts",
-    "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode",
-    "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows",
-    "group_probability", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features",
-    "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
+    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts", "bucket_mass",
+    "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode", "decode_attention",
+    "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows", "group_probability",
+    "key_features", "log_phi", "log_phi_keys", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend",
+    "phi_features", "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
     "sketch_tokens", "top_buckets",
 ]

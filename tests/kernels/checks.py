@@ -34,6 +34,7 @@ from sparsekv.kernels.bucket_sums import (
 )
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
+from sparsekv.kernels.features import key_features_reference, launch_features
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
 from sparsekv.kernels.paged import launch_paged, paged_scores_reference
@@ -257,6 +258,35 @@ def check_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
         found, truth = launch_cache(counted, v), phi_cache_reference(counted.double(), v.double())
         assert torch.equal(found.m.double(), truth.m)
         assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < 1e-4
+
+
+def check_key_features(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: KV heads, head dimension, width, features, keys. Rows padded on the left by none and by some keys, storage
+    longer than what is counted; the sums are exactly those of the features."""
+    heads, dim, width, made, length = shape
+    torch.manual_seed(length)
+    keys, values = (torch.randn(2, heads, length + 5, dim, device=device).to(dtype) for _ in range(2))
+    keys = keys + 3
+    first = torch.tensor([0, length // 3], device=device)
+    last = torch.tensor([length - length // 4, length], device=device)
+    whole = maps_of(heads, dim, width, made, torch.float32, device)
+    half = [maps_of(heads, dim, width, n, torch.float32, device) for n in (made - made // 2, made // 2)]
+    for maps, centre in (((whole, None), None), (half, keys.float().mean(2))):
+        cache, features = launch_features(keys, values, first, last, *maps, centre)
+        truth, exact = key_features_reference(keys.double(), values.double(), first, last, *(
+            m if m is None else double(type(m)(*(w.to(dtype) for w in m))) for m in maps), centre)
+        limit = 1e-4 if dtype == torch.float32 else 5e-2
+        assert features.shape == exact.shape and features.dtype == dtype
+        place = torch.arange(length, device=device)
+        inside = ((place >= first[:, None]) & (place < last[:, None]))[:, None, :, None]
+        assert not features.masked_fill(inside, 0).any()
+        torch.testing.assert_close(cache.m.double(), truth.m, atol=limit, rtol=limit)
+        # in the scale of the truth, whose largest is 1
+        scale = (cache.m.double() - truth.m).exp()
+        assert error(features.double() * scale[:, :, None], exact) < limit
+        kept = features.double()
+        assert error(cache.z, kept.sum(2)) < 1e-5
+        assert error(cache.s, kept.mT @ values[:, :, :length].double()) < 1e-5
 
 
 def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -8,13 +8,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, sketch, stored
+from sparsekv.kernels import attend, attention_mass, completion, features, indexing, paged, routing, sketch, stored
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import features_triton as f
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
@@ -41,6 +42,7 @@ KINDS = {
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
+    f.map_kernel: {"features": "i32", "shifts": "*fp32"}, f.sum_kernel: {"shifts": "*fp32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.query_kernel: {"maps": "*fp32"},
@@ -100,6 +102,10 @@ def main() -> None:
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
+    for centred in (False, True):
+        check(f.map_kernel, {"CENTRED": centred, "BLOCK": features.BLOCK, "DIM": 128, "WIDTH": 128, "FEATURES": 64},
+              features.WARPS, "bf16")
+    check(f.sum_kernel, {"BLOCK": features.BLOCK, "DIM": 128, "FEATURES": 128}, features.WARPS, "bf16")
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)

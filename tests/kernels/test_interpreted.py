@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from sparsekv.kernels import attend, attention_mass, completion, sketch
+from sparsekv.kernels import attend, attention_mass, completion, features, sketch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -18,6 +18,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "COMPLETED", attend.COMPLETED._replace(programs=8))
     monkeypatch.setattr(completion, "PROGRAMS", 12)
     monkeypatch.setattr(completion, "QUERY_PROGRAMS", 9)
+    monkeypatch.setattr(features, "PROGRAMS", 12)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
@@ -58,6 +59,12 @@ def test_budget_rule(buckets: int) -> None:
 @pytest.mark.parametrize("shape", [(2, 16, 16, 63), (3, 80, 48, 111), (1, 24, 100, 300)], ids=str)
 def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_cache(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 16, 24, 16, 300), (1, 40, 32, 24, 63), (3, 32, 16, 6, 129)], ids=str)
+def test_key_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_key_features(shape, dtype, "cpu")
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [

@@ -62,6 +62,13 @@ def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_cache(shape, dtype, DEVICE)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((3, 64, 40, 16, 300), torch.float32), ((2, 80, 128, 48, 63), torch.float16),
+    ((3, 64, 40, 16, 300), torch.bfloat16), ((8, 128, 128, 128, 1000), torch.bfloat16)], ids=str)
+def test_key_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_key_features(shape, dtype, DEVICE)
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 64, 40, 16, 1), (6, 3, 80, 40, 48, 3), (8, 2, 128, 128, 128, 2)], ids=str)
 def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks
+from sparsekv.core.estimators.base import Estimator, blocks
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
@@ -19,6 +19,8 @@ from sparsekv.kernels import (
     ScoreMoments,
     factored,
     gather_rows,
+    key_features,
+    log_phi_keys,
     phi_cache,
     phi_extend,
     phi_features,
@@ -49,8 +51,9 @@ class Maps(Protocol):
     def query_map(self) -> FeatureMapWeights:
         """Of every query head."""
 
-    def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
-        """`[B, Hkv, N, d] -> [B, Hkv, N, r]`."""
+    @property
+    def key_maps(self) -> tuple[FeatureMapWeights, FeatureMapWeights | None]:
+        """Of every KV head, and of what lies beyond the mean key, if half of the features see that."""
 
     def at(self, share: float) -> Maps:
         """Calibrated for a share of the context that is read."""
@@ -90,7 +93,8 @@ class PhiEstimator(Estimator):
         self.centre, self.built_size = (mean, view.regions.mid_sizes) if self.layer.centred else (None, None)
         centre = None if self.centre is None else view.scale * self.centre
         if view.keys_on_device:
-            self.state = self._with_features(view, first, last)._replace(centre=centre)
+            cache, features = key_features(view.keys, view.values, first, last, *self.layer.key_maps, self.centre)
+            self.state = PhiState(*cache, features, centre)
         else:
             self.state = PhiState(*self._sum(view, first, last), centre=centre)
         if self.layer.capped and mean is not None:
@@ -156,8 +160,7 @@ class PhiEstimator(Estimator):
         return super().cost_bytes(view) + listed * view.num_kv_heads
 
     def _log_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
-        centre = self.centre if centre is None else centre
-        return self.layer.log_phi_k(keys) if centre is None else self.layer.log_phi_k(keys, centre)
+        return log_phi_keys(keys, *self.layer.key_maps, self.centre if centre is None else centre)
 
     def _features(self, view: LayerView, keys: Tensor) -> Tensor:
         """Features of fetched keys `[Q, Hkv, n, d]`, relative to the cache's shift."""
@@ -174,23 +177,6 @@ class PhiEstimator(Estimator):
         assert cache is not None
         return cache
 
-    def _with_features(self, view: LayerView, first: Tensor, last: Tensor) -> PhiState:
-        """The cache of the tokens `first[b] <= i < last[b]` with their features, in the keys' precision and relative to
-        m; the sums are of what was rounded."""
-        parts, shifts = [], []
-        m: Tensor | None = None
-        for block, inside in blocks(first, last, 0):
-            logs = self._log_k(view.keys[:, :, block]).masked_fill(~inside, float("-inf"))
-            top = logs.amax(2) if logs.shape[2] else torch.full_like(logs[:, :, :0].sum(2), float("-inf"))
-            m = top if m is None else torch.maximum(m, top)
-            parts.append(phi_features(logs, m).to(view.keys.dtype))
-            shifts.append(m)
-        assert m is not None
-        for part, shift in zip(parts, shifts, strict=True):
-            part.mul_(torch.exp(torch.where(torch.isinf(m), 0.0, shift - m))[:, :, None])
-        features = torch.cat(parts, dim=2)
-        return PhiState(m, *_sums(features, view.values[:, :, :features.shape[2]], m.dtype), features)
-
     def _with_more_features(
         self, view: LayerView, state: PhiState, features: Tensor, first: Tensor, last: Tensor,
     ) -> PhiState:
@@ -203,8 +189,8 @@ class PhiEstimator(Estimator):
             # rows whose mid region ends later than the others' already have some of these
             there = features[:, :, block]
             parts.append(new + torch.nn.functional.pad(there, (0, 0, 0, new.shape[2] - there.shape[2])))
-            more = _sums(new, view.values[:, :, block], z.dtype)
-            z, s = z + more[0], s + more[1]
+            exact = new.to(z.dtype)
+            z, s = z + exact.sum(2), s + products(exact, view.values[:, :, block].to(z.dtype))
         return state._replace(z=z, s=s, features=torch.cat(parts, dim=2))
 
     def _describe(self, view: LayerView, mean: Tensor, covariance: Tensor) -> None:
@@ -216,17 +202,6 @@ class PhiEstimator(Estimator):
     def _bound(self, view: LayerView) -> Tensor:
         """Where the keys that are read begin among those of the mid region."""
         return read_bound(self.share * view.regions.context / view.regions.mid_sizes.clamp(min=1))
-
-
-def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`z [B, Hkv, r]` and `S [B, Hkv, r, d]` of features `[B, Hkv, n, r]`."""
-    if dtype == features.dtype:
-        return features.sum(2), products(features, values)
-    s = torch.zeros(*features.shape[:2], features.shape[3], values.shape[3], dtype=dtype, device=features.device)
-    size = DEVICE_BLOCK if features.is_cuda else BLOCK
-    for a in range(0, features.shape[2], size):
-        s += products(features[:, :, a:a + size].to(dtype), values[:, :, a:a + size].to(dtype))
-    return features.sum(2, dtype=dtype), s
 
 
 def key_mean(keys: Tensor, first: Tensor, last: Tensor) -> Tensor:
