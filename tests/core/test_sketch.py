@@ -88,8 +88,8 @@ SPECTRA = {"steep": (-1.5, -1.5), "steeper": (-2.0, -3.0), "flat": (0.0, -0.2), 
 def test_codes_err_as_those_of_the_eigenvectors_do(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Scores of the basis by iteration against those of the basis by `eigh`: within 1 % where directions are lost; where
-    all that matter have 8 bits, their rounding differs from basis to basis, by far less than the scores vary."""
+    """Scores of the basis by iteration against those of the basis by `eigh`: within 1 % where directions are lost;
+    where all that matter have 8 bits, their rounding differs from basis to basis, by far less than the scores vary."""
     dim, width, wide = 64, 16, 8
     generator = torch.Generator().manual_seed(len(kind))
 
@@ -127,7 +127,7 @@ def test_codes_err_as_those_of_the_eigenvectors_do(
 
 @pytest.mark.parametrize("rank", [1, 5, 12])
 def test_principal_directions_stand_at_right_angles(rank: int) -> None:
-    queries, keys = drawn(5)
+    keys = drawn(5)[1]
     covariance = moments(keys)[1]
     covariance[0, 0], covariance[0, 1] = 0.0, 1e-30 * covariance[0, 1]
     variance, vectors = principal(covariance, rank)
