@@ -12,7 +12,8 @@ from torch import Tensor
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, bytes_of, heads_of
+from sparsekv.serving.graphs import TURN, capture_twice
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted, bytes_of, heads_of
 from sparsekv.serving.seats import Batch, Places, Seats
 from sparsekv.serving.settings import VARIABLE, Plan, Serving, make_plan, settings_path
 from sparsekv.serving.stock import (
@@ -23,6 +24,8 @@ from sparsekv.serving.stock import (
     StockBackend,
     StockBuilder,
     StockImpl,
+    full_graphs,
+    graph_manager,
     layouts,
     rotary_modules,
 )
@@ -79,9 +82,8 @@ class Home:
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
-            self.builder.make_room(pool)
-            plan = self.builder.plan
-            self.index = LayerIndex(self.router, pool, self.builder.room, budget=plan.budgets[self.layer_idx],
+            plan, unsorted = self.builder.plan, self.builder.make_room(pool, again=self.index is not None)
+            self.index = LayerIndex(self.router, pool, self.builder.room, unsorted, budget=plan.budgets[self.layer_idx],
                                     candidates=plan.serving.candidates, scale=self.impl.scale,
                                     rotation=self.builder.rotation)
             self.pages = (pool.data_ptr(), pool.shape)
@@ -121,7 +123,14 @@ class SparseBuilder(AttentionMetadataBuilder):
                    vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.fixed: Lanes | None = None
-        self.checked = False
+        self.unsorted: Unsorted | None = None
+        # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
+        mode = vllm_config.compilation_config.cudagraph_mode
+        self.eager = mode is None or not mode.has_full_cudagraphs()
+        TURN.lowest(below)
+        manager = graph_manager()
+        if manager is not None:
+            capture_twice(manager, full_graphs())
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -136,12 +145,22 @@ class SparseBuilder(AttentionMetadataBuilder):
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    def make_room(self, pool: Tensor) -> None:
-        """Refuse what the device has no memory for, once for all layers. Raises SparseKVError with the sizes."""
-        if self.checked or pool.device.type != "cuda":
-            return
-        self.checked = True
+    def make_room(self, pool: Tensor, *, again: bool) -> Unsorted:
+        """What the layers' indices share, made once. Refuses what the device has no memory for: raises SparseKVError
+        with the sizes. again: the engine has made new pages, in which nothing is."""
         slots = pool.shape[0] * pool.shape[2]
+        if self.unsorted is not None and self.unsorted.at.shape[0] == slots + 1:
+            if again:
+                self.unsorted.renew()
+                self.seats.leave()
+            return self.unsorted
+        self.seats.unsorted = self.unsorted = Unsorted(slots, pool.device)
+        self.seats.leave()
+        if pool.device.type == "cuda":
+            self._check_memory(pool, slots)
+        return self.unsorted
+
+    def _check_memory(self, pool: Tensor, slots: int) -> None:
         sizes = [bytes_of(h.router, self.room, slots, pool.element_size()) for h in self.homes]
         by_slot, by_seat = (sum(x) for x in zip(*sizes, strict=True))
         free = torch.cuda.mem_get_info(pool.device)[0]
@@ -157,15 +176,23 @@ class SparseBuilder(AttentionMetadataBuilder):
         full = self.full.build(0, common)
         if not self.homes:
             return SparseMetadata(full)
+        if not serves and TURN.capturing:
+            return SparseMetadata(full)
         batch = Batch(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
                       getattr(common, "is_prefilling", None))
         if self.rotation is not None:
             self._note_positions(common, batch)
+        indices = [index for h in self.homes if (index := h.ready()) is not None]
+        if self.unsorted is not None:
+            self.unsorted.note(batch.slots[:batch.slots.shape[0] if serves else 0],
+                               decode=common.max_query_len == 1)
+        short = serves and TURN.take(common.max_seq_len) and (self.eager or TURN.captured)
+        if self.seats.empty(short):
+            return SparseMetadata(full)
         found = self.seats.follow(batch)
-        if common.max_query_len > 1:
+        if short or common.max_query_len > 1:
             self.seats.other_batch()
             return SparseMetadata(full)
-        indices = [index for h in self.homes if (index := h.ready()) is not None]
         if serves and len(indices) == len(self.homes):
             found = self.seats.serve(batch, found, indices)
         lanes = self.seats.lanes(batch, found)

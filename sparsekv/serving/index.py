@@ -76,6 +76,26 @@ def heads_of(router: RouterLayer, first: int, last: int) -> RouterLayer:
     return router._replace(centroids=router.centroids[first:last], weights=weights, sketch=sketch)
 
 
+class Unsorted:
+    """Slots whose keys have no bucket and code yet, the same in all layers of a group of pages: `at [slots + 1]`, the
+    last nobody's. A step notes its new slots once, so that a decode step's layers need not; now: whether this step's
+    layers sort their keys."""
+
+    def __init__(self, slots: int, device: torch.device):
+        self.at = torch.ones(slots + 1, dtype=torch.bool, device=device)
+        self.now = False
+
+    def note(self, slots: Tensor, *, decode: bool) -> None:
+        """The new keys of a step go to slots `[n]`, negative = none. A few keys, and those of decode steps, wait: they
+        are in a tail, and get bucket and code with the index that takes them in."""
+        self.now = not decode and slots.shape[0] > LATER
+        self.at.index_fill_(0, torch.where(slots < 0, self.at.shape[0] - 1, slots).long(), not self.now)
+
+    def renew(self) -> None:
+        """Nothing in the pages is known."""
+        self.at.fill_(True)
+
+
 class LayerIndex:
     """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: buckets `[Hkv, slots + 1]` and codes
     `[1, Hkv, slots + 1, w]`; what has no slot goes to the last. By seat: order, a list of slots, and its offsets into
@@ -83,9 +103,10 @@ class LayerIndex:
     `seats` is nobody's: its buckets are empty."""
 
     def __init__(
-        self, router: RouterLayer, pool: Tensor, room: Room, *, budget: int | float, candidates: float, scale: float,
-        rotation: Rotation | None = None,
+        self, router: RouterLayer, pool: Tensor, room: Room, unsorted: Unsorted, *, budget: int | float,
+        candidates: float, scale: float, rotation: Rotation | None = None,
     ):
+        self.unsorted = unsorted
         dtype, device = pool.dtype, pool.device
         self.keys, self.values = by_slot(pool)
         self.slots = self.keys.shape[1]
@@ -109,7 +130,7 @@ class LayerIndex:
             return torch.zeros(*shape, dtype=kind, device=device)
 
         seats, heads, buckets, dim = room.seats, self.heads, self.buckets, self.dim
-        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16).fill_(-1)
+        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16)
         self.order = zeros(heads, seats * room.longest, kind=torch.int32)
         self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
         self.budget, self.pool = (zeros(seats + 1, kind=torch.int64) for _ in range(2))
@@ -122,13 +143,9 @@ class LayerIndex:
 
     def write(self, keys: Tensor, slots: Tensor, places: Tensor) -> None:
         """Bucket and code of new keys `[n, Hkv, d]` with RoPE, at places `[n]`, into their slots `[n]`; a negative slot
-        is none. Of a few keys, as of every decode step, it is only noted that they have none yet: they are in a tail,
-        and get theirs with the index that takes them in."""
-        at = torch.where(slots < 0, self.slots, slots).long()
-        if keys.shape[0] <= LATER:
-            self.bucket_at.index_fill_(1, at, -1)
-        else:
-            self._sketch(keys, at, places)
+        is none. Nothing where this step's keys wait. A graph of many tokens is for prefills too: it sorts always."""
+        if self.unsorted.now or (keys.is_cuda and keys.shape[0] > LATER and torch.cuda.is_current_stream_capturing()):
+            self._sketch(keys, torch.where(slots < 0, self.slots, slots).long(), places)
 
     def _sketch(self, keys: Tensor, at: Tensor, places: Tensor) -> None:
         rows = keys.transpose(0, 1)[None]
@@ -143,7 +160,7 @@ class LayerIndex:
 
     def _complete(self, slots: Tensor, regions: Regions) -> None:
         """Buckets and codes of the mid region's tokens that have none, from the pages."""
-        missing = (self.bucket_at[0, slots] < 0).nonzero()[:, 0]
+        missing = self.unsorted.at[slots].nonzero()[:, 0]
         for part in missing.split(KEYS_AT_ONCE):
             at = slots[part]
             self._sketch(self.keys[:, at].transpose(0, 1), at, int(regions.mid_first) + part)

@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.regions import Regions
-from sparsekv.serving.index import Lanes
+from sparsekv.serving.index import Lanes, Unsorted
 from sparsekv.serving.pages import slots_at
 
 SLACK = 64
 """Tokens that a tail may grow beyond its room before the row is attended to fully: the host learns late on CUDA."""
 PATIENCE = 16
 """Steps for which nobody asks again when all seats were taken."""
+IDLE = 64
+"""Batches of short requests in a row after which the seats are given up."""
 NOWHERE = -2
 
 
@@ -89,6 +91,22 @@ class Seats:
         self.asked, self.quiet_until = False, 0
         self.waiting: tuple[Tensor, torch.cuda.Event] | None = None
         self.rows = 0
+        self.taken, self.idle = False, 0
+        self.unsorted: Unsorted | None = None
+
+    def empty(self, short: bool) -> bool:
+        """Whether a batch needs no seats: its requests are too short for one, and nobody has one. After some such
+        batches in a row the seats are given up: a long request that comes back later gets a new index."""
+        self.idle = self.idle + 1 if short else 0
+        if self.taken and self.idle > IDLE:
+            self.leave()
+        return short and not self.taken
+
+    def leave(self) -> None:
+        """Nobody sits here any more."""
+        self.length.zero_()
+        self.last.fill_(NOWHERE)
+        self.taken, self.asked = False, False
 
     def follow(self, batch: Batch) -> Found:
         """Find the rows of a batch among the seats, whatever else is in it, and note how far they are."""
@@ -199,8 +217,10 @@ class Seats:
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.int64), past, self.places.sink_size,
                                          self.places.window_size)
         slots = self._mid(table, regions)
+        self.taken = True
         for index in indices:
             index.build(seat, slots, regions)
+        self._sorted(slots)
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
         self.tail[seat] = int(regions.tail_starts)
@@ -212,9 +232,15 @@ class Seats:
         slots = self._mid(table, regions)
         for index in indices:
             index.extend(seat, slots, int(regions.mid_sizes - old.mid_sizes), regions)
+        self._sorted(slots)
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
         self.tail[seat] = int(regions.tail_starts)
+
+    def _sorted(self, slots: Tensor) -> None:
+        """Every layer's index has the keys of these slots."""
+        if self.unsorted is not None:
+            self.unsorted.at[slots] = False
 
     def _mid(self, table: Tensor, regions: Regions) -> Tensor:
         """Slots of the mid region, `[M]`."""

@@ -24,7 +24,7 @@ from sparsekv.errors import SparseKVError
 from sparsekv.serving.pages import attend_pages, by_slot, write
 
 __all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata", "StockBackend",
-           "StockBuilder", "StockImpl", "layouts", "rotary_modules"]
+           "StockBuilder", "StockImpl", "full_graphs", "graph_manager", "layouts", "rotary_modules"]
 
 
 def layouts() -> tuple[Any, ...]:
@@ -38,6 +38,22 @@ def rotary_modules() -> list[Any]:
     from vllm.model_executor.layers import rotary_embedding
 
     return list({id(m): m for m in rotary_embedding._ROPE_DICT.values()}.values())
+
+
+def graph_manager() -> Any:
+    """The class that keeps the full CUDA graphs of the second model runner, None where there is none."""
+    try:
+        from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+    except ImportError:
+        return None
+    return CudaGraphManager if current_platform.is_cuda() else None
+
+
+def full_graphs() -> Any:
+    """What its full graphs are filed under."""
+    from vllm.config import CUDAGraphMode
+
+    return CUDAGraphMode.FULL
 
 
 @dataclass

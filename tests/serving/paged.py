@@ -8,7 +8,7 @@ from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention
-from sparsekv.serving.index import LayerIndex, Room, Rotation
+from sparsekv.serving.index import LayerIndex, Room, Rotation, Unsorted
 from sparsekv.serving.pages import slots_at
 from sparsekv.serving.seats import Batch, Found, Places, Seats
 
@@ -60,10 +60,13 @@ class Engine:
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
         made = made or router()
-        self.index = LayerIndex(made, self.pool, Room(seats, LONGEST), budget=budget, candidates=candidates,
-                                scale=SCALE, rotation=rope() if made.key_space == "pre" else None)
+        self.unsorted = Unsorted(blocks * PAGE, torch.device("cpu"))
+        self.index = LayerIndex(made, self.pool, Room(seats, LONGEST), self.unsorted, budget=budget,
+                                candidates=candidates, scale=SCALE,
+                                rotation=rope() if made.key_space == "pre" else None)
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
+        self.seats.unsorted = self.unsorted
         self.width = width
         self.free = list(range(1, blocks))
         self.found: Found | None = None
@@ -90,8 +93,9 @@ class Engine:
         starts = torch.tensor([0, *[n for _, n in work]], dtype=torch.int32).cumsum(0).int()
         prefilling = None if prefill is None else torch.full((len(work),), prefill)
         batch = Batch(lengths, starts, table, torch.cat(slots), prefilling)
-        self.found = found = self.seats.follow(batch)
         decode = max(n for _, n in work) == 1
+        self.unsorted.note(batch.slots, decode=decode)
+        self.found = found = self.seats.follow(batch)
         if decode:
             self.found = found = self.seats.serve(batch, found, [self.index])
         lanes = self.seats.lanes(batch, found)

@@ -17,7 +17,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from sparsekv.serving.index import LayerIndex
     from sparsekv.serving.seats import Seats
 
-    seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0}
+    seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0, "short": 0}
 
     def counted(cls: Any, name: str, note: Any) -> None:
         inner = getattr(cls, name)
@@ -37,6 +37,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))
     counted(Seats, "follow", lambda batch: add("mixed", int(bool((batch.starts.diff() == 1).any())
                                                             and bool((batch.starts.diff() > 1).any()))))
+    counted(Seats, "empty", lambda short: add("short", int(short)))
     llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, seed=0,
               **job["engine"])
     tokens, cached, gaps = [], [], []

@@ -6,7 +6,9 @@ import pytest
 import torch
 from paged import DECODE_WINDOW, GROUP, HEADS, PAGE, Engine, Request, full
 
-from sparsekv.serving.seats import PATIENCE, SLACK, Batch
+from sparsekv.serving.index import LATER
+from sparsekv.serving.pages import slots_at
+from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Batch
 
 
 def decode(engine: Engine, requests: list[Request], steps: int) -> list[list[torch.Tensor | None]]:
@@ -152,3 +154,38 @@ def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end() -> None:
     engine.seats.quiet_until = 10**9
     sparse = [out[0] is not None for out in decode(engine, [request], DECODE_WINDOW + SLACK + 4)]
     assert sparse == [True] * (DECODE_WINDOW + SLACK) + [False] * 4
+
+
+def test_a_server_of_short_requests_gives_its_seats_up_and_long_ones_get_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(seats=2)
+    seats = builds(engine, monkeypatch)
+    request = Request(0, 300, [])
+    assert engine.seats.empty(short=True) and not engine.seats.empty(short=False)
+    engine.step([(request, 100)])
+    decode(engine, [request], 2)
+    assert not any(engine.seats.empty(short=True) for _ in range(IDLE)), "a long request may be waiting"
+    assert not engine.seats.empty(short=False)
+    assert [engine.seats.empty(short=True) for _ in range(IDLE + 1)] == [False] * IDLE + [True]
+    out = decode(engine, [request], 1)[0][0]
+    assert len(seats) == 2 and out is not None
+    assert not engine.seats.empty(short=False) and not engine.seats.empty(short=True)
+
+
+def test_what_waits_for_its_bucket() -> None:
+    """A few keys and those of decode steps; it ends with the index that takes them in, and begins with a new owner."""
+    engine = Engine()
+    request = Request(0, 400, [])
+    engine.step([(request, LATER + 6)])
+    slots = slots_at(torch.tensor([request.pages]), torch.arange(LATER + 6)[None], PAGE)[0]
+    assert not engine.unsorted.at[slots].any()
+    engine.step([(request, 40)])
+    assert int(engine.unsorted.at[PAGE:-1].sum()) == engine.unsorted.at.shape[0] - 1 - PAGE - slots.shape[0]
+    decode(engine, [request], 1)
+    taken = engine.index.order[0, :int(engine.index.offsets[0, 0, -1])].long()
+    assert taken.shape[0] > slots.shape[0] and not engine.unsorted.at[taken].any()
+    engine.unsorted.note(taken[:3], decode=True)
+    assert engine.unsorted.at[taken[:3]].all() and not engine.unsorted.now
+    engine.unsorted.note(torch.full((5,), -1), decode=True)
+    assert not engine.unsorted.at[taken[3:]].any()

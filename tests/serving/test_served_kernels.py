@@ -27,6 +27,7 @@ def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.Mon
     (q, lanes), = seen
     keys = torch.cat([r.k[:25] for r in requests])
     slots, places = torch.arange(75) + 16, torch.arange(75)
+    engine.unsorted.note(slots, decode=False)
     engine.index.write(keys, slots, places)
     expected = engine.index.step(q, lanes)
     written = engine.index.bucket_at.clone(), engine.index.codes.clone()

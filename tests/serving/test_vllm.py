@@ -100,6 +100,9 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
         {"preemptions": 1}),
     "seats change hands": (
         [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2}, {"built": 6}),
+    "short ones by themselves, before and after": (
+        [wave(prompts(60, 90), 40), wave(prompts(260, 40), 80), wave(prompts(50), 90), wave(prompts(250, 300), 30)],
+        {}, {"dense_below": 200}, {"built": 3, "short": 100}),
     "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16}, {"moved": 10}),
 }
 

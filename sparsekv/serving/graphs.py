@@ -1,0 +1,69 @@
+"""vLLM's full CUDA graphs twice: as they are, and without sparse decoding for batches in which every request is short.
+
+A graph of a decode batch holds the launches of sparse steps whether a row wants them or not, some twenty a layer. vLLM
+finds a graph by the number of rows alone, so that which of two is replayed is chosen here, by what the metadata builder
+said of the batch. Where a version keeps its graphs elsewhere there is one graph, with sparse steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+class Turn:
+    """Of this process. below: requests shorter than this never decode sparsely [tokens]; short: whether the batch that
+    was prepared last has such requests alone; capturing: graphs of such batches; captured: there are some."""
+
+    below: int | None = None
+    short = False
+    capturing = False
+    captured = False
+
+    def lowest(self, below: int) -> None:
+        """A group of layers whose requests decode sparsely from this length on."""
+        self.below = below if self.below is None else min(self.below, below)
+
+    def take(self, longest: int) -> bool:
+        """Whether the batch that is being prepared, its longest request of at most `longest` tokens, is short."""
+        self.short = self.below is not None and longest < self.below
+        return self.short
+
+
+TURN = Turn()
+
+
+class Either:
+    """What is replayed as a graph: one of two of the same batch."""
+
+    def __init__(self, sparse: Any, short: Any):
+        self.sparse, self.short = sparse, short
+
+    def replay(self) -> None:
+        (self.short if TURN.short else self.sparse).replay()
+
+
+def capture_twice(manager: Any, full: Any) -> None:
+    """Make a class that keeps graphs by descriptor (`CudaGraphManager` of vLLM's second runner) capture both. full: the
+    key of its full graphs among its descriptors."""
+    once: Callable[..., None] = manager.capture
+    if hasattr(manager, "captures_twice"):
+        return
+    manager.captures_twice = True
+
+    @wraps(once)
+    def capture(self: Any, *args: Any, **kwargs: Any) -> None:
+        once(self, *args, **kwargs)
+        if TURN.below is None or full not in self._capture_descs or not self.graphs:
+            return
+        sparse, wanted = self.graphs, self._capture_descs
+        self.graphs, self._capture_descs, TURN.capturing = {}, {full: wanted[full]}, True
+        try:
+            once(self, *args, **kwargs)
+        finally:
+            short, self.graphs, self._capture_descs, TURN.capturing = self.graphs, sparse, wanted, False
+        self.graphs = {key: Either(graph, short[key]) for key, graph in sparse.items()}
+        TURN.captured = True
+
+    manager.capture = capture
