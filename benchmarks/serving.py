@@ -1,15 +1,20 @@
 """Tokens a second of a served model: vLLM with FlashAttention 3 and with sparsekv's backend, in one run.
 
-    python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--output FOLDER]
+    python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--side-by-side]
 
-Needs vLLM (docs/serving.md). Weights and prompts are random, an engine is a process of its own and is warmed up with a
-request of the case's length; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
-vLLM's full CUDA graphs. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+Needs vLLM (docs/serving.md). Weights and prompts are random. A method's cases of one `ENGINES` entry share an engine,
+a process of its own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off,
+and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. On a CPU `vllm_fa3` is vLLM's
+CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it, in which index and
   means are made.
-- `peak_gb`: most memory held, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside them.
+- `peak_gb`: most memory held so far, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside
+  them.
+
+One H200, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, four rows of 128k 60 s, 512k
+165 s, nearly all of it prefill. With two devices `--side-by-side` runs the methods at the same time, a device each.
 """
 
 from __future__ import annotations
@@ -22,7 +27,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +47,20 @@ from sparsekv.serving.settings import VARIABLE
 
 CASES = {
     "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
-    "8b-128k-b4": ("8b", 131_072, 4), "8b-512k-b1": ("8b", 524_288, 1), "tiny-512-b2": ("tiny", 512, 2),
+    "8b-128k-b4": ("8b", 131_072, 4), "8b-512k-b1": ("8b", 524_288, 1),
+    "tiny-256-b1": ("tiny", 256, 1), "tiny-512-b2": ("tiny", 512, 2),
 }
+"""A shape, tokens of a prompt, rows."""
+ENGINES = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4"), ("8b-512k-b1",), ("tiny-256-b1", "tiny-512-b2")
+"""Cases of one engine, whose longest request and most rows are theirs, whichever of them run."""
 METHODS = ("vllm_fa3", "vllm_sparsekv")
 BUCKETS, BYTES, WIDE, SINK, WINDOW = 1024, 24, 3, 4, 64
 SETTINGS = {"router": "router", "token_budget": 0.01, "candidates": 0.1, "decode_window": 1024, "dense_layers": [0]}
-TOKENS, LAST = 200, 100
+SMALL = {"tiny": {"dense_below": 400}}
+"""What a trial has beside them: one case short, one long."""
+TOKENS, LAST, CHUNK, WARM = 200, 100, 8192, 32_768
+FOUND = "found "
+"""What an engine's process says before a case's numbers."""
 UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second"}
 
 
@@ -73,19 +89,22 @@ def write_model(shape: str, folder: Path, longest: int) -> None:
     ).save(folder / "router")
 
 
-def engine_of(case: str, method: str, folder: Path, options: argparse.Namespace) -> Any:
+def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argparse.Namespace) -> Any:
     from vllm import LLM
 
-    _, length, rows = CASES[case]
-    longest, cuda = length + options.tokens + 64, torch.cuda.is_available()
+    cases = [CASES[case] for case in group]
+    rows, cuda = max(c[2] for c in cases), torch.cuda.is_available()
+    longest = max(c[1] for c in cases) + options.tokens + 64
     more: dict[str, Any] = {"enforce_eager": True}
     if cuda:
         backend = {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {
             "backend": "FLASH_ATTN", "flash_attn_version": 3}
+        sizes = sorted({c[2] for c in cases})
         more = {"attention_config": backend, "gpu_memory_utilization": options.memory,
-                "compilation_config": {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sorted({1, rows})}}
+                "max_num_batched_tokens": CHUNK,
+                "compilation_config": {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sizes}}
     # both methods get the same pages, and no more than they need
-    blocks = (rows + 1) * -(-longest // 16) + 16
+    blocks = max(c[2] * -(-(c[1] + options.tokens + 64) // 16) for c in cases) + 64
     return LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
                max_num_seqs=max(rows, 2), block_size=16, num_gpu_blocks_override=blocks, enable_prefix_caching=False,
                seed=0, **more)
@@ -101,7 +120,7 @@ def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[fl
     began, started, steps = time.perf_counter(), {}, []
     for i in range(rows):
         prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
-        inner.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, params)
+        inner.add_request(f"{length}-{rows}-{seed}-{i}", {"prompt_token_ids": prompt}, params)
     last = began
     while inner.has_unfinished_requests():
         for out in inner.step():
@@ -113,19 +132,28 @@ def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[fl
     return max(started.values()) - began, steps[1:]
 
 
-def measure(case: str, method: str, folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """One engine, in this process."""
-    _, length, rows = CASES[case]
-    engine = engine_of(case, method, folder, options)
-    run(engine, length, rows, 16, seed=1)
-    first, steps = run(engine, length, rows, options.tokens, seed=2)
-    step = statistics.median(steps[-min(LAST, len(steps) // 2):])
-    found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
-        found["beside_gb"] = beside() / 1e9
-    return found
+def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
+    """One engine, in this process: says what it finds, a line a case."""
+    began = time.perf_counter()
+    engine = engine_of(group_of(options.cases[0]), method, folder, options)
+    started = time.perf_counter()
+    shapes = [CASES[case] for case in options.cases]
+    run(engine, min(WARM, max(length for _, length, _ in shapes)), 1, 16, seed=1)
+    print(f"{method}: started in {started - began:.0f} s, warm in {time.perf_counter() - started:.0f} s", flush=True)
+    for case in options.cases:
+        _, length, rows = CASES[case]
+        first, steps = run(engine, length, rows, options.tokens, seed=0)
+        step = statistics.median(steps[-min(LAST, len(steps) // 2):])
+        found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
+            found["beside_gb"] = beside() / 1e9
+        print(FOUND + json.dumps({"case": case, "found": found}), flush=True)
+
+
+def group_of(case: str) -> tuple[str, ...]:
+    return next(group for group in ENGINES if case in group)
 
 
 def beside() -> int:
@@ -148,42 +176,65 @@ def main() -> None:
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--name", default="serving", help="of the file, for runs that are put together")
+    parser.add_argument("--side-by-side", action="store_true", help="the methods at the same time, a device each")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
-        found = measure(options.cases[0], options.methods[0], options.engine, options)
-        (options.engine / "found.json").write_text(json.dumps(found))
+        measure(options.methods[0], options.engine, options)
         return
     if importlib.util.find_spec("vllm") is None:
         print("vLLM is not installed: nothing is measured (docs/serving.md says how)")
         return
-    rows: list[dict[str, Any]] = []
-    for case in options.cases:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            write_model(CASES[case][0], folder, 1 << 20)
-            (folder / "settings.json").write_text(json.dumps({**SETTINGS, "requests": CASES[case][2]}))
-            for method in options.methods:
-                rows += _in_a_process(case, method, folder, options)
-                write_rows(options.name, rows, options.output)
-    print(write_rows(options.name, rows, options.output))
+    devices = torch.cuda.device_count()
+    if options.side_by_side and devices < len(options.methods):
+        parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
+    lock, rows = threading.Lock(), list[dict[str, Any]]()
+
+    def note(found: list[dict[str, Any]]) -> None:
+        with lock:
+            rows.extend(found)
+            write_rows(options.name, sorted(rows, key=lambda r: list(CASES).index(r["case"])), options.output)
+
+    def serve(method: str, device: int | None) -> None:
+        for group in ENGINES:
+            cases = [case for case in group if case in options.cases]
+            if cases:
+                _in_a_process(cases, method, device, options, note)
+
+    with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
+        list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
+    print(f"{len(rows)} rows in {options.output / options.name}.json")
 
 
-def _in_a_process(case: str, method: str, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _in_a_process(cases: list[str], method: str, device: int | None, options: argparse.Namespace,
+                  note: Callable[[list[dict[str, Any]]], None]) -> None:
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
-    if method == "vllm_sparsekv":
-        env[VARIABLE] = str(folder / "settings.json")
-    done = subprocess.run(
-        [sys.executable, __file__, "--cases", case, "--methods", method, "--tokens", str(options.tokens), "--memory",
-         str(options.memory), "--graphs", options.graphs, "--engine", str(folder)], env=env, check=False)
-    if done.returncode:
-        print(f"{case} {method}: the engine stopped with {done.returncode}", flush=True)
-        return []
-    found = json.loads((folder / "found.json").read_text())
-    print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
-    return [row(case, method, name, round(value, 3), UNITS[name.rpartition("_")[2]]) for name, value in found.items()]
+    if device is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(device)
+    with tempfile.TemporaryDirectory() as place:
+        folder, (shape, *_) = Path(place), CASES[cases[0]]
+        write_model(shape, folder, 1 << 20)
+        requests = max(CASES[case][2] for case in group_of(cases[0]))
+        (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {}), "requests": requests}))
+        if method == "vllm_sparsekv":
+            env[VARIABLE] = str(folder / "settings.json")
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--cases", *cases, "--methods", method, "--tokens", str(options.tokens),
+             "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder)],
+            env=env, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith(FOUND):
+                print(line, end="", flush=True)
+                continue
+            said = json.loads(line.removeprefix(FOUND))
+            print(said["case"], method, {k: round(v, 3) for k, v in said["found"].items()}, flush=True)
+            note([row(said["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
+                  for name, value in said["found"].items()])
+        if process.wait():
+            print(f"{' '.join(cases)} {method}: the engine stopped with {process.returncode}", flush=True)
 
 
 if __name__ == "__main__":
