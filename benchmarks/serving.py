@@ -89,6 +89,19 @@ def write_model(shape: str, folder: Path, longest: int) -> None:
     ).save(folder / "router")
 
 
+def backend_of(method: str) -> dict[str, Any]:
+    """vLLM's attention_config."""
+    return {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+
+
+def environment() -> dict[str, str]:
+    """Of an engine's process: the engine in it, nothing fetched, no settings yet."""
+    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+           "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    env.pop(VARIABLE, None)
+    return env
+
+
 def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argparse.Namespace) -> Any:
     from vllm import LLM
 
@@ -97,10 +110,8 @@ def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argpar
     longest = max(c[1] for c in cases) + options.tokens + 64
     more: dict[str, Any] = {"enforce_eager": True}
     if cuda:
-        backend = {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {
-            "backend": "FLASH_ATTN", "flash_attn_version": 3}
         sizes = sorted({c[2] for c in cases})
-        more = {"attention_config": backend, "gpu_memory_utilization": options.memory,
+        more = {"attention_config": backend_of(method), "gpu_memory_utilization": options.memory,
                 "max_num_batched_tokens": CHUNK,
                 "compilation_config": {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sizes}}
     # both methods get the same pages, and no more than they need
@@ -208,9 +219,7 @@ def main() -> None:
 
 def _in_a_process(cases: list[str], method: str, device: int | None, options: argparse.Namespace,
                   note: Callable[[list[dict[str, Any]]], None]) -> None:
-    env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-           "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    env.pop(VARIABLE, None)
+    env = environment()
     if device is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(device)
     with tempfile.TemporaryDirectory() as place:
