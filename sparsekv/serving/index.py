@@ -50,9 +50,9 @@ class Rotation(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index;
-    anchors `[R, A]`: slots of sink and tail, -1 where there is none; places `[R]`: position of the query; rest `[R]`
-    int32: lengths of the rows that are attended to fully, 0 for the others; zero `[R]` int64."""
+    """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index,
+    for the others nobody's; anchors `[R, A]`: slots of sink and tail, -1 where there is none; places `[R]`: position of
+    the query; rest `[R]` int32: lengths of the rows that are attended to fully, 0 for the others; zero `[R]` int64."""
 
     sparse: Tensor
     seat: Tensor
@@ -99,8 +99,8 @@ class Unsorted:
 class LayerIndex:
     """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: buckets `[Hkv, slots + 1]` and codes
     `[1, Hkv, slots + 1, w]`; what has no slot goes to the last. By seat: order, a list of slots, and its offsets into
-    the lists of all seats; means of the buckets (scores `mean_key`), the queries' side of the sketch, budgets. Seat
-    `seats` is nobody's: its buckets are empty."""
+    the lists of all seats; means of the buckets (scores `mean_key`), the queries' side of the sketch, and how many
+    tokens and candidates are wanted. Seat `seats` is nobody's: its buckets are empty."""
 
     def __init__(
         self, router: RouterLayer, pool: Tensor, room: Room, unsorted: Unsorted, *, budget: int | float,
@@ -133,7 +133,7 @@ class LayerIndex:
         self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16)
         self.order = zeros(heads, seats * room.longest, kind=torch.int32)
         self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
-        self.budget, self.pool = (zeros(seats + 1, kind=torch.int64) for _ in range(2))
+        self.spent = zeros(2, seats + 1, kind=torch.int64)
         self.means = None if self.weights is not None else zeros(seats + 1, heads, buckets, dim, kind=dtype)
         self.codes: Tensor | None = None
         if self.sketch is not None:
@@ -203,17 +203,17 @@ class LayerIndex:
     def step(self, q: Tensor, lanes: Lanes) -> Tensor:
         """Attention of one query a row, q `[R, Hq, d]` with RoPE, over anchors and what the budget buys: `[R, Hq, d]`,
         zero for rows that do not decode sparsely."""
-        rows, seat = q.shape[0], torch.where(lanes.sparse, lanes.seat, self.room.seats)
+        rows, seat = q.shape[0], lanes.seat
         order, offsets = self.order[None].expand(rows, -1, -1), self.offsets[seat]
         asking = q
         if self.weights is not None and self.space == "pre":
             assert self.rotation is not None
             asking = self.rotation.remove(q, lanes.places)
-        scores, budget = self._scores(seat), self.budget[seat]
+        scores, (budget, pool) = self._scores(seat), self.spent[:, seat]
         if self.codes is None or self.sketch is None:
             tokens = route_tokens(asking, scores, order, offsets, budget, self.widest)
         else:
-            candidates = Candidates(asking, scores, order, offsets, self.pool[seat], self.widest_pool)
+            candidates = Candidates(asking, scores, order, offsets, pool, self.widest_pool)
             sketch, codes = self.sketch._replace(queries=self.asks[seat]), self.codes.expand(rows, -1, -1, -1)
             tokens = sketch_tokens(q, sketch, codes, self.scale, budget, self.widest, candidates)
         anchors = lanes.anchors[:, None].expand(-1, self.heads, -1)
@@ -247,8 +247,8 @@ class LayerIndex:
         tokens = int(tokens_of_budget(self.token_budget, regions))
         wanted = int(tokens_of_budget(float(self.candidates), regions))
         mid = int(regions.mid_sizes)
-        self.budget[seat] = min(tokens, self.widest)
-        self.pool[seat] = min(max(wanted, LEAST_CANDIDATES * tokens), mid, self.widest_pool)
+        self.spent[0, seat] = min(tokens, self.widest)
+        self.spent[1, seat] = min(max(wanted, LEAST_CANDIDATES * tokens), mid, self.widest_pool)
 
 
 def most_tokens(budget: int | float, longest: int) -> int:

@@ -172,7 +172,7 @@ class Seats:
         at = torch.where(sink, step, tail[:, None] + step - places.sink_size)
         used = sparse[:, None] & (at < torch.where(sink, tail[:, None], lengths[:, None]))
         anchors = torch.where(used, slots_at(batch.table, at, places.page), -1).int()
-        return Lanes(sparse, found.seat, anchors, (lengths - 1).clamp(min=0),
+        return Lanes(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
                      torch.where(sparse, 0, lengths).int(), torch.zeros_like(lengths))
 
     def _asks(self, wanted: Tensor, rows: int) -> bool:
