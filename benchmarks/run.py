@@ -80,6 +80,8 @@ def all_jobs() -> list[Job]:
                                                    "--budgets 0.01,0.02"),
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
         Job("serving", "benchmarks/serving.py --output {out}"),
+        Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
+                              "--prompts {prompts} --samples 8 --budget 0.02 --output {out}", after=("train",)),
         Job("chunk", f"{papers} chunk --lengths 32768,131072,1048576"),
         Job("million", f"{papers} million"),
         Job("papers", f"{papers} saap,completion --model {{model}} --text {{text}} --variants all --quick-steps 4000"),
