@@ -109,7 +109,8 @@ class Buffers:
         self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
         self.model = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
                                 normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
-        self.means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5)
+        spread = torch.rand(batch, heads, BUCKETS, device="cuda", generator=generator)
+        self.means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5, spread)
         mid = max(length - SINK - TAIL, 0)
         share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         if whale:
@@ -171,7 +172,7 @@ class Buffers:
         mid = max(self.k.shape[2] - SINK - TAIL, 0)
         made = SketchRouter(candidates=CANDIDATES)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
-        made.weights, made.means = None, self.means.means
+        made.weights, made.means, made.spread = None, self.means.means, self.means.spread
         made.fixed = made.turned = self.sketch
         made.codes, made.width = self.codes, SKETCH_BYTES
         made.widest, made.widest_pool = -(-mid // round(1 / SKETCH_BUDGET)), -(-mid // round(1 / CANDIDATES))

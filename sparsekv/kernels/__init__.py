@@ -21,7 +21,7 @@ Conventions (all functions):
 from sparsekv.kernels.attend import attend_buckets, attend_tokens
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
-from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums
+from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
     RANK,
@@ -44,6 +44,7 @@ from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.routing import (
     choose_tokens,
     group_probability,
+    half_variance,
     route,
     route_tokens,
     top_buckets,
@@ -67,7 +68,7 @@ __all__ = [
     "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts",
     "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode",
     "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows",
-    "group_probability", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features",
-    "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
-    "sketch_tokens", "top_buckets",
+    "group_probability", "half_variance", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend",
+    "phi_features", "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
+    "sketch_tokens", "square_sums", "top_buckets",
 ]

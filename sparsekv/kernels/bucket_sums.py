@@ -18,6 +18,12 @@ def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int
     return (launch_sums if on_device(x) else bucket_sums_reference)(x, bucket, used, num_buckets)
 
 
+def square_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> Tensor:
+    """Sums of the squared lengths of what falls into every bucket, `[B, H, C]`; arguments as for `bucket_sums`."""
+    lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=acc_dtype(x))
+    return bucket_sums(lengths.square_(), bucket, used, num_buckets)[1][..., 0]
+
+
 def bucket_sums_reference(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
     """`bucket_sums` in plain torch."""
     acc = acc_dtype(x)

@@ -48,14 +48,23 @@ def router_logits(q: Tensor, model: QueryModel) -> Tensor:
 
 
 def mean_key_logits(q: Tensor, means: BucketMeans, counts: Tensor) -> Tensor:
-    """`log n_c + q·mean_c·scale`, the log-mass of a bucket under a bound by Jensen: q `[Q, Hq, d]` with RoPE, counts
-    `[B, Hkv, C]` -> `[Q, Hq, C]`. Empty buckets get -inf."""
+    """`log n_c + scale q·mean_c + scale² |q|² spread_c`, the log-mass of a bucket to the second order, its keys being
+    spread alike in all directions: q `[Q, Hq, d]` with RoPE, counts `[B, Hkv, C]` -> `[Q, Hq, C]`. Empty buckets get
+    -inf. The first two terms alone are what Jensen's inequality puts below it."""
     count, heads_q, dim = q.shape
     acc = acc_dtype(q)
     batch, heads_kv, buckets, _ = means.means.shape
-    query = q.to(acc).reshape(batch, count // batch, heads_kv, -1, dim)
-    logits = torch.einsum("bthgd,bhcd->bthgc", query, means.means.to(acc)) * means.scale
+    query = q.to(acc).reshape(batch, count // batch, heads_kv, -1, dim) * means.scale
+    logits = torch.einsum("bthgd,bhcd->bthgc", query, means.means.to(acc))
+    logits += query.square().sum(-1, keepdim=True) * means.spread.to(acc)[:, None, :, None]
     return (logits + counts.to(acc).log()[:, None, :, None]).reshape(count, heads_q, buckets)
+
+
+def half_variance(squares: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
+    """`spread` of buckets from the sums of their keys' squared lengths `[..., C]`, of their keys `[..., C, d]`, and
+    their counts `[..., C]`."""
+    counts = counts.clamp(min=1)
+    return ((squares / counts - (sums / counts[..., None]).square().sum(-1)) / (2 * sums.shape[-1])).clamp(min=0)
 
 
 def group_probability(logits: Tensor, heads_kv: int) -> Tensor:
@@ -156,9 +165,9 @@ def launch_logits(
     if isinstance(scores, BucketMeans):
         means = dense_last(scores.means)
         mean_kernel[grid](
-            q, means, table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2], *means.stride()[:3], dim,
-            buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets, BESIDE=beside, num_warps=SCORE_WARPS,
-            **({"launch_pdl": True} if beside and overlap else {}))
+            q, means, scores.spread.contiguous(), table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2],
+            *means.stride()[:3], dim, buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets,
+            BESIDE=beside, num_warps=SCORE_WARPS, **({"launch_pdl": True} if beside and overlap else {}))
         return logits
     w1, b1, w2, b2 = (w.contiguous() for w in scores)
     hidden = w1.shape[2]

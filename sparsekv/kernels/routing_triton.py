@@ -78,11 +78,11 @@ def score_kernel(
 
 @triton.jit
 def mean_kernel(
-    q, means, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
+    q, means, spreads, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     OFFSETS: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
 ):
-    """`q·mean·scale + log n` for FOLD queries of one row of the cache. BESIDE: it runs beside the kernel before it, of
+    """`mean_key_logits` for FOLD queries of one row of the cache. BESIDE: it runs beside the kernel before it, of
     which it takes nothing, and ends after it."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     blocks = tl.cdiv(per_row, FOLD)
@@ -101,7 +101,10 @@ def mean_kernel(
                     mask=used[:, None] & (width < dim)[None, :], other=0.0)
     size = sizes_of(table, cache_row * heads + head, bucket, num_buckets, inside, OFFSETS=OFFSETS)
     base = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+    spread = tl.load(spreads + (cache_row * heads + head) * num_buckets + bucket, mask=inside, other=0.0)
+    scaled = query.to(tl.float32) * scale
     total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
+    total += tl.sum(scaled * scaled, 1)[:, None] * spread[None, :]
     if OVERLAP:
         gdc_launch_dependents()
         if BESIDE:

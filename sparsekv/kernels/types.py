@@ -18,11 +18,12 @@ class QueryModel(NamedTuple):
 
 
 class BucketMeans(NamedTuple):
-    """The untrained scores of a request: means `[B, Hkv, C, d]` of the rotated keys of every bucket, and the softmax
-    scale."""
+    """The untrained scores of a request: means `[B, Hkv, C, d]` of the rotated keys of every bucket, the softmax scale,
+    and spread `[B, Hkv, C]` float32: half the variance of a bucket's keys in a direction (`half_variance`)."""
 
     means: Tensor
     scale: float
+    spread: Tensor
 
 
 RouterScores = QueryModel | BucketMeans

@@ -26,8 +26,10 @@ from sparsekv.kernels import (
     build_index,
     encode,
     extend_index,
+    half_variance,
     route_tokens,
     sketch_tokens,
+    square_sums,
 )
 from sparsekv.serving.pages import by_slot
 
@@ -135,6 +137,7 @@ class LayerIndex:
         self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
         self.spent = zeros(2, seats + 1, kind=torch.int64)
         self.means = None if self.weights is not None else zeros(seats + 1, heads, buckets, dim, kind=dtype)
+        self.squares, self.spread = zeros(2, seats + 1, heads, 0 if self.means is None else buckets, kind=torch.float32)
         self.codes: Tensor | None = None
         if self.sketch is not None:
             self.codes = zeros(1, heads, self.slots + 1, self.width, kind=torch.int8)
@@ -173,11 +176,11 @@ class LayerIndex:
         order, offsets = build_index(members, self.buckets, ends, ends + slots.shape[0])
         self._seat(seat, slots.int()[order[0].clamp(min=0).long()], offsets[0])
         if self.means is not None:
-            sums = torch.zeros_like(self.means[seat], dtype=torch.float32)
+            sums, squares = (torch.zeros_like(x[seat], dtype=torch.float32) for x in (self.means, self.squares))
             for part, own in zip(slots.split(SUMMED_AT_ONCE), members.split(SUMMED_AT_ONCE, -1), strict=True):
                 sums += bucket_sums(self.keys[None, :, part], own, None, self.buckets)[1][0]
-            counts = offsets[0].diff(dim=-1).clamp(min=1)[..., None]
-            self.means[seat] = (sums / counts).to(self.means.dtype)
+                squares += square_sums(self.keys[None, :, part], own, None, self.buckets)[0]
+            self._summed(seat, sums, squares, offsets[0].diff(dim=-1))
         self._fit(seat, slots, regions)
         self._spend(seat, regions)
 
@@ -192,13 +195,20 @@ class LayerIndex:
         order, offsets = extend_index(self.order[None, :, first:first + known], old, members, new.int()[None])
         self._seat(seat, order[0], offsets[0])
         if self.means is not None:
-            counts, sums = bucket_sums(self.keys[None, :, new], members, None, self.buckets)
-            before = old.diff(dim=-1)[0][..., None]
-            total = self.means[seat].float() * before + sums[0]
-            self.means[seat] = (total / (before + counts[0][..., None]).clamp(min=1)).to(self.means.dtype)
+            sums = bucket_sums(self.keys[None, :, new], members, None, self.buckets)[1][0]
+            squares = square_sums(self.keys[None, :, new], members, None, self.buckets)[0]
+            before = old.diff(dim=-1)[0]
+            self._summed(seat, self.means[seat].float() * before[..., None] + sums, self.squares[seat] + squares,
+                         offsets[0].diff(dim=-1))
         if slots.shape[0] > 2 * self.fitted[seat]:
             self._fit(seat, slots, regions)
         self._spend(seat, regions)
+
+    def _summed(self, seat: int, sums: Tensor, squares: Tensor, counts: Tensor) -> None:
+        """What scores the buckets of a seat, from the sums of their keys and of the squared lengths."""
+        assert self.means is not None
+        self.means[seat] = (sums / counts.clamp(min=1)[..., None]).to(self.means.dtype)
+        self.squares[seat], self.spread[seat] = squares, half_variance(squares, sums, counts)
 
     def step(self, q: Tensor, lanes: Lanes) -> Tensor:
         """Attention of one query a row, q `[R, Hq, d]` with RoPE, over anchors and what the budget buys: `[R, Hq, d]`,
@@ -226,7 +236,7 @@ class LayerIndex:
         if self.weights is not None:
             return self.weights
         assert self.means is not None
-        return BucketMeans(self.means[seat], self.scale)
+        return BucketMeans(self.means[seat], self.scale, self.spread[seat])
 
     def _seat(self, seat: int, order: Tensor, offsets: Tensor) -> None:
         first = seat * self.room.longest
@@ -262,5 +272,5 @@ def bytes_of(router: RouterLayer, room: Room, slots: int, size: int) -> tuple[in
     rank = 0 if router.sketch is None else router.sketch.rank
     seat = 4 * heads * room.longest + 4 * heads * (buckets + 1) + 4 * heads * dim * rank
     if router.scores == "mean_key":
-        seat += heads * buckets * dim * size
+        seat += heads * buckets * (dim * size + 8)
     return slots * heads * (2 + router.sketch_bytes), room.seats * seat

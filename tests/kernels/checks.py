@@ -183,7 +183,8 @@ def check_routing(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
     order = torch.rand(2, heads, int(offsets.max()) + 4, device=device).argsort(-1).int()
     budget = torch.randint(0, buckets, (2 * queries,), device=device)
     widest, close = int(budget.max()), LIMITS[dtype]
-    for scores in (model, BucketMeans(random(2, heads, buckets, dim), 0.3)):
+    spread = torch.rand(2, heads, buckets, device=device)
+    for scores in (model, BucketMeans(random(2, heads, buckets, dim), 0.3, spread)):
         logits = bucket_logits_reference(q.double(), double(scores), counts)
         p = group_probability(logits, heads)
         for table, is_offsets in ((counts.int(), False), (offsets, True)):
@@ -385,7 +386,8 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     offsets = torch.nn.functional.pad(cuts.int(), (1, 1), value=0)
     offsets[..., -1] = length
     model = QueryModel(*(torch.randn(heads, *x, device=device).to(dtype) for x in ((dim, 8), (8,), (8, 11), (11,))))
-    means = BucketMeans(torch.randn(2, heads, 11, dim, device=device).to(dtype), 0.3)
+    means = BucketMeans(torch.randn(2, heads, 11, dim, device=device).to(dtype), 0.3,
+                        torch.rand(2, heads, 11, device=device))
     pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]

@@ -33,7 +33,8 @@ KINDS = {
             "positions tallies",
     "*i16": "codes queries grades",
     "*fp32": "side partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
-             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part",
+             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part "
+             "spreads",
     "fp32": "scale eps",
     "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
             "w_b alpha w_out b_out",

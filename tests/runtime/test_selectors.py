@@ -177,8 +177,9 @@ def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[floa
             if not tokens:
                 logits[c] = -math.inf
             elif trained.scores == "mean_key":
-                mean = step.keys[b, h, sorted(tokens)].mean(0)
-                logits[c] = math.log(len(tokens)) + queries.rot[b, g, t] @ mean * step.scale
+                mean, q = step.keys[b, h, sorted(tokens)].mean(0), queries.rot[b, g, t] * step.scale
+                apart = (step.keys[b, h, sorted(tokens)] - mean).square().mean()
+                logits[c] = math.log(len(tokens)) + q @ mean + q.square().sum() * apart / 2
         probabilities[g] = logits.softmax(-1).tolist()
     return probabilities, members
 

@@ -84,9 +84,10 @@ def test_the_router_card_is_of_the_keys_read() -> None:
             found = torch.zeros(HEADS_Q)
             for kv in range(HEADS_KV):
                 members = [[i for i in range(2, last) if bucket[kv, i] == c] for c in range(buckets)]
-                q = request.queries.rot[0, 2 * kv:2 * kv + 2, t]
-                logits = torch.stack([q @ given.keys[0, kv, m].mean(0) * 0.4 + torch.tensor(float(len(m))).log()
-                                      for m in members])
+                q = 0.4 * request.queries.rot[0, 2 * kv:2 * kv + 2, t]
+                own = [given.keys[0, kv, m] for m in members]
+                logits = torch.stack([q @ k.mean(0) + q.square().sum(-1) * (k - k.mean(0)).square().mean() / 2
+                                      + torch.tensor(float(len(k))).log() for k in own])
                 density = logits.softmax(0).sum(1) / torch.tensor([len(m) for m in members])
                 order = [i for c in density.argsort(descending=True).tolist() for i in members[c]][:left]
                 found[2 * kv:2 * kv + 2] = share[t, 2 * kv:2 * kv + 2][:, order].sum(-1)

@@ -24,8 +24,10 @@ from sparsekv.kernels import (
     bucket_sums,
     build_index,
     extend_index,
+    half_variance,
     route,
     route_tokens,
+    square_sums,
 )
 
 SCORES = ("mlp", "mean_key")
@@ -46,7 +48,7 @@ class Router(Selector):
     source: ClassVar[str] = "Saap §4"
     replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
-                                            "means")
+                                            "square_sums", "means", "spread")
     needs_budget: ClassVar[bool] = False
     artifact_kind: ClassVar[str | None] = "router"
 
@@ -103,7 +105,9 @@ class Router(Selector):
                                                view.regions.mid_last)
         self.counts = self.offsets.diff(dim=-1)
         self.key_sums: Tensor | None = None
+        self.square_sums: Tensor | None = None
         self.means: Tensor | None = None
+        self.spread: Tensor | None = None
         if how == "mean_key":
             self._sum_keys(view, view.regions.mid_first, 0, end)
 
@@ -126,7 +130,8 @@ class Router(Selector):
         heads, buckets, dim = self.centroids.shape[1:]
         size = view.keys.element_size()
         scored = heads * buckets * dim if self.weights is None else sum(w.numel() for w in self.weights)
-        return float(scored * size + 4 * heads * (buckets + 1 + self._listed(view)))
+        spread = buckets if self.weights is None else 0
+        return float(scored * size + 4 * heads * (buckets + 1 + spread + self._listed(view)))
 
     def _listed(self, view: LayerView) -> int:
         """Tokens of a list of candidates."""
@@ -154,9 +159,11 @@ class Router(Selector):
                 self.weights = QueryModel(*(w.to(q.dtype).contiguous() for w in self.weights))
             return self.weights
         if self.means is None:
-            assert self.key_sums is not None
+            assert self.key_sums is not None and self.square_sums is not None
             self.means = (self.key_sums / self.counts.clamp(min=1)[..., None]).to(q.dtype)
-        return BucketMeans(self.means, view.scale)
+            self.spread = half_variance(self.square_sums, self.key_sums, self.counts)
+        assert self.spread is not None
+        return BucketMeans(self.means, view.scale, self.spread)
 
     def _keys(self, view: LayerView, first: int, last: int) -> Tensor:
         return view.keys_pre(first, last) if self.space == "pre" else view.keys[:, :, first:last]
@@ -166,10 +173,12 @@ class Router(Selector):
         return assign_buckets(self._keys(view, first, last), self.centroids)
 
     def _sum_keys(self, view: LayerView, first: Tensor, low: int, end: int) -> None:
-        """Add the rotated keys of the tokens from `first[b]` on to the sums of their buckets, `[B, Hkv, C, d]`."""
+        """Add the rotated keys of the tokens from `first[b]` on to the sums of their buckets, `[B, Hkv, C, d]`, and
+        their squared lengths."""
         self.means = None
         columns = torch.arange(low, end, device=view.device)
         joins = (columns >= first[:, None]) & (columns < view.regions.mid_last[:, None])
-        sums = bucket_sums(view.keys[:, :, low:end], self.assignment[..., low:end],
-                           joins[:, None].to(view.keys.device), self.centroids.shape[2])[1]
+        which = self.assignment[..., low:end], joins[:, None].to(view.keys.device), self.centroids.shape[2]
+        sums, squares = bucket_sums(view.keys[:, :, low:end], *which)[1], square_sums(view.keys[:, :, low:end], *which)
         self.key_sums = sums if self.key_sums is None else self.key_sums + sums
+        self.square_sums = squares if self.square_sums is None else self.square_sums + squares
