@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.serving import backend_of, environment
 from sparsekv.evaluation.evaluator import TOKENS_NEEDED
 from sparsekv.evaluation.requests import Request, load_requests, score
@@ -118,7 +118,6 @@ def main() -> None:
     if options.method is not None:
         measure(options)
         return
-    rows: list[dict[str, Any]] = []
     for method in options.methods:
         with tempfile.TemporaryDirectory() as place:
             found, settings = Path(place) / "found.json", Path(place) / "settings.json"
@@ -135,9 +134,9 @@ def main() -> None:
         means = {f"{task}@{options.length}": statistics.mean(s) for task, s in scores.items()}
         means[f"ruler@{options.length}"] = statistics.mean(means.values())
         print(method, {case: round(mean, 1) for case, mean in means.items()}, flush=True)
-        rows += [row(case, method, "score", round(mean, 2), "points", budget=options.budget, samples=options.samples)
-                 for case, mean in means.items()]
-        write_rows("served_quality", rows, options.output)
+        add_rows("served_quality", [
+            row(case, method, "score", round(mean, 2), "points", budget=options.budget, samples=options.samples)
+            for case, mean in means.items()], options.output)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import SHAPES
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.core.sketch import fit_sketch
@@ -186,7 +184,6 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="serving", help="of the file, for runs that are put together")
     parser.add_argument("--side-by-side", action="store_true", help="the methods at the same time, a device each")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -199,26 +196,19 @@ def main() -> None:
     devices = torch.cuda.device_count()
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
-    lock, rows = threading.Lock(), list[dict[str, Any]]()
-
-    def note(found: list[dict[str, Any]]) -> None:
-        with lock:
-            rows.extend(found)
-            write_rows(options.name, sorted(rows, key=lambda r: list(CASES).index(r["case"])), options.output)
 
     def serve(method: str, device: int | None) -> None:
         for group in ENGINES:
             cases = [case for case in group if case in options.cases]
             if cases:
-                _in_a_process(cases, method, device, options, note)
+                _in_a_process(cases, method, device, options)
 
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
         list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
-    print(f"{len(rows)} rows in {options.output / options.name}.json")
+    print(options.output / "serving.json")
 
 
-def _in_a_process(cases: list[str], method: str, device: int | None, options: argparse.Namespace,
-                  note: Callable[[list[dict[str, Any]]], None]) -> None:
+def _in_a_process(cases: list[str], method: str, device: int | None, options: argparse.Namespace) -> None:
     env = environment()
     if device is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(device)
@@ -240,8 +230,8 @@ def _in_a_process(cases: list[str], method: str, device: int | None, options: ar
                 continue
             said = json.loads(line.removeprefix(FOUND))
             print(said["case"], method, {k: round(v, 3) for k, v in said["found"].items()}, flush=True)
-            note([row(said["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
-                  for name, value in said["found"].items()])
+            add_rows("serving", [row(said["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
+                                 for name, value in said["found"].items()], options.output)
         if process.wait():
             print(f"{' '.join(cases)} {method}: the engine stopped with {process.returncode}", flush=True)
 
