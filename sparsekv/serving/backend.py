@@ -184,8 +184,7 @@ class SparseBuilder(AttentionMetadataBuilder):
             self._note_positions(common, batch)
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if self.unsorted is not None:
-            self.unsorted.note(batch.slots[:batch.slots.shape[0] if serves else 0],
-                               decode=common.max_query_len == 1)
+            self.unsorted.note(batch.slots if serves else batch.slots[:0], decode=common.max_query_len == 1)
         short = serves and TURN.take(common.max_seq_len) and (self.eager or TURN.captured)
         if self.seats.empty(short):
             return SparseMetadata(full)
