@@ -159,9 +159,20 @@ def give_kernel(
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """How many tokens every bucket gives to the budget, summed up in the buckets' order: one program a query and list.
-    Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
-    at = tl.program_id(0).to(tl.int64)
+    """How many tokens every bucket gives to the budget, summed up in the buckets' order: one program a query and
+    list."""
+    give(scores, offsets, budget, ends, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
+         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, OVERLAP=OVERLAP)
+
+
+@triton.jit
+def give(
+    scores, offsets, budget, ends, at, heads, per_row, num_buckets, width,
+    LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """`give_kernel` for one query and list. Densities are compared as the bits of positive floats, plus one: zero is an
+    empty bucket."""
     row = at // heads
     kv = row // per_row * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)

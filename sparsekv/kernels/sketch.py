@@ -19,14 +19,13 @@ from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
-from sparsekv.kernels.routing import launch_give, launch_logits, routable, route_tokens_reference
+from sparsekv.kernels.routing import launch_logits, rank_warps, routable, route_tokens_reference
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_WARPS = 64, 4
-QUERY_WARPS = 4
-SCORE_BLOCK, SCORE_WARPS = 128, 4
-GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 1024, 4
-BEST_BLOCK, BEST_WARPS = 2048, 8
+SCORE_BLOCK, SCORE_WARPS = 512, 8
+GRADE_PARTS, GRADE_WARPS = 256, 4
+BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
 GRADES, FLOOR = 4096, 13_056
 """Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
 KEYS_AT_ONCE = 8192
@@ -203,7 +202,8 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 
 class Graded(NamedTuple):
     """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
-    each grade above 1 `[Q, Hkv, GRADES]`, the number of candidates in the place of grade 0."""
+    each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, GRADES + n]`: behind the grades
+    zeros, one for every block of `best_kernel`."""
 
     grades: Tensor
     tokens: Tensor | None
@@ -214,70 +214,107 @@ def launch_tokens(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
     candidates: Candidates | None, first: Tensor | None, last: Tensor | None,
 ) -> Tensor:
-    """`sketch_tokens` through Triton: the queries' sides, beside them the buckets' scores; what every bucket gives; the
+    """`sketch_tokens` through Triton: the buckets' scores; what every bucket gives, beside it the queries' sides; the
     products, the grades, the best. Each launch is prepared while the one before it ends."""
-    return launch_best(*launch_grades(q, sketch, codes, scale, candidates, first, last), budget, widest)
+    return launch_best(*launch_grades(q, sketch, codes, scale, widest, candidates, first, last), budget, widest)
 
 
-def launch_query(q: Tensor, sketch: Sketch, scale: float) -> tuple[Tensor, Tensor]:
-    """`query_side_reference` through Triton, and tallies of zeros."""
-    from sparsekv.kernels.sketch_triton import query_kernel
+class Asked(NamedTuple):
+    """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; what
+    the buckets give to the candidates `[Q, Hkv, C]`; tallies of zeros, as of `Graded`.
+
+    A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
+    bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
+
+    side: Tensor
+    steps: Tensor
+    ends: Tensor | None
+    tallies: Tensor
+
+
+def launch_ask(
+    q: Tensor, sketch: Sketch, width: int, scale: float, blocks: int, candidates: Candidates | None = None,
+) -> Asked:
+    """What a query brings to codes of `width` bytes through Triton, with room for `blocks` blocks of `best_kernel`."""
+    from sparsekv.kernels.sketch_triton import ask_kernel
 
     q, maps = dense_last(q), sketch.queries.contiguous()
     count, heads_q, dim = q.shape
     rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
-    side = torch.empty(count, heads_q, sketch.rank, dtype=torch.float32, device=q.device)
-    tallies = torch.empty(count, heads, GRADES, dtype=torch.int32, device=q.device)
-    query_kernel[(count * heads_q,)](
-        q, maps, side, tallies, scale, heads_q, heads_q // heads, count // rows, dim, *q.stride()[:2], _by_row(maps, 4),
-        RANK=sketch.rank, WIDTH=power_of_two(sketch.rank), DIM=power_of_two(dim), OVERLAP=overlaps(q.device),
-        num_warps=QUERY_WARPS)
-    return side, tallies
+    group, device, overlap = heads_q // heads, q.device, overlaps(q.device)
+    side = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
+    steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
+    tallies = torch.empty(count, heads, GRADES + blocks, dtype=torch.int32, device=device)
+    given: tuple[Tensor, ...] = (steps,) * 4
+    lists, buckets, widest, ends, pdl = 0, 1, 0, None, {}
+    per_row = count // rows
+    if candidates is not None:
+        offsets = candidates.offsets.contiguous()
+        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True)
+        lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
+        per_row = count // offsets.shape[0]
+        ends = torch.empty(count, heads, buckets, dtype=torch.int32, device=device)
+        given = logits, offsets, candidates.budget.contiguous(), ends
+        pdl = {"launch_pdl": True} if overlap else {}
+    most, wide = power_of_two(group), power_of_two(buckets)
+    ask_kernel[(lists + count * heads_q,)](
+        *given, q, maps, side, steps, tallies, scale, lists, heads, per_row, buckets, widest, dim,
+        *q.stride()[:2], _by_row(maps, 4), GRADES + blocks, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
+        BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), OVERLAP=overlap,
+        num_warps=rank_warps(most * wide), **pdl)
+    return Asked(side, steps, ends, tallies)
 
 
 def launch_grades(
-    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, candidates: Candidates | None, first: Tensor | None,
-    last: Tensor | None,
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, widest: int, candidates: Candidates | None,
+    first: Tensor | None, last: Tensor | None,
 ) -> Graded:
-    """The grades of the candidates through Triton."""
+    """The grades of the candidates through Triton, of which at most `widest` will be chosen."""
     from sparsekv.kernels.sketch_triton import grade_kernel, score_kernel
 
-    side, tallies = launch_query(q, sketch, scale)
     codes, device = dense_last(codes), q.device
-    count, heads_q, rank = side.shape
+    count, heads_q, _ = q.shape
     heads, length, bytes_ = codes.shape[1:]
     width = length if candidates is None else candidates.widest
+    asked = launch_ask(q, sketch, bytes_, scale, best_blocks(width, widest), candidates)
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
     grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
     if not width:
-        return Graded(grades, tokens, tallies)
+        return Graded(grades, tokens, asked.tallies)
     if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
         lists, buckets, strides = (edges[0],) * 3, 1, (0, 0)
     else:
+        assert asked.ends is not None
         offsets, order = candidates.offsets.contiguous(), dense_last(candidates.order)
         buckets, strides, edges = offsets.shape[2] - 1, (order.stride(0), order.stride(1)), (offsets, offsets)
-        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, beside=True)
-        lists = order, offsets, launch_give(logits, offsets, candidates.budget, width, logits=True)
+        lists = order, offsets, asked.ends
     blocks, group = -(-width // SCORE_BLOCK), heads_q // heads
-    logits = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
+    weights = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
     overlap = overlaps(device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     score_kernel[(count * heads, blocks)](
-        side, codes, *lists, *edges, grades if tokens is None else tokens, logits, tops, masses, heads,
-        count // codes.shape[0], width, buckets, *codes.stride()[:3], *strides,
-        LISTED=tokens is not None, STEPS=buckets.bit_length(), RANK=rank, BYTES=bytes_, WIDTH=padded(bytes_),
-        GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
-    grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
-        logits, tops, masses, grades, tallies, width, blocks, GROUP=group, ROWS=power_of_two(group),
-        PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCK=GRADE_BLOCK, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
-    return Graded(grades, tokens, tallies)
+        asked.side, asked.steps, codes, *lists, *edges, grades if tokens is None else tokens, weights, tops, masses,
+        heads, count // codes.shape[0], width, buckets, *codes.stride()[:3], *strides,
+        LISTED=tokens is not None, SEARCH=buckets.bit_length(), RANK=sketch.rank, BYTES=bytes_,
+        WIDTH=max(32, power_of_two(bytes_)), GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
+        num_warps=SCORE_WARPS, **pdl)
+    grade_kernel[(count * heads, blocks)](
+        weights, tops, masses, grades, asked.tallies, width, asked.tallies.shape[2], GROUP=group,
+        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
+        num_warps=GRADE_WARPS, **pdl)
+    return Graded(grades, tokens, asked.tallies)
+
+
+def best_blocks(width: int, widest: int) -> int:
+    """Blocks of `best_kernel`."""
+    return -(-max(width, widest) // BEST_BLOCK)
 
 
 def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: Tensor, widest: int) -> Tensor:
-    """`best_tokens_reference` through Triton."""
+    """`best_tokens_reference` through Triton; the zeros of the tallies are used up."""
     from sparsekv.kernels.sketch_triton import best_kernel
 
     count, heads, width = grades.shape
@@ -285,10 +322,11 @@ def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: 
     if not width or not widest:
         return out.fill_(-1)
     overlap = overlaps(grades.device)
-    best_kernel[(count * heads, -(-max(width, widest) // BEST_BLOCK))](
+    blocks = best_blocks(width, widest)
+    best_kernel[(count * heads, blocks)](
         grades, grades if tokens is None else tokens, tallies, budget.contiguous(), out, heads, width, widest,
-        LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=BEST_BLOCK, OVERLAP=overlap, num_warps=BEST_WARPS,
-        **({"launch_pdl": True} if overlap else {}))
+        tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)),
+        OVERLAP=overlap, num_warps=BEST_WARPS, **({"launch_pdl": True} if overlap else {}))
     return out
 
 

@@ -5,10 +5,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsekv.kernels import sketch
-from sparsekv.kernels.routing_triton import token_of_slot
+from sparsekv.kernels.routing_triton import give, token_of_slot
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
+COUNTED: tl.constexpr = tl.constexpr(1 << 30)
+"""Set in what a block of `best_kernel` tells the later ones."""
 
 
 @triton.jit
@@ -46,36 +48,77 @@ def encode_kernel(
 
 
 @triton.jit
-def query_kernel(
-    q, maps, side, tallies, scale, heads_q, group, per_row, dim, q_row, q_head, m_row,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
+def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr):
+    """A query's products with some channels of the maps, float32."""
+    width = tl.arange(0, DIM)
+    weights = tl.load(maps + width[:, None] * RANK + channel[None, :], mask=(width < dim)[:, None] & used[None, :],
+                      other=0.0)
+    query = tl.load(q + width, mask=width < dim, other=0.0)
+    return tl.sum(query.to(tl.float32)[:, None] * weights.to(tl.float32), 0)
+
+
+@triton.jit
+def ask_kernel(
+    scores, offsets, budget, ends, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets, listed,
+    dim, q_row, q_head, m_row, tally,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """What codes are multiplied by, of one query and head; the first head of a group sets its tally to zero."""
+    """The first `lists` programs: what the buckets give to the candidates of a query and head. Then one program a query
+    and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
+    if tl.program_id(0) < lists:
+        give(scores, offsets, budget, ends, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
+             LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, OVERLAP=OVERLAP)
+    else:
+        sides(q, maps, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim, q_row,
+              q_head, m_row, tally, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM, OVERLAP=OVERLAP)
+
+
+@triton.jit
+def sides(
+    q, maps, side, steps, tallies, at, scale, heads, per_row, dim, q_row, q_head, m_row, tally,
+    GROUP: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """`ask_kernel` for one query and query head."""
+    WHOLE: tl.constexpr = 2 * BYTES - RANK
+    row, head = at // (heads * GROUP), at % (heads * GROUP)
+    q += row * q_row + head * q_head
+    maps += row // per_row * m_row + head // GROUP * dim * RANK
+    byte = tl.arange(0, WIDTH)
+    low = channels(q, maps, byte, byte < BYTES, dim, RANK=RANK, DIM=DIM) * scale
+    # a byte of two channels is 16 times the upper one and the lower one
+    high = channels(q, maps, byte + RANK - BYTES, (byte >= WHOLE) & (byte < BYTES), dim, RANK=RANK, DIM=DIM) * scale
+    bytewise = tl.where(byte < WHOLE, low, high / 16)
+    lower = tl.where(byte < WHOLE, 0.0, (low - high / 16) / 16)
+    step = tl.max(tl.maximum(tl.abs(bytewise), tl.abs(lower)), 0) / 32512
+    step = tl.where(step > 0, step, 1.0)
     if OVERLAP:
+        gdc_wait()
         gdc_launch_dependents()
-    row = (tl.program_id(0) // heads_q).to(tl.int64)
-    head = (tl.program_id(0) % heads_q).to(tl.int64)
-    width, channel = tl.arange(0, DIM), tl.arange(0, WIDTH)
-    maps += row // per_row * m_row + head // group * dim * RANK
-    weights = tl.load(maps + width[:, None] * RANK + channel[None, :],
-                      mask=(width < dim)[:, None] & (channel < RANK)[None, :], other=0.0)
-    query = tl.load(q + row * q_row + head * q_head + width, mask=width < dim, other=0.0)
-    total = tl.sum(query.to(tl.float32)[:, None] * weights.to(tl.float32), 0) * scale
-    tl.store(side + (row * heads_q + head) * RANK + channel, total, mask=channel < RANK)
-    if head % group == 0:
-        grade = tl.arange(0, GRADES)
-        tl.store(tallies + (row * heads_q + head) // group * GRADES + grade, tl.zeros([GRADES], tl.int32))
+    tl.store(steps + at, step)
+    place = side + at * 4 * BYTES + byte
+    for plane in tl.static_range(2):
+        number = tl.floor((bytewise if plane == 0 else lower) / step + 0.5).to(tl.int32)
+        upper = (number + 128) >> 8
+        tl.store(place + 2 * plane * BYTES, upper.to(tl.int8), mask=byte < BYTES)
+        tl.store(place + (2 * plane + 1) * BYTES, (number - 256 * upper).to(tl.int8), mask=byte < BYTES)
+    if at % GROUP == 0:
+        for start in range(0, tally, GRADES):
+            grade = start + tl.arange(0, GRADES)
+            tl.store(tallies + at // GROUP * tally + grade, tl.zeros([GRADES], tl.int32), mask=grade < tally)
 
 
 @triton.jit
 def score_kernel(
-    side, codes, order, offsets, ends, first, last, tokens, logits, tops, masses, heads, per_row, count, num_buckets,
-    c_row, c_head, c_token, o_row, o_head,
-    LISTED: tl.constexpr, STEPS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
+    side, steps, codes, order, offsets, ends, first, last, tokens, weights, tops, masses, heads, per_row, count,
+    num_buckets, c_row, c_head, c_token, o_row, o_head,
+    LISTED: tl.constexpr, SEARCH: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """Products of the group's query sides with the codes of a block of candidates, the largest and the mass of each;
-    -inf where there is no candidate. LISTED: candidates are what the buckets give, and are written down."""
+    """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
+    where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
+    give, and are written down."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
@@ -88,92 +131,93 @@ def score_kernel(
     if LISTED:
         token = token_of_slot(order + cache_row * o_row + head * o_head,
                               offsets + (cache_row * heads + head) * (num_buckets + 1), ends + at * num_buckets, place,
-                              num_buckets, count, STEPS=STEPS)
+                              num_buckets, count, STEPS=SEARCH)
         used = token >= 0
         tl.store(tokens + at * count + place, token, mask=place < count)
     else:
         token = place
         used = (place < count) & (place >= tl.load(first + row)) & (place < tl.load(last + row))
-    from_side = side + (at * GROUP + group[:, None]) * RANK + byte[None, :]
-    inside = (group < GROUP)[:, None] & (byte < BYTES)[None, :]
     held = tl.load(codes + cache_row * c_row + head * c_head + token[None, :].to(tl.int64) * c_token
-                   + byte[:, None], mask=used[None, :] & (byte < BYTES)[:, None], other=0).to(tl.int32)
-    query = tl.load(from_side, mask=inside, other=0.0)
-    if WHOLE < BYTES:
-        high = tl.load(from_side + RANK - BYTES, mask=inside & (byte >= WHOLE)[None, :], other=0.0)
-        low = tl.where((byte < WHOLE)[:, None], held, (held << 28) >> 28)
-        total = tl.dot(query, low.to(tl.float32), input_precision="tf32")
-        total += tl.dot(high, ((held + 8) >> 4).to(tl.float32), input_precision="tf32")
-    else:
-        total = tl.dot(query, held.to(tl.float32), input_precision="tf32")
-    total = tl.where(used[None, :], total, float("-inf"))
-    top = tl.max(total, 1)
-    mass = tl.sum(tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+                   + byte[:, None], mask=used[None, :] & (byte < BYTES)[:, None], other=0)
     head_q = at * GROUP + group
-    parts = tl.num_programs(1)
-    tl.store(tops + head_q * parts + tl.program_id(1), top, mask=group < GROUP)
-    tl.store(masses + head_q * parts + tl.program_id(1), mass, mask=group < GROUP)
-    tl.store(logits + head_q[:, None] * count + place[None, :], total,
+    plane = side + head_q[:, None] * 4 * BYTES + byte[None, :]
+    inside = (group < GROUP)[:, None] & (byte < BYTES)[None, :]
+    upper = tl.dot(tl.load(plane, mask=inside, other=0), held, out_dtype=tl.int32)
+    lower = tl.dot(tl.load(plane + BYTES, mask=inside, other=0), held, out_dtype=tl.int32)
+    if WHOLE < BYTES:
+        low = (held << 4).to(tl.int8)
+        upper = tl.dot(tl.load(plane + 2 * BYTES, mask=inside, other=0), low, upper, out_dtype=tl.int32)
+        lower = tl.dot(tl.load(plane + 3 * BYTES, mask=inside, other=0), low, lower, out_dtype=tl.int32)
+    step = tl.load(steps + head_q, mask=group < GROUP, other=1.0)
+    total = tl.where(used[None, :], (256 * upper + lower).to(tl.float32) * step[:, None], float("-inf"))
+    top = tl.max(total, 1)
+    weight = tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[:, None])
+    part = head_q * tl.num_programs(1) + tl.program_id(1)
+    tl.store(tops + part, top, mask=group < GROUP)
+    tl.store(masses + part, tl.sum(weight, 1), mask=group < GROUP)
+    tl.store(weights + head_q[:, None] * count + place[None, :], tl.where(used[None, :], weight, -1.0),
              mask=(group < GROUP)[:, None] & (place < count)[None, :])
 
 
 @triton.jit
 def grade_kernel(
-    logits, tops, masses, grades, tallies, count, parts,
+    weights, tops, masses, grades, tallies, count, tally,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The grades of a block of candidates from the softmax of every head over all, summed over the group; and how many
-    have each grade above 1, the number of candidates in the place of grade 0."""
+    """The grades of a block of `score_kernel` from the softmax of every head over all candidates, summed over the
+    group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
     at = tl.program_id(0).to(tl.int64)
+    parts = tl.num_programs(1)
     group = tl.arange(0, ROWS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head_q = at * GROUP + group
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    each = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        there = (group < GROUP)[:, None] & (part < parts)[None, :]
-        each = tl.maximum(each, tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there,
-                                        other=float("-inf")))
-    top = tl.max(each, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.load(weights + head_q[:, None] * count + place[None, :],
+                     mask=(group < GROUP)[:, None] & (place < count)[None, :], other=-1.0)
+    highest = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, PARTS], tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         there = (group < GROUP)[:, None] & (part < parts)[None, :]
         each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
-        weight = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
-        sums += weight * tl.exp(each - top[:, None])
-    mass = tl.sum(sums, 1)
-    inside = (group < GROUP)[:, None] & (place < count)[None, :]
-    value = tl.load(logits + head_q[:, None] * count + place[None, :], mask=inside, other=float("-inf"))
-    share = tl.sum(tl.exp(value - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None], 0)
-    used = tl.max(value, 0) > float("-inf")
+        mass = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
+        higher = tl.maximum(highest, each)
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(highest - shift) + mass * tl.exp(each - shift)
+        highest = higher
+    top = tl.max(highest, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mass = tl.sum(sums * tl.exp(highest - top[:, None]), 1)
+    own = tl.load(tops + head_q * parts + tl.program_id(1), mask=group < GROUP, other=float("-inf"))
+    factor = tl.exp(own - top) / tl.where(mass > 0, mass, 1.0)
+    share = tl.sum(tl.maximum(weight, 0.0) * factor[:, None], 0)
+    used = tl.max(weight, 0) >= 0
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)
     tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)
-    tl.atomic_add(tallies + at * GRADES + grade, 1, mask=grade > 1, sem="relaxed")
-    tl.atomic_add(tallies + at * GRADES, tl.sum(used.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(tallies + at * tally + grade, 1, mask=grade > 1, sem="relaxed")
+    tl.atomic_add(tallies + at * tally, tl.sum(used.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
 def best_kernel(
-    grades, tokens, tallies, budget, out, heads, count, width,
+    grades, tokens, tallies, budget, out, heads, count, width, tally,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: the lowest
-    grade that is chosen from the tally, and how many are chosen ahead of the block."""
-    at = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * BLOCK
-    place = begin + tl.arange(0, BLOCK)
-    grades += at * count
+    grade that is chosen from the tally, and from what the blocks ahead, which start no later, say how many they
+    choose."""
+    at, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    tallies += at * tally
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    grade = tl.load(grades + at * count + place, mask=place < count, other=0).to(tl.int32)
     digit = tl.arange(0, GRADES)
-    size = tl.load(tallies + at * GRADES + digit)
+    size = tl.load(tallies + digit)
     there = tl.sum(tl.where(digit == 0, size, 0), 0)
     wanted = tl.minimum(tl.minimum(tl.load(budget + at // heads), width), there).to(tl.int32)
     size = tl.where(digit > 1, size, 0)
@@ -183,15 +227,18 @@ def best_kernel(
     least = tl.max(tl.where(here, digit, 1), 0)
     missing = wanted - tl.where(least > 1, tl.sum(tl.where(digit == least, above, 0), 0), total)
     least = tl.where(wanted > 0, least, GRADES)
-    larger, same = tl.zeros([AHEAD], tl.int32), tl.zeros([AHEAD], tl.int32)
-    for start in range(0, tl.minimum(begin, count), AHEAD):
+    larger, equals = (grade > least).to(tl.int32), (grade == least).to(tl.int32)
+    both = tl.sum(larger * 32768 + equals, 0)
+    told = tallies + GRADES
+    tl.atomic_xchg(told + block, both | COUNTED, sem="relaxed")
+    before, alike = 0, 0
+    for start in range(0, block, AHEAD):
         ahead = start + tl.arange(0, AHEAD)
-        known = tl.load(grades + ahead, mask=ahead < tl.minimum(begin, count), other=0).to(tl.int32)
-        larger += (known > least).to(tl.int32)
-        same += (known == least).to(tl.int32)
-    before, alike = tl.sum(larger, 0), tl.sum(same, 0)
-    grade = tl.load(grades + place, mask=place < count, other=0).to(tl.int32)
-    equals = (grade == least).to(tl.int32)
+        said = tl.load(told + ahead, mask=ahead < block, other=COUNTED, volatile=True)
+        while tl.min(said, 0) == 0:
+            said = tl.load(told + ahead, mask=ahead < block, other=COUNTED, volatile=True)
+        before += tl.sum((said & (COUNTED - 1)) >> 15, 0)
+        alike += tl.sum(said & 32767, 0)
     chosen = (grade > least) | ((equals > 0) & (alike + tl.cumsum(equals, 0) <= missing))
     slot = before + tl.minimum(alike, missing) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LISTED:

@@ -396,10 +396,12 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             away = sketch.decode(codes, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        side, tallies = sketch.launch_query(q, maps, 0.3)
-        assert error(side, sketch.query_side_reference(q.double(), double(maps), 0.3)) < 1e-5 and not tallies.any()
+        asked = sketch.launch_ask(q, maps, width, 0.3, 5)
+        exact_side = sketch.query_side_reference(q.double(), double(maps), 0.3)
+        away = side_of(asked, rank) - exact_side
+        assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not asked.tallies.any()
         for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
-            mine = sketch.launch_grades(q, maps, codes, 0.3, pool, edges.get("first"), edges.get("last"))
+            mine = sketch.launch_grades(q, maps, codes, 0.3, listed + 7, pool, edges.get("first"), edges.get("last"))
             if pool is None:
                 assert mine.tokens is None
             else:
@@ -411,18 +413,40 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
             # products of 10 bits of mantissa: a grade is 0.8 %
             assert bool(((mine.grades - truth).abs() <= 2).all())
-            assert torch.equal(mine.tallies, tallied(mine.grades))
+            assert torch.equal(mine.tallies, tallied(mine.grades, listed + 7))
             for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
-                found = sketch.launch_best(*mine, wanted, widest)
+                found = sketch.launch_best(*mine._replace(tallies=mine.tallies.clone()), wanted, widest)
                 assert torch.equal(found, sketch.best_tokens_reference(mine.grades, mine.tokens, wanted, widest))
                 whole = sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, pool, edges.get("first"),
                                              edges.get("last"))
                 assert torch.equal(whole, found)
 
 
-def tallied(grades: Tensor) -> Tensor:
-    """How many have each grade above 1, and in the place of grade 0 how many there are."""
-    counts = torch.zeros(*grades.shape[:2], sketch.GRADES, dtype=torch.int32, device=grades.device)
+def side_of(asked: sketch.Asked, rank: int) -> Tensor:
+    """The side `[Q, Hq, r]` in float64 that the planes stand for."""
+    planes = asked.side.double() * asked.steps.double()[..., None, None]
+    bytewise, lower = 256 * planes[..., 0, :] + planes[..., 1, :], 256 * planes[..., 2, :] + planes[..., 3, :]
+    whole = 2 * bytewise.shape[-1] - rank
+    assert not lower[..., :whole].any()
+    pairs = bytewise[..., whole:]
+    return torch.cat([bytewise[..., :whole], pairs + 16 * lower[..., whole:], 16 * pairs], dim=-1)
+
+
+def sides_step(side: Tensor, width: int) -> Tensor:
+    """The largest error of every channel in the planes of a side: half a step, and of a pair's 16 times as much."""
+    rank = side.shape[-1]
+    whole = 2 * width - rank
+    alone, low, high = side.split([whole, width - whole, width - whole], dim=-1)
+    planes = torch.cat([alone, high / 16, (low - high / 16) / 16], dim=-1)
+    step = planes.abs().amax(-1, keepdim=True) / 32512
+    times = torch.where(torch.arange(rank, device=side.device) < whole, 0.5, 8.5)
+    return step * times
+
+
+def tallied(grades: Tensor, widest: int) -> Tensor:
+    """How many have each grade above 1, and in the place of grade 0 how many there are; zeros for the blocks."""
+    counts = torch.zeros(*grades.shape[:2], sketch.GRADES + sketch.best_blocks(grades.shape[2], widest),
+                         dtype=torch.int32, device=grades.device)
     counts.scatter_add_(-1, grades.long(), torch.ones_like(grades, dtype=torch.int32))
     counts[..., 0], counts[..., 1] = (grades > 0).sum(-1), 0
     return counts
@@ -442,7 +466,7 @@ def check_best_tokens(width: int, device: str) -> None:
         for widest in {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
-                found = sketch.launch_best(grades, listed, tallied(grades), given, widest)
+                found = sketch.launch_best(grades, listed, tallied(grades, widest), given, widest)
                 truth = sketch.best_tokens_reference(grades, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)

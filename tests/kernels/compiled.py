@@ -31,9 +31,10 @@ KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
     "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
             "positions tallies",
+    "*i8": "side",
     "*i16": "codes queries grades",
-    "*fp32": "side partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
-             "offset centre cap mean_key factors rest size bound sums log_weights tops masses lse votes part "
+    "*fp32": "steps partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
+             "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
              "spreads",
     "fp32": "scale eps",
     "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
@@ -44,7 +45,7 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
-    sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.query_kernel: {"maps": "*fp32"},
+    sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.ask_kernel: {"maps": "*fp32"},
     sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
 }
 
@@ -123,14 +124,14 @@ def main() -> None:
     for rank, width in ((60, 32), (96, 96)):
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
         check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
-        check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "LISTED": width == 32, "STEPS": 11, "BLOCK": sketch.SCORE_BLOCK},
+        check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
+        check(sk.score_kernel, {**code, "LISTED": width == 32, "SEARCH": 11, "BLOCK": sketch.SCORE_BLOCK},
               sketch.SCORE_WARPS, "bf16")
-    for parts in (1, 256, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "BLOCK": sketch.GRADE_BLOCK},
+    for parts in (1, 64, sketch.GRADE_PARTS):
+        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "BLOCK": sketch.SCORE_BLOCK},
               sketch.GRADE_WARPS, "bf16", (90,))
     for listed in (True, False):
-        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_BLOCK, "LISTED": listed},
+        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed},
               sketch.BEST_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
