@@ -112,7 +112,7 @@ def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_sketch(shape, dtype, DEVICE)
 
 
-@pytest.mark.parametrize("width", [1, 1000, 5001])
+@pytest.mark.parametrize("width", [1, 1000, 5001, 300_001])
 def test_best_tokens(width: int) -> None:
     checks.check_best_tokens(width, DEVICE)
 
