@@ -15,7 +15,9 @@ RANK = 16
 REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
 BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
-PROGRAMS = 264
+PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 64, 16
+"""Programs wanted of the cache's sums and of the query's side, and the most queries of one program of the latter: they
+run beside the selection and must leave it room."""
 SLICE = 1024
 """Tokens of one product of a sum over all of them."""
 WIDEST_BYTES = 512
@@ -150,13 +152,14 @@ def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiS
     cap = None if state.moments is None else fresh()
     moments = (mass,) * 5 if state.moments is None else tuple(x.contiguous() for x in state.moments)
     rank = 1 if state.moments is None else state.moments.factors.shape[2]
-    query_kernel[(count * heads_q,)](
+    together = min(QUERY_ROWS, max(1, -(-count * heads_q // QUERY_PROGRAMS)))
+    query_kernel[(-(-count // together) * heads_q,)](
         q, *(w.contiguous() for w in maps), offset, *(x.contiguous() for x in state[:3]),
         state.m if state.centre is None else state.centre.contiguous(), *moments, found, log_scale, mass, numerator,
-        mass if cap is None else cap, heads_q, state.m.shape[1], count // state.m.shape[0], *q.stride()[:2],
-        heads_q if offset.dim() == 2 else 0, dim, width, features, rank, CENTRED=state.centre is not None,
-        CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=16, DIM=padded(dim), WIDTH=padded(width),
-        FEATURES=padded(features), num_warps=QUERY_WARPS)
+        mass if cap is None else cap, count, heads_q, state.m.shape[1], count // state.m.shape[0], together,
+        *q.stride()[:2], heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
+        CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
+        DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features), num_warps=QUERY_WARPS)
     return CompletionQuery(found, log_scale, mass, numerator, cap, state.features)
 
 

@@ -37,28 +37,32 @@ def layer(x, w, b, num_in, num_out, INSIDE: tl.constexpr, OUTSIDE: tl.constexpr,
 
 
 @triton.jit
+def cached_sums(s, kv, feature, place, features, dim, counted):
+    """The first `counted` rows of `S` of one KV head, `[FEATURES, DIM]`."""
+    return tl.load(s + (kv * features + feature)[:, None] * dim + place[None, :],
+                   mask=(feature < counted)[:, None] & (place < dim)[None, :], other=0.0)
+
+
+@triton.jit
 def query_kernel(
     q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, factors, rest, size, bound,
-    found, log_scale, all_mass, numerator, cap, heads_q, heads_kv, per_row, q_row, q_head, o_row, dim, width, features,
-    rank,
+    found, log_scale, all_mass, numerator, cap, count, heads_q, heads_kv, per_row, together, q_row, q_head, o_row, dim,
+    width, features, rank,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
-    """`log φ_q + offset + m` of one query head, as largest value and features relative to it, and what it makes of the
-    cache. The query is the first of ROWS rows: products want so many."""
-    row = (tl.program_id(0) // heads_q).to(tl.int64)
+    """`log φ_q + offset + m` of `together` queries of one head, at most ROWS, as largest value and features relative to
+    it, and what they make of the cache. The weights are read once for all of them."""
     head = (tl.program_id(0) % heads_q).to(tl.int64)
-    cache_row = row // per_row
-    first = tl.arange(0, ROWS)[:, None] == 0
-    place, feature = tl.arange(0, DIM), tl.arange(0, FEATURES)
+    first = (tl.program_id(0) // heads_q).to(tl.int64) * together
+    last = tl.minimum(first + together, count)
+    slot, place, feature = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, FEATURES)
     kept, inside = feature < features, place < dim
-    x = tl.load(q + row * q_row + head * q_head + place[None, :] + tl.zeros([ROWS, 1], tl.int32),
-                mask=first & inside[None, :], other=0.0)
-    kv = cache_row * heads_kv + head // (heads_q // heads_kv)
-    shift = tl.load(m + kv * features + feature, mask=kept, other=0.0)
-    mass = tl.load(z + kv * features + feature, mask=kept, other=0.0)
-    sums = tl.load(s + (kv * features + feature)[:, None] * dim + place[None, :], mask=kept[:, None] & inside[None, :],
-                   other=0.0)
+    x = tl.load(q + (first + slot)[:, None] * q_row + head * q_head + place[None, :],
+                mask=(first + slot < last)[:, None] & inside[None, :], other=0.0)
+    kv_head = head // (heads_q // heads_kv)
+    # a query's sums are asked for before those of the query ahead of it are used
+    sums = cached_sums(s, first // per_row * heads_kv + kv_head, feature, place, features, dim, features)
     h = gelu(layer(x, w_in + head * dim * width, b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH, BIAS=True))
     inner = gelu(layer(h, w_a + head * width * width, b_a + head * width, width, width, INSIDE=WIDTH, OUTSIDE=WIDTH,
                        BIAS=True))
@@ -66,32 +70,42 @@ def query_kernel(
                                                       INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
     logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
-    moved = tl.load(offset + row * o_row + head)
-    log = tl.sum(tl.where(first, logs, 0.0), 0) + moved
-    log += tl.where(shift == float("-inf"), 0.0, shift)
-    if CENTRED:
-        mean = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
-        log += tl.where(feature >= features // 2, tl.sum(tl.sum(x.to(tl.float32), 0) * mean, 0), 0.0)
-    log = tl.where(kept, log, float("-inf"))
-    top = tl.max(log, 0)
-    rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(found.dtype.element_ty)
-    exact = rounded.to(tl.float32)
-    at = row * heads_q + head
-    tl.store(found + at * features + feature, rounded, mask=kept)
-    tl.store(log_scale + at, top)
-    tl.store(all_mass + at, tl.sum(exact * mass, 0))
-    tl.store(numerator + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
-    if CAPPED:
-        query = tl.sum(x.to(tl.float32), 0)
-        score = tl.sum(query * tl.load(mean_key + kv * dim + place, mask=inside, other=0.0), 0)
-        part = tl.arange(0, RANK)
-        along = tl.sum(tl.load(factors + (kv * rank + part)[:, None] * dim + place[None, :],
-                               mask=(part < rank)[:, None] & inside[None, :], other=0.0) * query[None, :], 1)
-        across = tl.load(rest + kv * dim + place, mask=inside, other=0.0) * query * query
-        variance = tl.sum(along * along, 0) + tl.sum(across, 0)
-        limit = tl.load(bound + cache_row)
-        expected = tl.log(tl.load(size + cache_row)) + score + variance / 2 + log_normal_cdf(limit - tl.sqrt(variance))
-        tl.store(cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
+    for row in range(first, last):
+        cache_row = row // per_row
+        kv = cache_row * heads_kv + kv_head
+        after = cached_sums(s, (row + 1) // per_row * heads_kv + kv_head, feature, place, features, dim,
+                            tl.where(row + 1 < last, features, 0))
+        mine = (slot == row - first)[:, None]
+        query = tl.sum(tl.where(mine, x.to(tl.float32), 0.0), 0)
+        shift = tl.load(m + kv * features + feature, mask=kept, other=0.0)
+        mass = tl.load(z + kv * features + feature, mask=kept, other=0.0)
+        moved = tl.load(offset + row * o_row + head)
+        log = tl.sum(tl.where(mine, logs, 0.0), 0) + moved
+        log += tl.where(shift == float("-inf"), 0.0, shift)
+        if CENTRED:
+            mean = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
+            log += tl.where(feature >= features // 2, tl.sum(query * mean, 0), 0.0)
+        log = tl.where(kept, log, float("-inf"))
+        top = tl.max(log, 0)
+        rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(found.dtype.element_ty)
+        exact = rounded.to(tl.float32)
+        at = row * heads_q + head
+        tl.store(found + at * features + feature, rounded, mask=kept)
+        tl.store(log_scale + at, top)
+        tl.store(all_mass + at, tl.sum(exact * mass, 0))
+        tl.store(numerator + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
+        if CAPPED:
+            score = tl.sum(query * tl.load(mean_key + kv * dim + place, mask=inside, other=0.0), 0)
+            part = tl.arange(0, RANK)
+            along = tl.sum(tl.load(factors + (kv * rank + part)[:, None] * dim + place[None, :],
+                                   mask=(part < rank)[:, None] & inside[None, :], other=0.0) * query[None, :], 1)
+            across = tl.load(rest + kv * dim + place, mask=inside, other=0.0) * query * query
+            variance = tl.sum(along * along, 0) + tl.sum(across, 0)
+            limit = tl.load(bound + cache_row)
+            expected = (tl.log(tl.load(size + cache_row)) + score + variance / 2
+                        + log_normal_cdf(limit - tl.sqrt(variance)))
+            tl.store(cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
+        sums = after
 
 
 @triton.jit

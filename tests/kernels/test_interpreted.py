@@ -17,6 +17,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "PLAIN", attend.PLAIN._replace(programs=8))
     monkeypatch.setattr(attend, "COMPLETED", attend.COMPLETED._replace(programs=8))
     monkeypatch.setattr(completion, "PROGRAMS", 12)
+    monkeypatch.setattr(completion, "QUERY_PROGRAMS", 9)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
