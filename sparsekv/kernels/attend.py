@@ -24,11 +24,14 @@ MAX_SPLITS = 256
 
 
 class Launch(NamedTuple):
-    """How the split kernel runs: keys at once, warps, programs wanted; columns and warps of the merge."""
+    """How the split kernel runs: keys at once, warps, programs wanted, blocks of keys under way at once; columns and
+    warps of the merge."""
 
     block: int
     warps: int
     programs: int
+    stages: int = 1
+    ahead: bool = True
     merge_width: int = 32
     merge_warps: int = 2
 
@@ -148,7 +151,7 @@ def launch_attend(
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, num_warps=how.warps, num_stages=1,
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, num_warps=how.warps, num_stages=how.stages, AHEAD=how.ahead,
         **(pdl if completion is None else {}))
     columns = min(width, how.merge_width)
     merge_kernel[(count * heads_q, width // columns)](

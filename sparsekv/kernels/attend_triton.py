@@ -28,7 +28,7 @@ def split_kernel(
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
-    WAITS: tl.constexpr,
+    WAITS: tl.constexpr, AHEAD: tl.constexpr,
 ):
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
     the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
@@ -82,9 +82,13 @@ def split_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    slot = split * per_split + tl.arange(0, BLOCK)
-    token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
+    if AHEAD:
+        slot = split * per_split + tl.arange(0, BLOCK)
+        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
     for at in range(split * per_split, last, BLOCK):
+        if not AHEAD:
+            slot = at + tl.arange(0, BLOCK)
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
         mask = valid[:, None] & wide
@@ -97,8 +101,9 @@ def split_kernel(
                                 mask=listed[:, None] & there, other=0.0)
         if WEIGHTED:
             added = tl.load(log_weights + slot, mask=listed, other=0.0).to(tl.float32)
-        slot = at + BLOCK + tl.arange(0, BLOCK)
-        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
+        if AHEAD:
+            slot = at + BLOCK + tl.arange(0, BLOCK)
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, PROBES=PROBES)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
         if WEIGHTED:
             score += added[None, :]

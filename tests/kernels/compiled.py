@@ -74,7 +74,8 @@ def split(dim: int, group: int, *, probes: int = 0, phi: bool = False, weighted:
     return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
             "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
             "PADDED_FEATURES": 128, "PHI": phi, "WEIGHTED": weighted,
-            "BLOCK": (attend.COMPLETED if phi else attend.PLAIN).block}
+            "BLOCK": (attend.COMPLETED if phi else attend.PLAIN).block,
+            "AHEAD": (attend.COMPLETED if phi else attend.PLAIN).ahead}
 
 
 def main() -> None:
