@@ -24,6 +24,8 @@ DEPTH_BLOCK, STAGES = 128, 5
 """Stages in half precision; wider numbers take as many fewer, so that they fit the shared memory."""
 RANK_WARPS = 8
 FILL_BLOCK, FILL_WARPS = 256, 4
+RUNS = 16
+"""Runs of slots that are looked at together."""
 MAX_ROWS = 64
 MAX_BUCKETS = 4096
 
@@ -200,8 +202,8 @@ def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -
 
 
 def launch_give(scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool) -> Tensor:
-    """How many tokens the buckets up to each give to the budget, `[Q, H, C]` int32: scores `[Q, H, C]` are densities,
-    or with `logits` logits of the query heads, normalised and summed over the group."""
+    """The runs of slots that buckets fill, `[Q, H, 2, C]` int32 (`routing_triton.give`): scores `[Q, H, C]` are
+    densities, or with `logits` logits of the query heads, normalised and summed over the group."""
     from sparsekv.kernels.routing_triton import give_kernel
 
     scores, offsets = scores.contiguous(), offsets.contiguous()
@@ -210,12 +212,12 @@ def launch_give(scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *,
     group = heads // heads_kv if logits else 1
     heads //= group
     rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
-    ends = torch.empty(count, heads, buckets, dtype=torch.int32, device=scores.device)
+    runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=scores.device)
     give_kernel[(count * heads,)](
-        scores, offsets, budget.contiguous(), ends, heads, count // batch, buckets, widest, LISTS=heads // heads_kv,
+        scores, offsets, budget.contiguous(), runs, heads, count // batch, buckets, widest, LISTS=heads // heads_kv,
         OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide, LOGITS=logits, num_warps=rank_warps(rows * wide),
         **({"launch_pdl": True} if logits and overlap else {}))
-    return ends
+    return runs
 
 
 def launch_choose(
@@ -225,9 +227,9 @@ def launch_choose(
     then the tokens themselves."""
     from sparsekv.kernels.routing_triton import fill_kernel
 
-    ends = launch_give(scores, offsets, budget, widest, logits=logits)
-    order, offsets = dense_last(order), offsets.contiguous()
-    count, heads, buckets = ends.shape
+    runs = launch_give(scores, offsets, budget, widest, logits=logits)
+    order = dense_last(order)
+    count, heads, _, buckets = runs.shape
     batch, heads_kv = offsets.shape[:2]
     overlap = overlaps(scores.device)
     tokens = torch.empty(count, heads, widest, dtype=torch.int32, device=scores.device)
@@ -235,8 +237,8 @@ def launch_choose(
     lists: dict[str, Any] = {"LISTS": heads // heads_kv, "OVERLAP": overlap}
     if tokens.numel():
         fill_kernel[(count * heads, -(-widest // FILL_BLOCK))](
-            order, offsets, ends, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,
-            STEPS=buckets.bit_length(), BLOCK=FILL_BLOCK, num_warps=FILL_WARPS, **pdl)
+            order, runs, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,
+            PADDED=power_of_two(buckets), BLOCK=FILL_BLOCK, RUNS=RUNS, num_warps=FILL_WARPS, **pdl)
     return tokens
 
 

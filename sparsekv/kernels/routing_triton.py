@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LAST: tl.constexpr = tl.constexpr(2**31 - 1)
+"""The end of a run of slots that is none."""
+
 
 @triton.jit
 def sizes_of(table, at, bucket, num_buckets, mask, OFFSETS: tl.constexpr):
@@ -155,28 +158,30 @@ def rank_kernel(
 
 @triton.jit
 def give_kernel(
-    scores, offsets, budget, ends, heads, per_row, num_buckets, width,
+    scores, offsets, budget, runs, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """How many tokens every bucket gives to the budget, summed up in the buckets' order: one program a query and
-    list."""
-    give(scores, offsets, budget, ends, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
+    """What the buckets give to the budget: one program a query and list."""
+    give(scores, offsets, budget, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
          LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, OVERLAP=OVERLAP)
 
 
 @triton.jit
 def give(
-    scores, offsets, budget, ends, at, heads, per_row, num_buckets, width,
+    scores, offsets, budget, runs, at, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`give_kernel` for one query and list. Densities are compared as the bits of positive floats, plus one: zero is an
-    empty bucket."""
+    """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the slot
+    behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of the
+    index. Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
     row = at // heads
     kv = row // per_row * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
-    size = sizes_of(offsets, kv, bucket, num_buckets, bucket < num_buckets, OFFSETS=True)
+    inside = bucket < num_buckets
+    begin = tl.load(offsets + kv * (num_buckets + 1) + bucket, mask=inside, other=0)
+    size = sizes_of(offsets, kv, bucket, num_buckets, inside, OFFSETS=True)
     wanted = tl.minimum(tl.minimum(tl.load(budget + row), width), tl.sum(size, 0)).to(tl.int32)
     if OVERLAP:
         gdc_wait()
@@ -197,42 +202,51 @@ def give(
     equal = tl.where(bits == least, size, 0)
     missing = wanted - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
     given = above + tl.minimum(tl.maximum(missing, 0), equal)
-    tl.store(ends + at * num_buckets + bucket, tl.cumsum(given, 0), mask=bucket < num_buckets)
+    end = tl.cumsum(given, 0)
+    there = (given > 0).to(tl.int32)
+    run = tl.cumsum(there, 0) - 1
+    runs += at * 2 * num_buckets
+    tl.store(runs + run, end, mask=there > 0)
+    tl.store(runs + num_buckets + run, begin.to(tl.int32) + given - end, mask=there > 0)
+    tl.store(runs + bucket, LAST, mask=inside & (bucket >= tl.sum(there, 0)))
 
 
 @triton.jit
-def token_of_slot(order, offsets, ends, slot, num_buckets, width, STEPS: tl.constexpr):
-    """The tokens of slots of one list, int32, -1 behind its last: the bucket of each by a binary search in what the
-    buckets give."""
-    inside = slot < tl.minimum(tl.load(ends + num_buckets - 1), width)
-    low = slot * 0
-    high = low + num_buckets
-    for _ in range(STEPS):
-        middle = (low + high) // 2
-        end = tl.load(ends + tl.minimum(middle, num_buckets - 1))
-        later = (low < high) & (end <= slot)
-        low = tl.where(later, middle + 1, low)
-        high = tl.where(later, high, middle)
-    bucket = tl.minimum(low, num_buckets - 1)
-    before = tl.load(ends + bucket - 1, mask=bucket > 0, other=0)
-    place = tl.load(offsets + bucket) + slot - before
-    return tl.load(order + place, mask=inside, other=-1).to(tl.int32)
+def tokens_of_block(
+    order, runs, first, num_buckets, BLOCK: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr,
+):
+    """The tokens of the BLOCK slots of one list from `first` on, int32, -1 behind its last: of the runs that reach into
+    the block, RUNS at a time."""
+    slot = first + tl.arange(0, BLOCK)
+    run = tl.arange(0, PADDED)
+    end = tl.load(runs + run, mask=run < num_buckets, other=LAST)
+    from_run = tl.sum((end <= first).to(tl.int32), 0)
+    last_run = tl.sum((end < first + BLOCK).to(tl.int32), 0)
+    place = tl.zeros([BLOCK], tl.int32)
+    for at in range(from_run, last_run + 1, RUNS):
+        each = at + tl.arange(0, RUNS)
+        stop = tl.load(runs + each, mask=each < num_buckets, other=LAST)
+        filled = stop < LAST
+        start = tl.load(runs + each - 1, mask=filled & (each > 0), other=0)
+        shift = tl.load(runs + num_buckets + each, mask=filled, other=0)
+        hit = (slot[None, :] >= start[:, None]) & (slot[None, :] < tl.where(filled, stop, 0)[:, None])
+        place += tl.sum(tl.where(hit, slot[None, :] + shift[:, None] + 1, 0), 0)
+    return tl.load(order + place - 1, mask=place > 0, other=-1).to(tl.int32)
 
 
 @triton.jit
 def fill_kernel(
-    order, offsets, ends, tokens, heads, per_row, num_buckets, width, o_row, o_head,
-    LISTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    order, runs, tokens, heads, per_row, num_buckets, width, o_row, o_head,
+    LISTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """BLOCK slots of one list."""
     at = tl.program_id(0).to(tl.int64)
     cache_row, head = at // heads // per_row, at % heads // LISTS
-    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    ends += at * num_buckets
-    offsets += (cache_row * (heads // LISTS) + head) * (num_buckets + 1)
+    first = tl.program_id(1) * BLOCK
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    order += cache_row * o_row + head * o_head
-    token = token_of_slot(order, offsets, ends, slot, num_buckets, width, STEPS=STEPS)
+    token = tokens_of_block(order + cache_row * o_row + head * o_head, runs + at * 2 * num_buckets, first, num_buckets,
+                            BLOCK=BLOCK, PADDED=PADDED, RUNS=RUNS)
+    slot = first + tl.arange(0, BLOCK)
     tl.store(tokens + at * width + slot, token, mask=slot < width)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
-from sparsekv.kernels.routing import launch_logits, rank_warps, routable, route_tokens_reference
+from sparsekv.kernels.routing import RUNS, launch_logits, rank_warps, routable, route_tokens_reference
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_WARPS = 64, 4
 SCORE_BLOCK, SCORE_WARPS = 512, 8
-GRADE_PARTS, GRADE_WARPS = 256, 4
+GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
 GRADES, FLOOR = 4096, 13_056
 """Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
@@ -220,15 +220,15 @@ def launch_tokens(
 
 
 class Asked(NamedTuple):
-    """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; what
-    the buckets give to the candidates `[Q, Hkv, C]`; tallies of zeros, as of `Graded`.
+    """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; the
+    runs of candidates that buckets give `[Q, Hkv, 2, C]`; tallies of zeros, as of `Graded`.
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
 
     side: Tensor
     steps: Tensor
-    ends: Tensor | None
+    runs: Tensor | None
     tallies: Tensor
 
 
@@ -246,15 +246,15 @@ def launch_ask(
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
     tallies = torch.empty(count, heads, GRADES + blocks, dtype=torch.int32, device=device)
     given: tuple[Tensor, ...] = (steps,) * 4
-    lists, buckets, widest, ends, pdl = 0, 1, 0, None, {}
+    lists, buckets, widest, runs, pdl = 0, 1, 0, None, {}
     per_row = count // rows
     if candidates is not None:
         offsets = candidates.offsets.contiguous()
         logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True)
         lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
         per_row = count // offsets.shape[0]
-        ends = torch.empty(count, heads, buckets, dtype=torch.int32, device=device)
-        given = logits, offsets, candidates.budget.contiguous(), ends
+        runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=device)
+        given = logits, offsets, candidates.budget.contiguous(), runs
         pdl = {"launch_pdl": True} if overlap else {}
     most, wide = power_of_two(group), power_of_two(buckets)
     ask_kernel[(lists + count * heads_q,)](
@@ -262,7 +262,7 @@ def launch_ask(
         *q.stride()[:2], _by_row(maps, 4), GRADES + blocks, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
         BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)
-    return Asked(side, steps, ends, tallies)
+    return Asked(side, steps, runs, tallies)
 
 
 def launch_grades(
@@ -284,12 +284,12 @@ def launch_grades(
     if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
-        lists, buckets, strides = (edges[0],) * 3, 1, (0, 0)
+        lists, buckets, strides = (edges[0],) * 2, 1, (0, 0)
     else:
-        assert asked.ends is not None
-        offsets, order = candidates.offsets.contiguous(), dense_last(candidates.order)
-        buckets, strides, edges = offsets.shape[2] - 1, (order.stride(0), order.stride(1)), (offsets, offsets)
-        lists = order, offsets, asked.ends
+        assert asked.runs is not None
+        order = dense_last(candidates.order)
+        buckets, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
+        lists = order, asked.runs
     blocks, group = -(-width // SCORE_BLOCK), heads_q // heads
     weights = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
@@ -298,12 +298,13 @@ def launch_grades(
     score_kernel[(count * heads, blocks)](
         asked.side, asked.steps, codes, *lists, *edges, grades if tokens is None else tokens, weights, tops, masses,
         heads, count // codes.shape[0], width, buckets, *codes.stride()[:3], *strides,
-        LISTED=tokens is not None, SEARCH=buckets.bit_length(), RANK=sketch.rank, BYTES=bytes_,
+        LISTED=tokens is not None, PADDED=power_of_two(buckets), RUNS=RUNS, RANK=sketch.rank, BYTES=bytes_,
         WIDTH=max(32, power_of_two(bytes_)), GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
         num_warps=SCORE_WARPS, **pdl)
-    grade_kernel[(count * heads, blocks)](
-        weights, tops, masses, grades, asked.tallies, width, asked.tallies.shape[2], GROUP=group,
-        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
+    grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
+        weights, tops, masses, grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
+        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK, BLOCK=GRADE_BLOCK,
+        OVERLAP=overlap,
         num_warps=GRADE_WARPS, **pdl)
     return Graded(grades, tokens, asked.tallies)
 

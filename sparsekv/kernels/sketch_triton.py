@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsekv.kernels import sketch
-from sparsekv.kernels.routing_triton import give, token_of_slot
+from sparsekv.kernels.routing_triton import give, tokens_of_block
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
@@ -59,7 +59,7 @@ def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr)
 
 @triton.jit
 def ask_kernel(
-    scores, offsets, budget, ends, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets, listed,
+    scores, offsets, budget, runs, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets, listed,
     dim, q_row, q_head, m_row, tally,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
     WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
@@ -67,7 +67,7 @@ def ask_kernel(
     """The first `lists` programs: what the buckets give to the candidates of a query and head. Then one program a query
     and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
     if tl.program_id(0) < lists:
-        give(scores, offsets, budget, ends, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
+        give(scores, offsets, budget, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
              LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, OVERLAP=OVERLAP)
     else:
         sides(q, maps, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim, q_row,
@@ -111,9 +111,9 @@ def sides(
 
 @triton.jit
 def score_kernel(
-    side, steps, codes, order, offsets, ends, first, last, tokens, weights, tops, masses, heads, per_row, count,
+    side, steps, codes, order, runs, first, last, tokens, weights, tops, masses, heads, per_row, count,
     num_buckets, c_row, c_head, c_token, o_row, o_head,
-    LISTED: tl.constexpr, SEARCH: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
+    LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
@@ -129,9 +129,8 @@ def score_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if LISTED:
-        token = token_of_slot(order + cache_row * o_row + head * o_head,
-                              offsets + (cache_row * heads + head) * (num_buckets + 1), ends + at * num_buckets, place,
-                              num_buckets, count, STEPS=SEARCH)
+        token = tokens_of_block(order + cache_row * o_row + head * o_head, runs + at * 2 * num_buckets,
+                                tl.program_id(1) * BLOCK, num_buckets, BLOCK=BLOCK, PADDED=PADDED, RUNS=RUNS)
         used = token >= 0
         tl.store(tokens + at * count + place, token, mask=place < count)
     else:
@@ -161,13 +160,13 @@ def score_kernel(
 
 @triton.jit
 def grade_kernel(
-    weights, tops, masses, grades, tallies, count, tally,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    weights, tops, masses, grades, tallies, count, parts, tally,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """The grades of a block of `score_kernel` from the softmax of every head over all candidates, summed over the
+    """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates, summed over the
     group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
     at = tl.program_id(0).to(tl.int64)
-    parts = tl.num_programs(1)
     group = tl.arange(0, ROWS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head_q = at * GROUP + group
@@ -190,9 +189,10 @@ def grade_kernel(
     top = tl.max(highest, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     mass = tl.sum(sums * tl.exp(highest - top[:, None]), 1)
-    own = tl.load(tops + head_q * parts + tl.program_id(1), mask=group < GROUP, other=float("-inf"))
-    factor = tl.exp(own - top) / tl.where(mass > 0, mass, 1.0)
-    share = tl.sum(tl.maximum(weight, 0.0) * factor[:, None], 0)
+    own = tl.load(tops + head_q[:, None] * parts + (place // PART)[None, :],
+                  mask=(group < GROUP)[:, None] & (place < count)[None, :], other=float("-inf"))
+    factor = tl.exp(own - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
+    share = tl.sum(tl.maximum(weight, 0.0) * factor, 0)
     used = tl.max(weight, 0) >= 0
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)

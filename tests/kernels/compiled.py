@@ -29,7 +29,7 @@ from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last",
-    "*i32": "tokens order offsets table buckets counts chosen ends assigned where best part_best index "
+    "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
             "positions tallies",
     "*i8": "side",
     "*i16": "codes queries grades",
@@ -98,7 +98,8 @@ def main() -> None:
     check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
     check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
           routing.rank_warps(16 * 4096), "bf16", (80,))
-    check(r.fill_kernel, {"LISTS": 1, "STEPS": 11, "BLOCK": routing.FILL_BLOCK}, routing.FILL_WARPS, "bf16", (90,))
+    check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK, "RUNS": routing.RUNS},
+          routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
@@ -126,10 +127,12 @@ def main() -> None:
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
         check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
         check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "LISTED": width == 32, "SEARCH": 11, "BLOCK": sketch.SCORE_BLOCK},
+        check(sk.score_kernel, {**code, "LISTED": width == 32, "PADDED": 1024, "RUNS": routing.RUNS,
+                                "BLOCK": sketch.SCORE_BLOCK},
               sketch.SCORE_WARPS, "bf16")
     for parts in (1, 64, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "BLOCK": sketch.SCORE_BLOCK},
+        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK,
+                                "BLOCK": sketch.GRADE_BLOCK},
               sketch.GRADE_WARPS, "bf16", (90,))
     for listed in (True, False):
         check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed},
