@@ -140,6 +140,7 @@ class Buffers:
         made = Router(probes=probes)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
         made.weights, made.means = (self.model if model else None), self.means.means
+        made.spread = None if model else self.means.spread
         made.budget, made.widest = self.budget
         return made
 

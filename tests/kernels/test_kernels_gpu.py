@@ -142,6 +142,7 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     router.order, router.offsets, router.counts, router.space = s.order, s.offsets, s.counts, "rot"
     router.weights = model if scores == "query model" else None
     router.means = random(2, heads, s.buckets, dim)
+    router.spread = None if router.weights is not None else torch.rand(2, heads, s.buckets, device=DEVICE)
     rows, count = s.k.shape[0], s.q.shape[0]
     router.budget, router.widest = torch.full((rows,), 60, device=DEVICE), 60
     per_row = count // rows

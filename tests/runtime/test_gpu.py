@@ -51,20 +51,25 @@ def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
-def test_rows_fetched_from_the_host_give_the_same_logits(completion: str) -> None:
+@pytest.mark.parametrize(("selector", "scores"), [("router", "mlp"), ("router", "mean_key"), ("sketch", "mlp")])
+def test_rows_fetched_from_the_host_give_the_same_logits(selector: str, scores: str, completion: str) -> None:
+    """Buckets are scored in float32 on either device: every step gives the same. Sketches are scored in TF32 on a CUDA
+    device and in float32 on the CPU, so that of two tokens with nearly the same sketch one device may read the one and
+    the other the other, whose attention may be far from the same: up to a tenth of the steps may differ."""
     model, ids = fresh().cuda(), prompt(200).cuda()
-    router, phi = artifacts(model)
+    router, phi = artifacts(model, scores=scores)
     logits = {}
     for placement in ("gpu", "offload", "cpu"):
         with torch.inference_mode(), sparsekv.attach(
-                model, router=router, phi=phi, completion=completion, token_budget=20, decode_window=16,
-                placement=placement) as attachment:
+                model, router=router, phi=phi, selector=selector, completion=completion, token_budget=20,
+                decode_window=16, placement=placement) as attachment:
             cache = attachment.prefill(ids[:, :100], chunk_size=40)
             steps = [model(ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits for t in range(100, 160)]
             assert attachment.report()["sparse_calls"] > 0
-            logits[placement] = torch.cat(steps, 1)
+            logits[placement] = torch.cat(steps, 1)[0]
     for placement in ("offload", "cpu"):
-        torch.testing.assert_close(logits[placement], logits["gpu"], rtol=1e-2, atol=1e-2)
+        same = torch.isclose(logits[placement], logits["gpu"], rtol=1e-2, atol=1e-2).all(-1)
+        assert int((~same).sum()) <= (6 if selector == "sketch" else 0), f"{placement}: {(~same).nonzero().flatten()}"
 
 
 def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:

@@ -19,7 +19,7 @@ INDEXED = [name for name, kind in SELECTORS.items() if name != "dense" and not k
 @pytest.mark.parametrize("name", [*INDEXED, "topk"])
 def test_placement_changes_nothing(name: str, completion: str):
     model, kind = make_model(), SELECTORS[name]
-    router, phi = artifacts(model)
+    router, phi = artifacts(model, scores="mean_key" if name == "router" else "mlp")
     ids = prompt(80, 2)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
