@@ -122,10 +122,14 @@ def main() -> None:
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
     for rank, width in ((60, 32), (96, 96)):
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
-        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
+        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DEPTH": sketch.ENCODE_DEPTH},
+              sketch.ENCODE_WARPS, "bf16")
         check(sk.query_kernel, {**code, "WIDTH": 128, "DIM": 256}, sketch.QUERY_WARPS, "bf16", (90,))
         check(sk.score_kernel, {**code, "LISTED": width == 32, "STEPS": 11, "BLOCK": sketch.SCORE_BLOCK},
               sketch.SCORE_WARPS, "bf16")
+    for half in ("bf16", "fp32"):
+        check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
+                                 "DEPTH": sketch.ENCODE_DEPTH}, sketch.ENCODE_WARPS, half, SHARED)
     for parts in (1, 256, sketch.GRADE_PARTS):
         check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "BLOCK": sketch.GRADE_BLOCK},
               sketch.GRADE_WARPS, "bf16", (90,))
