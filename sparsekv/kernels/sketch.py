@@ -22,7 +22,7 @@ from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, o
 from sparsekv.kernels.routing import RUNS, launch_logits, rank_warps, routable, route_tokens_reference
 from sparsekv.kernels.types import RouterScores
 
-ENCODE_BLOCK, ENCODE_WARPS = 64, 4
+ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
 SCORE_BLOCK, SCORE_WARPS = 512, 8
 GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
@@ -195,8 +195,8 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     if codes.numel():
         encode_kernel[(batch * heads, -(-length // ENCODE_BLOCK))](
             keys, maps, centre, codes, heads, length, dim, *keys.stride()[:3], _by_row(maps, 4), _by_row(centre, 3),
-            RANK=sketch.rank, BYTES=width, WIDTH=padded(width), BLOCK=ENCODE_BLOCK, DIM=padded(dim),
-            num_warps=ENCODE_WARPS)
+            RANK=sketch.rank, BYTES=width, WIDTH=padded(width), BLOCK=ENCODE_BLOCK,
+            DEPTH=min(padded(dim), ENCODE_DEPTH), num_warps=ENCODE_WARPS)
     return codes
 
 

@@ -229,7 +229,8 @@ class RouterTask(Task):
         self.router = by_head(lambda heads: BucketRouter(
             heads, dim, buckets, recipe.hidden_size, residual=recipe.residual), seeds)
         distance = pool.positions[:, None] - pool.best
-        self.order = distance.argsort(2, descending=True).int()
+        # stable: equal distances are many, and every device must draw the same queries
+        self.order = distance.argsort(dim=2, descending=True, stable=True).int()
         enough = self.per_document // 4  # where fewer look far, the furthest-looking ones
         self.number = (distance > recipe.long_range).sum(2).clamp(min=max(1, enough)).float()
         self.queries = pool.queries_in(recipe.key_space).flatten(0, 2)

@@ -125,11 +125,15 @@ def main() -> None:
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
     for rank, width in ((60, 32), (96, 96)):
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
-        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DIM": 128}, sketch.ENCODE_WARPS, "bf16")
+        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DEPTH": sketch.ENCODE_DEPTH},
+              sketch.ENCODE_WARPS, "bf16")
         check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
         check(sk.score_kernel, {**code, "LISTED": width == 32, "PADDED": 1024, "RUNS": routing.RUNS,
                                 "BLOCK": sketch.SCORE_BLOCK},
               sketch.SCORE_WARPS, "bf16")
+    for half in ("bf16", "fp32"):
+        check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
+                                 "DEPTH": sketch.ENCODE_DEPTH}, sketch.ENCODE_WARPS, half, SHARED)
     for parts in (1, 64, sketch.GRADE_PARTS):
         check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK,
                                 "BLOCK": sketch.GRADE_BLOCK},

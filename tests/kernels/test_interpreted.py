@@ -111,7 +111,7 @@ def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 16, 16, 8, 63, 20, 1), (3, 3, 40, 10, 7, 171, 111, 2),
                                    (6, 1, 24, 24, 24, 40, 40, 3), (16, 1, 80, 33, 19, 1, 1, 1),
-                                   (2, 2, 12, 7, 7, 300, 1, 1)], ids=str)
+                                   (2, 2, 12, 7, 7, 300, 1, 1), (2, 1, 136, 30, 19, 70, 9, 1)], ids=str)
 def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_sketch(shape, dtype, "cpu")
 

@@ -125,6 +125,7 @@ def test_far_queries_are_those_that_look_far(store) -> None:
     centroids = torch.nn.functional.normalize(torch.randn(2, 4, 16), dim=-1)
     task = RouterTask(recipe, pool, pool, centroids, [Part(1, 0, 2)], 0)
     distance = pool.positions[:, None] - pool.best
+    assert torch.equal(task.order, (-distance).argsort(dim=2, stable=True).int())  # the same queries on every device
     for document in range(2):
         for head in range(4):
             number = int(task.number[document, head])
