@@ -199,8 +199,8 @@ class Buffers:
         return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
 
     def completion(self) -> PhiEstimator:
-        """Maps of the trained shape with random weights, one half centred, the mass capped; random positive features of
-        every key, with their sums over the mid region."""
+        """Maps of the trained shape and width with random weights, one half centred, the mass capped; random positive
+        features of every key, with their sums over the mid region."""
         if not hasattr(self, "phi"):
             batch, heads, length, _ = self.k.shape
             mid = slice(SINK, max(length - TAIL, SINK))

@@ -20,8 +20,9 @@ BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
 PROGRAMS = 264
 SLICE = 1024
 """Tokens of one product of a sum over all of them."""
-WIDEST_BYTES = 512
-"""Rows of the widest matrix of a map that the query kernel holds whole."""
+WIDEST_BYTES, BESIDE_BYTES = 512, 10_240
+"""Rows of the widest matrix of a map that the query kernel holds whole, in shared memory; and what it has there
+beside."""
 
 
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
@@ -173,9 +174,17 @@ def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiStat
     """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
     `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. One launch on CUDA, all layers of a head's map in one
     program."""
-    if on_device(q) and maps.w_in.dtype == q.dtype and max(maps.w_out.shape[-2:]) * q.element_size() <= WIDEST_BYTES:
+    if on_device(q) and maps.w_in.dtype == q.dtype and fits(q, maps):
         return launch_query(q, maps, offset, state)
     return phi_query_reference(q, maps, offset, state)
+
+
+def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
+    """Whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half precision:
+    sm_86 and sm_89 have 99."""
+    width, features = (padded(n) for n in maps.w_out.shape[-2:])
+    whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
+    return max(width, features) * q.element_size() <= WIDEST_BYTES and whole <= shared_bytes(q.device)
 
 
 def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:

@@ -47,6 +47,12 @@ def dense_last(x: Tensor) -> Tensor:
 
 
 @functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The shared memory that a program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel can be prepared while the one before it ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks, counted
+from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks, counted, edges_of
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
@@ -91,15 +91,16 @@ class PhiEstimator(Estimator):
 
     def build(self, view: LayerView) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
-        self.mean = mean = key_mean(view.keys, first, last)
+        edges = edges_of(first, last)  # known once, so that what follows is queued without a wait
+        self.mean = mean = key_mean(view.keys, first, last, edges)
         self.centre, self.built_size = (mean, view.regions.mid_sizes) if self.layer.centred else (None, None)
         centre = None if self.centre is None else view.scale * self.centre
         if view.keys_on_device:
-            self.state = self._with_features(view, first, last)._replace(centre=centre)
+            self.state = self._with_features(view, first, last, edges)._replace(centre=centre)
         else:
             self.state = PhiState(*self._sum(view, first, last), centre=centre)
         if self.layer.capped:
-            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean))
+            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean, edges))
 
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.built_size is not None and bool((view.regions.mid_sizes > 2 * self.built_size).any()):
@@ -184,16 +185,16 @@ class PhiEstimator(Estimator):
         assert cache is not None
         return cache
 
-    def _with_features(self, view: LayerView, first: Tensor, last: Tensor) -> PhiState:
+    def _with_features(self, view: LayerView, first: Tensor, last: Tensor, edges: list[int]) -> PhiState:
         """The cache of the tokens `first[b] <= i < last[b]` with their features, in the keys' precision and relative to
         m; the sums are of what was rounded."""
         parts: list[tuple[Tensor, Tensor]] = []
         m = features = None
-        for block, inside in blocks(first, last, 0):
+        for block, inside in blocks(first, last, edges, 0):
             logs = counted(self._log_k(view, view.keys[:, :, block]), inside, float("-inf"))
             if m is None or features is None:
                 m = logs.new_full((*logs.shape[:2], logs.shape[3]), float("-inf"))
-                features = view.keys.new_empty(*logs.shape[:2], max(0, int(last.max())), logs.shape[3])
+                features = view.keys.new_empty(*logs.shape[:2], max(0, edges[3]), logs.shape[3])
             if logs.shape[2]:
                 m = torch.maximum(m, logs.amax(2))
             part = features[:, :, block]
@@ -241,20 +242,22 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return features.sum(2, dtype=dtype), s
 
 
-def key_mean(keys: Tensor, first: Tensor, last: Tensor) -> Tensor:
+def key_mean(keys: Tensor, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
     """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
     there are none."""
     total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
-    for block, inside in blocks(first, last):
+    for block, inside in blocks(first, last, edges):
         total += counted(keys[:, :, block], inside).sum(2, dtype=total.dtype)
     return total / (last - first).clamp(min=1)[:, None, None]
 
 
-def key_covariance(keys: Tensor, first: Tensor, last: Tensor, mean: Tensor) -> Tensor:
+def key_covariance(
+    keys: Tensor, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
+) -> Tensor:
     """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
     multiplied: keys lie far from zero."""
     total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
-    for block, inside in blocks(first, last):
+    for block, inside in blocks(first, last, edges):
         away = counted(away_from(keys[:, :, block], mean, product_dtype(keys)), inside)
         total += products(away, away)
     return total / (last - first).clamp(min=1)[:, None, None, None]
