@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, finite, on_device, padded, power_of_two
+from sparsekv.kernels.launch import (
+    NEG_INF,
+    acc_dtype,
+    dense_last,
+    finite,
+    on_device,
+    padded,
+    power_of_two,
+    shared_bytes,
+)
 from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, KeyMap, PhiCache, PhiState, ScoreMoments
 
 RANK = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def dense_last(x: Tensor) -> Tensor:
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
     """The shared memory that a program can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types do not list the one that is wanted
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 @functools.cache
