@@ -63,9 +63,11 @@ from sparsekv.kernels.indexing import assign_buckets_reference
 from sparsekv.kernels.paged import paged_scores_reference
 from sparsekv.kernels.routing import bucket_logits_reference, top_buckets
 from sparsekv.kernels.sketch import best_tokens_reference, grades_of, sketch_scores_reference
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
-FEATURES, MAP_WIDTH = DIM, 128
+FEATURES, MAP_WIDTH = DIM, RECIPES[DEFAULT].width
 SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
 SHAPES = [  # case, query heads, KV heads, tokens, batch
@@ -76,7 +78,7 @@ SHAPES = [  # case, query heads, KV heads, tokens, batch
 
 
 def random_maps(heads: int) -> FeatureMapWeights:
-    """Maps of `heads` heads with random weights."""
+    """Maps of `heads` heads as wide as the recipe trains them, with random weights."""
 
     def matrix(i: int, o: int) -> torch.Tensor:
         return torch.randn(heads, i, o, device="cuda", dtype=torch.bfloat16) * i**-0.5
@@ -198,8 +200,8 @@ class Buffers:
         return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
 
     def completion(self) -> PhiEstimator:
-        """Maps of the trained shape with random weights, one half centred, the mass capped; random positive features of
-        every key, with their sums over the mid region."""
+        """Maps of the trained shape and width with random weights, one half centred, the mass capped; random positive
+        features of every key, with their sums over the mid region."""
         if not hasattr(self, "phi"):
             batch, heads, length, _ = self.k.shape
             mid = slice(SINK, max(length - TAIL, SINK))

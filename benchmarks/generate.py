@@ -11,7 +11,7 @@ drawn keys and values. Every method goes on from the same cache.
 - transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
   (reduce-overhead, CUDA graphs);
 - dense: attached, full attention; router: 1024 buckets, mean_key scores, 1/32 of the context, sink 1, window 2047;
-  router_phi: the same completed by maps of the trained shape (128 features, centred, capped).
+  router_phi: the same completed by maps of the shape and width that the recipe trains (128 features, centred, capped).
 
 `generate_ms`, `loop_ms`: median of the last tokens, when layers are compiled. `first_s`: the steps before, in which
 index, compilation and capture fall; `index_s`: index and estimates alone, the second time (kernels are loaded).
@@ -40,6 +40,8 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.models.feature_map import FeatureMap, Maps
 from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 CASES = {
     "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
@@ -58,6 +60,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 METHODS = ("dense", "router", "router_phi", "transformers", "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "tiny-512-b2")
 BUCKETS, BUDGET, SINK, WINDOW, FEATURES = 1024, 1 / 32, 1, 2047, 128
+MAP_WIDTH = RECIPES[DEFAULT].width
 CHUNK, PREFILLED = 32_768, 131_072
 TOKENS, LAST, PEER_TOKENS = 400, 96, 48
 ROWS: list[dict[str, Any]] = []
@@ -105,7 +108,7 @@ def make_model(shape: str, device: str) -> Any:
 
 
 def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
-    """Router and maps of the trained shape, random."""
+    """Router and maps of the shape and width that the recipes train, random."""
     mark = model_fingerprint(model)
     layers, heads_q, heads, dim = (mark[n] for n in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"))
     common: dict[str, Any] = {"model": mark, "layers": list(range(layers)), "sink_size": SINK, "window_size": WINDOW}
@@ -113,9 +116,9 @@ def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
     router = RouterArtifact(RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", **common),
                             centroids, None)
     sizes = [(heads_q, FEATURES), (heads, FEATURES // 2), (heads, FEATURES // 2)]
-    maps = Maps(*(FeatureMap(layers * h, dim, r, 128).weights() for h, r in sizes))
+    maps = Maps(*(FeatureMap(layers * h, dim, r, MAP_WIDTH).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
-    config = PhiArtifactConfig(num_features=FEATURES, width=128, centred=True, capped=True, **common)
+    config = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, centred=True, capped=True, **common)
     phi = PhiArtifact(config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 

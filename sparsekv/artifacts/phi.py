@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from sparsekv.artifacts.card import describe
@@ -16,6 +17,7 @@ from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.named import find_artifact
 from sparsekv.artifacts.push import push_object
 from sparsekv.core.estimators.phi import phi_tokens
+from sparsekv.kernels import KeyMap
 from sparsekv.models.feature_map import FeatureMapWeights, Maps
 
 KIND = "phi"
@@ -85,6 +87,10 @@ class PhiLayer(NamedTuple):
     def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
         """`[B, Hkv, N, d]` with RoPE -> `[B, Hkv, N, r]`."""
         return self.maps.log_phi_k(k_rot, centre)
+
+    def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
+        """φ_k as `log_phi_keys` takes it, with products in `dtype`."""
+        return self.maps.of_keys(dtype)
 
     def to(self, device: Any) -> PhiLayer:
         return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device))

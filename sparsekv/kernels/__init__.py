@@ -26,8 +26,11 @@ from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
     RANK,
     add_centre,
+    away_from,
     factored,
+    key_map,
     log_phi,
+    log_phi_keys,
     mass_cap,
     phi_cache,
     phi_extend,
@@ -55,6 +58,7 @@ from sparsekv.kernels.types import (
     BucketMeans,
     CompletionQuery,
     FeatureMapWeights,
+    KeyMap,
     PhiCache,
     PhiState,
     QueryModel,
@@ -63,12 +67,12 @@ from sparsekv.kernels.types import (
 )
 
 __all__ = [
-    "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "PhiCache", "PhiState", "QueryModel",
-    "RouterScores", "ScoreMoments", "Sketch", "add_centre", "against_bucket", "anchor_indices", "append_token",
-    "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "bucket_counts",
-    "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions", "decode",
-    "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host", "gather_rows",
-    "group_probability", "half_variance", "log_phi", "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend",
-    "phi_features", "phi_query", "products", "query_statistics", "read_bound", "remainder", "route", "route_tokens",
-    "sketch_tokens", "square_sums", "top_buckets",
+    "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "KeyMap", "PhiCache", "PhiState",
+    "QueryModel", "RouterScores", "ScoreMoments", "Sketch", "add_centre", "against_bucket", "anchor_indices",
+    "append_token", "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "away_from",
+    "bucket_counts", "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions",
+    "decode", "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host",
+    "gather_rows", "group_probability", "half_variance", "key_map", "log_phi", "log_phi_keys", "mass_cap", "merge",
+    "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "products", "query_statistics",
+    "read_bound", "remainder", "route", "route_tokens", "sketch_tokens", "square_sums", "top_buckets",
 ]

@@ -3,12 +3,23 @@ of one decode step, and what is left of the estimate once the keys that are read
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, finite, on_device, padded, power_of_two
-from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache, PhiState, ScoreMoments
+from sparsekv.kernels.launch import (
+    NEG_INF,
+    acc_dtype,
+    dense_last,
+    finite,
+    on_device,
+    padded,
+    power_of_two,
+    shared_bytes,
+)
+from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, KeyMap, PhiCache, PhiState, ScoreMoments
 
 RANK = 16
 """Rows in which the covariance of the keys is kept."""
@@ -20,8 +31,9 @@ PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 64, 16
 run beside the selection and must leave it room."""
 SLICE = 1024
 """Tokens of one product of a sum over all of them."""
-WIDEST_BYTES = 512
-"""Rows of the widest matrix of a map that the query kernel holds whole."""
+WIDEST_BYTES, BESIDE_BYTES = 512, 10_240
+"""Rows of the widest matrix of a map that the query kernel holds whole, in shared memory; and what it has there
+beside."""
 
 
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
@@ -35,6 +47,58 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     inner = F.gelu(h @ maps.w_a + maps.b_a[..., None, :], approximate="tanh")
     h = h + inner @ (maps.alpha[..., None] * maps.w_b)
     return h @ maps.w_out + maps.b_out[..., None, :]
+
+
+def key_map(maps: FeatureMapWeights, dtype: torch.dtype) -> KeyMap:
+    """A map made ready for many keys, its products in `dtype`."""
+    block = (maps.alpha[..., None] * maps.w_b) @ maps.w_out
+    w_in, w_a, w_out, w_block = (w.to(dtype) for w in (maps.w_in, maps.w_a, maps.w_out, block))
+    acc = acc_dtype(w_in)
+    return KeyMap(maps.w_in.to(acc), w_in, maps.b_in.to(acc), w_a, maps.b_a.to(dtype), w_out, w_block,
+                  maps.b_out.to(acc))
+
+
+@torch.no_grad()
+def log_phi_keys(keys: Tensor, maps: Sequence[KeyMap], centre: Tensor | None = None) -> Tensor:
+    """`log φ_k [..., H, n, r]`, float32 at least, the features of all maps side by side: keys `[..., H, n, d]` with
+    RoPE; maps after the first see `k − centre`, `[..., H, d]`.
+
+    The first one's input has the centre taken off too, and what its stem makes of the centre added to the bias: keys
+    lie far from zero, and what they share is then never rounded.
+    """
+    shape, dtype = keys.shape[:-2], maps[0].w_in.dtype
+    x = (keys.to(dtype) if centre is None else away_from(keys, centre, dtype)).flatten(0, -3)
+
+    def each(w: Tensor) -> Tensor:
+        return w.expand(*shape, *w.shape[-2:]).flatten(0, -3)
+
+    biases = torch.cat([each(m.b_out[..., None, :]) for m in maps], dim=-1)
+    logs = biases.expand(-1, keys.shape[-2], -1).clone(memory_format=torch.contiguous_format)
+    made = 0
+    for index, m in enumerate(maps):
+        bias = m.b_in[..., None, :]
+        if centre is not None and index == 0:
+            bias = bias + centre[..., None, :].to(m.stem.dtype) @ m.stem
+        h = F.gelu(torch.baddbmm(each(bias.to(dtype)), x, each(m.w_in)), approximate="tanh")
+        inner = F.gelu(torch.baddbmm(each(m.b_a[..., None, :]), h, each(m.w_a)), approximate="tanh")
+        out = logs[..., made:made + m.w_out.shape[-1]]
+        add_product(out, h, each(m.w_out))
+        add_product(out, inner, each(m.w_block))
+        made += out.shape[-1]
+    return logs.unflatten(0, shape)
+
+
+def away_from(x: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x − mean` in `dtype`, rounded after: x `[..., n, d]`, mean `[..., d]`. One pass over memory."""
+    return torch.sub(x, mean[..., None, :], out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a b`, summed in the dtype of total `[M, n, r]`: a `[M, n, w]`, b `[M, w, r]`."""
+    if a.dtype != total.dtype and a.is_cuda:
+        torch.baddbmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.baddbmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
@@ -56,12 +120,20 @@ def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """`aᵀ b` over the tokens: a `[B, H, n, r]`, b `[B, H, n, d]` -> `[B, H, r, d]`. As many products side by side as
-    there are slices of the tokens: one of so few rows and columns leaves most of a GPU idle."""
-    parts = a.shape[2] // SLICE
-    sliced, rest = ([x[:, :, :parts * SLICE].unflatten(2, (parts, SLICE)) for x in (a, b)],
-                    [x[:, :, parts * SLICE:] for x in (a, b)])
-    return (sliced[0].mT @ sliced[1]).sum(2) + rest[0].mT @ rest[1]
+    """`aᵀ b` over the tokens: a `[B, H, n, r]`, b `[B, H, n, d]` of one dtype -> `[B, H, r, d]`, float32 at least. As
+    many products side by side as there are slices of the tokens: one of so few rows and columns leaves most of a GPU
+    idle."""
+    batch, heads, length, rows = a.shape
+    whole = length // SLICE * SLICE
+
+    def sums(parts: int, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (t.unflatten(2, (parts, -1)).flatten(0, 2) for t in (x, y))
+        total = torch.zeros(len(x), rows, y.shape[-1], dtype=acc_dtype(a), device=a.device)
+        add_product(total, x.mT, y)
+        return total.unflatten(0, (batch, heads, parts)).sum(2)
+
+    last = sums(1, a[:, :, whole:], b[:, :, whole:])
+    return last if whole == 0 else last + sums(whole // SLICE, a[:, :, :whole], b[:, :, :whole])
 
 
 def phi_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
@@ -113,9 +185,17 @@ def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiStat
     """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
     `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. One launch on CUDA, all layers of a head's map in one
     program."""
-    if on_device(q) and maps.w_in.dtype == q.dtype and max(maps.w_out.shape[-2:]) * q.element_size() <= WIDEST_BYTES:
+    if on_device(q) and maps.w_in.dtype == q.dtype and fits(q, maps):
         return launch_query(q, maps, offset, state)
     return phi_query_reference(q, maps, offset, state)
+
+
+def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
+    """Whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half precision:
+    sm_86 and sm_89 have 99."""
+    width, features = (padded(n) for n in maps.w_out.shape[-2:])
+    whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
+    return max(width, features) * q.element_size() <= WIDEST_BYTES and whole <= shared_bytes(q.device)
 
 
 def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:

@@ -46,6 +46,21 @@ class FeatureMapWeights(NamedTuple):
     b_out: Tensor
 
 
+class KeyMap(NamedTuple):
+    """A feature map of `H` KV heads as it is run over the keys of a context (`key_map`), matrices in the precision of
+    the products. Nothing comes between the block and the output, which are one: w_block `[H, w, r]` is
+    `α · w_b · w_out`. stem: w_in unrounded."""
+
+    stem: Tensor
+    w_in: Tensor
+    b_in: Tensor
+    w_a: Tensor
+    b_a: Tensor
+    w_out: Tensor
+    w_block: Tensor
+    b_out: Tensor
+
+
 class PhiCache(NamedTuple):
     """The stable cache of sums of features (completion paper, appendix C): m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels import FeatureMapWeights, add_centre, log_phi
+from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi, log_phi_keys
 
 __all__ = ["FeatureMap", "FeatureMapWeights", "Maps", "log_kernel", "log_phi"]
 
@@ -31,12 +31,12 @@ class Maps(NamedTuple):
         """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. With a centred map the second half of the features is
         that map's of `k − k̄`, k̄ = centre `[..., Hkv, d]`: attention to the others hangs on what tells keys apart, and
         what they share is the query's to add, exactly (`add_centre`). Ours, not the paper's."""
-        logs = log_phi(keys, self.key)
-        if self.centred is None:
-            return logs
-        assert centre is not None, "maps with a centred half need the mean key of the request"
-        dtype = self.key.w_in.dtype
-        return torch.cat([logs, log_phi(keys.to(dtype) - centre[..., None, :].to(dtype), self.centred)], dim=-1)
+        assert self.centred is None or centre is not None, "maps with a centred half need the mean key of the request"
+        return log_phi_keys(keys, self.of_keys(self.key.w_in.dtype), centre)
+
+    def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
+        """Those of keys as `log_phi_keys` takes them, with products in `dtype`."""
+        return tuple(key_map(m, dtype) for m in (self.key, self.centred) if m is not None)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Maps:
         """With every tensor changed."""

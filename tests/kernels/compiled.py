@@ -102,6 +102,7 @@ def main() -> None:
           routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
+    check(c.query_kernel, {**maps, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*bf16")
     for dim in (64, 128, 256):

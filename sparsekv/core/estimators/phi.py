@@ -7,18 +7,21 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks
+from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks, counted, edges_of
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
     RANK,
     CompletionQuery,
     FeatureMapWeights,
+    KeyMap,
     PhiCache,
     PhiState,
     ScoreMoments,
+    away_from,
     factored,
     gather_rows,
+    log_phi_keys,
     phi_cache,
     phi_extend,
     phi_features,
@@ -27,7 +30,7 @@ from sparsekv.kernels import (
     read_bound,
     remainder,
 )
-from sparsekv.kernels.launch import acc_dtype
+from sparsekv.kernels.launch import acc_dtype, finite, product_dtype
 
 
 class Maps(Protocol):
@@ -49,8 +52,8 @@ class Maps(Protocol):
     def query_map(self) -> FeatureMapWeights:
         """Of every query head."""
 
-    def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
-        """`[B, Hkv, N, d] -> [B, Hkv, N, r]`."""
+    def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
+        """Of every KV head, with products in `dtype`, as `log_phi_keys` takes them."""
 
     def at(self, share: float) -> Maps:
         """Calibrated for a share of the context that is read."""
@@ -73,28 +76,31 @@ class PhiEstimator(Estimator):
     covariance of the mid region's keys; both are this project's own.
     """
 
-    row_state: ClassVar[tuple[str, ...]] = ("state", "centre", "built_size", "covariance")
+    row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "centre", "built_size", "covariance")
 
     def __init__(self, layer: Maps):
         self.layer = self.calibrated = layer
         self.share = 0.0
         self.state: PhiState
+        self.mean: Tensor | None = None
         self.centre: Tensor | None = None
         self.built_size: Tensor | None = None
         self.covariance: Tensor | None = None
         self.weights: FeatureMapWeights | None = None
+        self.key_maps: tuple[KeyMap, ...] = ()
 
     def build(self, view: LayerView) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
-        mean = key_mean(view.keys, first, last) if self.layer.centred or self.layer.capped else None
+        edges = edges_of(first, last)  # known once, so that what follows is queued without a wait
+        self.mean = mean = key_mean(view.keys, first, last, edges)
         self.centre, self.built_size = (mean, view.regions.mid_sizes) if self.layer.centred else (None, None)
         centre = None if self.centre is None else view.scale * self.centre
         if view.keys_on_device:
-            self.state = self._with_features(view, first, last)._replace(centre=centre)
+            self.state = self._with_features(view, first, last, edges)._replace(centre=centre)
         else:
             self.state = PhiState(*self._sum(view, first, last), centre=centre)
-        if self.layer.capped and mean is not None:
-            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean))
+        if self.layer.capped:
+            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean, edges))
 
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.built_size is not None and bool((view.regions.mid_sizes > 2 * self.built_size).any()):
@@ -155,40 +161,48 @@ class PhiEstimator(Estimator):
         listed = 0.0 if kept is None else self.share * view.length * kept.shape[-1] * kept.element_size()
         return super().cost_bytes(view) + listed * view.num_kv_heads
 
-    def _log_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
-        centre = self.centre if centre is None else centre
-        return self.layer.log_phi_k(keys) if centre is None else self.layer.log_phi_k(keys, centre)
+    def _log_k(self, view: LayerView, keys: Tensor, mean: Tensor | None = None) -> Tensor:
+        """Log-features of keys `[B, Hkv, n, d]`, float32 at least; mean: `self.mean` of their rows. Maps run in the
+        precision of the keys only where features are kept: those made anew of a fetched key must be the ones that were
+        summed."""
+        dtype = product_dtype(keys) if view.keys_on_device else acc_dtype(keys)
+        if not self.key_maps or self.key_maps[0].w_in.dtype != dtype:
+            self.key_maps = self.layer.of_keys(dtype)
+        return log_phi_keys(keys, self.key_maps, self.mean if mean is None else mean)
 
     def _features(self, view: LayerView, keys: Tensor) -> Tensor:
         """Features of fetched keys `[Q, Hkv, n, d]`, relative to the cache's shift."""
         per_row = keys.shape[0] // self.state.m.shape[0]
-        centre = None if self.centre is None else self.centre.repeat_interleave(per_row, dim=0)
-        return phi_features(self._log_k(keys, centre), self.state.m.repeat_interleave(per_row, dim=0))
+        mean = None if self.mean is None else self.mean.repeat_interleave(per_row, dim=0)
+        return phi_features(self._log_k(view, keys, mean), self.state.m.repeat_interleave(per_row, dim=0))
 
     def _sum(self, view: LayerView, first: Tensor, last: Tensor, cache: PhiCache | None = None) -> PhiCache:
         """The tokens `first[b] <= i < last[b]` summed into the cache, a block at a time."""
         for block, inside in blocks(first, last):
-            logs = self._log_k(view.keys[:, :, block]).masked_fill(~inside, float("-inf"))
+            logs = counted(self._log_k(view, view.keys[:, :, block]), inside, float("-inf"))
             values = view.values[:, :, block]
             cache = phi_cache(logs, values) if cache is None else phi_extend(cache, logs, values)
         assert cache is not None
         return cache
 
-    def _with_features(self, view: LayerView, first: Tensor, last: Tensor) -> PhiState:
+    def _with_features(self, view: LayerView, first: Tensor, last: Tensor, edges: list[int]) -> PhiState:
         """The cache of the tokens `first[b] <= i < last[b]` with their features, in the keys' precision and relative to
         m; the sums are of what was rounded."""
-        parts, shifts = [], []
-        m: Tensor | None = None
-        for block, inside in blocks(first, last, 0):
-            logs = self._log_k(view.keys[:, :, block]).masked_fill(~inside, float("-inf"))
-            top = logs.amax(2) if logs.shape[2] else torch.full_like(logs[:, :, :0].sum(2), float("-inf"))
-            m = top if m is None else torch.maximum(m, top)
-            parts.append(phi_features(logs, m).to(view.keys.dtype))
-            shifts.append(m)
-        assert m is not None
-        for part, shift in zip(parts, shifts, strict=True):
+        parts: list[tuple[Tensor, Tensor]] = []
+        m = features = None
+        for block, inside in blocks(first, last, edges, 0):
+            logs = counted(self._log_k(view, view.keys[:, :, block]), inside, float("-inf"))
+            if m is None or features is None:
+                m = logs.new_full((*logs.shape[:2], logs.shape[3]), float("-inf"))
+                features = view.keys.new_empty(*logs.shape[:2], max(0, edges[3]), logs.shape[3])
+            if logs.shape[2]:
+                m = torch.maximum(m, logs.amax(2))
+            part = features[:, :, block]
+            torch.exp(logs.sub_(finite(m)[:, :, None]), out=part)  # `phi_features`, in as few passes as there may be
+            parts.append((part, m))
+        assert m is not None and features is not None
+        for part, shift in parts[:-1]:
             part.mul_(torch.exp(torch.where(torch.isinf(m), 0.0, shift - m))[:, :, None])
-        features = torch.cat(parts, dim=2)
         return PhiState(m, *_sums(features, view.values[:, :, :features.shape[2]], m.dtype), features)
 
     def _with_more_features(
@@ -198,8 +212,7 @@ class PhiEstimator(Estimator):
         z, s, parts = state.z, state.s, [features[:, :, :int(first.min())]]
         for block, inside in blocks(first, last):
             # what a row does not count may exceed any number
-            new = torch.where(inside, phi_features(self._log_k(view.keys[:, :, block]), state.m), 0.0)
-            new = new.to(features.dtype)
+            new = counted(phi_features(self._log_k(view, view.keys[:, :, block]), state.m), inside).to(features.dtype)
             # rows whose mid region ends later than the others' already have some of these
             there = features[:, :, block]
             parts.append(new + torch.nn.functional.pad(there, (0, 0, 0, new.shape[2] - there.shape[2])))
@@ -225,24 +238,26 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     s = torch.zeros(*features.shape[:2], features.shape[3], values.shape[3], dtype=dtype, device=features.device)
     size = DEVICE_BLOCK if features.is_cuda else BLOCK
     for a in range(0, features.shape[2], size):
-        s += products(features[:, :, a:a + size].to(dtype), values[:, :, a:a + size].to(dtype))
+        s += products(features[:, :, a:a + size], values[:, :, a:a + size])
     return features.sum(2, dtype=dtype), s
 
 
-def key_mean(keys: Tensor, first: Tensor, last: Tensor) -> Tensor:
+def key_mean(keys: Tensor, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
     """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
     there are none."""
     total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
-    for block, inside in blocks(first, last):
-        total += torch.where(inside, keys[:, :, block], 0).sum(2, dtype=total.dtype)
+    for block, inside in blocks(first, last, edges):
+        total += counted(keys[:, :, block], inside).sum(2, dtype=total.dtype)
     return total / (last - first).clamp(min=1)[:, None, None]
 
 
-def key_covariance(keys: Tensor, first: Tensor, last: Tensor, mean: Tensor) -> Tensor:
+def key_covariance(
+    keys: Tensor, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
+) -> Tensor:
     """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
     multiplied: keys lie far from zero."""
     total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
-    for block, inside in blocks(first, last):
-        away = torch.where(inside, keys[:, :, block] - mean[:, :, None], 0.0)
+    for block, inside in blocks(first, last, edges):
+        away = counted(away_from(keys[:, :, block], mean, product_dtype(keys)), inside)
         total += products(away, away)
     return total / (last - first).clamp(min=1)[:, None, None, None]

@@ -1,0 +1,85 @@
+"""Feature maps whose products over the keys are in half precision, as on CUDA, against float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from views import make_view
+
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.estimators import phi as estimators
+from sparsekv.kernels import log_phi, log_phi_keys, products
+from sparsekv.models.feature_map import FeatureMap, Maps
+
+LIMITS = {torch.bfloat16: (0.05, 0.005), torch.float16: (0.006, 0.001)}
+"""Largest error of `log φ_k`, and relative error of z and S."""
+HEADS, DIM, WIDTH, FEATURES = 2, 32, 64, 32
+
+
+def drawn(length: int = 2500) -> torch.Tensor:
+    """Keys `[2, HEADS, length, d]` as far from zero as models' are, of very different spread in every channel."""
+    torch.manual_seed(0)
+    return torch.randn(2, HEADS, length, DIM) * torch.logspace(-1, 0.7, DIM) + 6 * torch.randn(1, HEADS, 1, DIM)
+
+
+def layer(keys: torch.Tensor, *, centred: bool) -> PhiLayer:
+    """Maps of a trained one's reach: stems fitted to the keys, blocks that are not closed."""
+    sample, made = keys[0], []
+    for heads, features, seen in ((2 * HEADS, FEATURES, None), (HEADS, FEATURES // (1 + centred), sample),
+                                  (HEADS, FEATURES // 2, sample - sample.mean(1, keepdim=True))):
+        one = FeatureMap(heads, DIM, features, WIDTH)
+        if seen is not None:
+            one.whiten(seen)
+        weights = one.weights()
+        made.append(weights._replace(alpha=weights.alpha + 0.5, b_out=torch.randn(heads, features)))
+    maps = Maps(*made) if centred else Maps(*made[:2])
+    return PhiLayer(maps.map(torch.Tensor.detach), torch.zeros(1, 2 * HEADS), capped=True)
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_log_features_of_half_precision_are_close(centred: bool, dtype: torch.dtype) -> None:
+    keys = drawn().to(dtype)
+    trained, centre = layer(keys.float(), centred=centred), keys.float().mean(2)
+    truth = log_phi(keys.float(), trained.maps.key)
+    if trained.maps.centred is not None:
+        truth = torch.cat([truth, log_phi(keys - centre[:, :, None], trained.maps.centred)], dim=-1)
+    torch.testing.assert_close(trained.log_phi_k(keys, centre), truth, rtol=1e-4, atol=1e-4)
+    found = log_phi_keys(keys, trained.of_keys(dtype), centre)
+    assert found.dtype == torch.float32
+    error = (found - truth).abs()
+    print(f"{dtype} log φ: largest {float(error.max()):.4f}, mean {float(error.mean()):.5f}, "
+          f"span {float(truth.min()):.1f} to {float(truth.max()):.1f}")
+    assert float(error.max()) < LIMITS[dtype][0]
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS), ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_sums_of_half_precision_are_close(centred: bool, dtype: torch.dtype, monkeypatch) -> None:
+    keys = drawn().to(dtype)
+    view, _, _ = make_view(batch=2, heads_kv=HEADS, length=keys.shape[2], dim=DIM, pads=(0, 31))
+    view = replace(view, keys=keys, values=view.values.to(dtype))
+    trained = layer(keys.float(), centred=centred)
+    whole, half = PhiEstimator(trained), PhiEstimator(trained)
+    monkeypatch.setattr("sparsekv.core.estimators.base.BLOCK", 1000)
+    exact = replace(view, keys=keys.float(), values=view.values.float())
+    whole.build(exact)
+    monkeypatch.setattr(estimators, "product_dtype", lambda x: x.dtype)
+    half.build(view)
+    assert half.key_maps[0].w_in.dtype == half.state.features.dtype == dtype
+    mine, right = half.state, whole.state
+    scale = torch.exp(mine.m - right.m)
+    for name, a, b in (("z", mine.z * scale, right.z), ("S", mine.s * scale[..., None], right.s)):
+        error = float((a - b).norm() / b.norm())
+        print(f"{dtype} {name}: {error:.5f}")
+        assert error < LIMITS[dtype][1]
+    # what was summed is what is kept: taking all of it out again leaves nothing
+    kept, values = mine.features.double(), view.values[:, :, :mine.features.shape[2]].double()
+    torch.testing.assert_close(mine.z.double(), kept.sum(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.s.double(), kept.mT @ values, rtol=1e-4, atol=1e-4)
+    spread = (half.covariance - whole.covariance).norm() / whole.covariance.norm()
+    assert float(spread) < 1e-3
+    assert products(mine.features, view.values[:, :, :mine.features.shape[2]]).dtype == torch.float32
