@@ -26,6 +26,8 @@ ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
 SCORE_BLOCK, SCORE_WARPS = 512, 8
 GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
+TALLY_COPIES, TALLIED = 8, 16_384
+"""Copies of a tally at most, and candidates of each."""
 GRADES, FLOOR = 4096, 13_056
 """Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
 KEYS_AT_ONCE = 8192
@@ -233,9 +235,9 @@ class Asked(NamedTuple):
 
 
 def launch_ask(
-    q: Tensor, sketch: Sketch, width: int, scale: float, blocks: int, candidates: Candidates | None = None,
+    q: Tensor, sketch: Sketch, width: int, scale: float, tally: int, candidates: Candidates | None = None,
 ) -> Asked:
-    """What a query brings to codes of `width` bytes through Triton, with room for `blocks` blocks of `best_kernel`."""
+    """What a query brings to codes of `width` bytes through Triton, with tallies of `tally` numbers."""
     from sparsekv.kernels.sketch_triton import ask_kernel
 
     q, maps = dense_last(q), sketch.queries.contiguous()
@@ -244,7 +246,7 @@ def launch_ask(
     group, device, overlap = heads_q // heads, q.device, overlaps(q.device)
     side = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
-    tallies = torch.empty(count, heads, GRADES + blocks, dtype=torch.int32, device=device)
+    tallies = torch.empty(count, heads, tally, dtype=torch.int32, device=device)
     given: tuple[Tensor, ...] = (steps,) * 4
     lists, buckets, widest, runs, pdl = 0, 1, 0, None, {}
     per_row = count // rows
@@ -259,7 +261,7 @@ def launch_ask(
     most, wide = power_of_two(group), power_of_two(buckets)
     ask_kernel[(lists + count * heads_q,)](
         *given, q, maps, side, steps, tallies, scale, lists, heads, per_row, buckets, widest, dim,
-        *q.stride()[:2], _by_row(maps, 4), GRADES + blocks, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
+        *q.stride()[:2], _by_row(maps, 4), tally, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
         BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)
     return Asked(side, steps, runs, tallies)
@@ -276,7 +278,7 @@ def launch_grades(
     count, heads_q, _ = q.shape
     heads, length, bytes_ = codes.shape[1:]
     width = length if candidates is None else candidates.widest
-    asked = launch_ask(q, sketch, bytes_, scale, best_blocks(width, widest), candidates)
+    asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
     grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
     if not width:
@@ -303,10 +305,20 @@ def launch_grades(
         num_warps=SCORE_WARPS, **pdl)
     grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
         weights, tops, masses, grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
-        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK, BLOCK=GRADE_BLOCK,
-        OVERLAP=overlap,
+        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK,
+        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, OVERLAP=overlap,
         num_warps=GRADE_WARPS, **pdl)
     return Graded(grades, tokens, asked.tallies)
+
+
+def tally_copies(width: int) -> int:
+    """Copies of the tallies of `width` candidates: where many are counted they wait for each other."""
+    return min(TALLY_COPIES, power_of_two(max(1, width // TALLIED)))
+
+
+def tally_of(width: int, widest: int) -> int:
+    """Numbers in the tallies of a query and head."""
+    return tally_copies(width) * GRADES + best_blocks(width, widest)
 
 
 def best_blocks(width: int, widest: int) -> int:
@@ -326,7 +338,7 @@ def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: 
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
         grades, grades if tokens is None else tokens, tallies, budget.contiguous(), out, heads, width, widest,
-        tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)),
+        tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)),
         OVERLAP=overlap, num_warps=BEST_WARPS, **({"launch_pdl": True} if overlap else {}))
     return out
 

@@ -173,8 +173,8 @@ def score_kernel(
 @triton.jit
 def grade_kernel(
     weights, tops, masses, grades, tallies, count, parts, tally,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates, summed over the
     group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
@@ -209,14 +209,15 @@ def grade_kernel(
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)
     tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)
-    tl.atomic_add(tallies + at * tally + grade, 1, mask=grade > 1, sem="relaxed")
-    tl.atomic_add(tallies + at * tally, tl.sum(used.to(tl.int32), 0), sem="relaxed")
+    tallies += at * tally + tl.program_id(1) % COPIES * GRADES
+    tl.atomic_add(tallies + grade, 1, mask=grade > 1, sem="relaxed")
+    tl.atomic_add(tallies, tl.sum(used.to(tl.int32), 0), sem="relaxed")
 
 
 @triton.jit
 def best_kernel(
     grades, tokens, tallies, budget, out, heads, count, width, tally,
-    LISTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: the lowest
     grade that is chosen from the tally, and from what the blocks ahead, which start no later, say how many they
@@ -230,6 +231,8 @@ def best_kernel(
     grade = tl.load(grades + at * count + place, mask=place < count, other=0).to(tl.int32)
     digit = tl.arange(0, GRADES)
     size = tl.load(tallies + digit)
+    for copy in tl.static_range(1, COPIES):
+        size += tl.load(tallies + copy * GRADES + digit)
     there = tl.sum(tl.where(digit == 0, size, 0), 0)
     wanted = tl.minimum(tl.minimum(tl.load(budget + at // heads), width), there).to(tl.int32)
     size = tl.where(digit > 1, size, 0)
@@ -241,7 +244,7 @@ def best_kernel(
     least = tl.where(wanted > 0, least, GRADES)
     larger, equals = (grade > least).to(tl.int32), (grade == least).to(tl.int32)
     both = tl.sum(larger * 32768 + equals, 0)
-    told = tallies + GRADES
+    told = tallies + COPIES * GRADES
     tl.atomic_xchg(told + block, both | COUNTED, sem="relaxed")
     before, alike = 0, 0
     for start in range(0, block, AHEAD):

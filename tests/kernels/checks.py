@@ -396,7 +396,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             away = sketch.decode(codes, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        asked = sketch.launch_ask(q, maps, width, 0.3, 5)
+        asked = sketch.launch_ask(q, maps, width, 0.3, sketch.GRADES + 5)
         exact_side = sketch.query_side_reference(q.double(), double(maps), 0.3)
         away = side_of(asked, rank) - exact_side
         assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not asked.tallies.any()
@@ -413,7 +413,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
             # products of 10 bits of mantissa: a grade is 0.8 %
             assert bool(((mine.grades - truth).abs() <= 2).all())
-            assert torch.equal(mine.tallies, tallied(mine.grades, listed + 7))
+            assert torch.equal(summed(mine.tallies, mine.grades), summed(tallied(mine.grades, listed + 7), mine.grades))
             for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
                 found = sketch.launch_best(*mine._replace(tallies=mine.tallies.clone()), wanted, widest)
                 assert torch.equal(found, sketch.best_tokens_reference(mine.grades, mine.tokens, wanted, widest))
@@ -445,11 +445,18 @@ def sides_step(side: Tensor, width: int) -> Tensor:
 
 def tallied(grades: Tensor, widest: int) -> Tensor:
     """How many have each grade above 1, and in the place of grade 0 how many there are; zeros for the blocks."""
-    counts = torch.zeros(*grades.shape[:2], sketch.GRADES + sketch.best_blocks(grades.shape[2], widest),
-                         dtype=torch.int32, device=grades.device)
+    counts = torch.zeros(*grades.shape[:2], sketch.tally_of(grades.shape[2], widest), dtype=torch.int32,
+                         device=grades.device)
     counts.scatter_add_(-1, grades.long(), torch.ones_like(grades, dtype=torch.int32))
     counts[..., 0], counts[..., 1] = (grades > 0).sum(-1), 0
     return counts
+
+
+def summed(tallies: Tensor, grades: Tensor) -> Tensor:
+    """The copies of tallies added up, which no block has told anything yet."""
+    copies = sketch.tally_copies(grades.shape[2])
+    assert not tallies[..., copies * sketch.GRADES:].any()
+    return tallies[..., :copies * sketch.GRADES].unflatten(-1, (copies, -1)).sum(2)
 
 
 def check_best_tokens(width: int, device: str) -> None:

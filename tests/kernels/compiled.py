@@ -136,11 +136,11 @@ def main() -> None:
         check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
                                  "DEPTH": sketch.ENCODE_DEPTH}, sketch.ENCODE_WARPS, half, SHARED)
     for parts in (1, 64, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK,
+        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK, "COPIES": 4,
                                 "BLOCK": sketch.GRADE_BLOCK},
               sketch.GRADE_WARPS, "bf16", (90,))
     for listed in (True, False):
-        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed},
+        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed, "COPIES": 4},
               sketch.BEST_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
