@@ -24,19 +24,21 @@ MAX_SPLITS = 256
 
 
 class Launch(NamedTuple):
-    """How the split kernel runs: keys at once, warps, programs wanted, blocks of keys under way at once; columns and
-    warps of the merge."""
+    """How the split kernel runs: keys at once, warps, programs wanted, and blocks of keys under way at once: with one
+    the next block's places are looked up ahead; columns and warps of the merge."""
 
     block: int
     warps: int
     programs: int
     stages: int = 1
-    ahead: bool = True
     merge_width: int = 32
     merge_warps: int = 2
 
 
-PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 2, 512)
+PLAIN, COMPLETED, COMPLETED_MANY = Launch(32, 1, 1024), Launch(64, 2, 512), Launch(32, 1, 528, stages=3)
+MANY_LISTS, NARROW_BYTES = 64, 256
+"""Lists of tokens from which on a completed step runs as COMPLETED_MANY, and bytes of its widest row: the blocks under
+way lie in shared memory."""
 
 
 def attend_tokens(
@@ -108,6 +110,14 @@ def _key_features(completion: CompletionQuery) -> Tensor:
     return completion.key_features
 
 
+def launch_of(lists: int, k: Tensor, completion: CompletionQuery | None) -> Launch:
+    """How the kernels run for so many lists of tokens."""
+    if completion is None:
+        return PLAIN
+    widest = max(k.shape[3], completion.features.shape[-1]) * k.element_size()
+    return COMPLETED_MANY if lists >= MANY_LISTS and widest <= NARROW_BYTES else COMPLETED
+
+
 def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
@@ -127,7 +137,7 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = PLAIN if completion is None else COMPLETED
+    how = launch_of(count * heads, k, completion)
     splits = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:
@@ -151,8 +161,8 @@ def launch_attend(
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, num_warps=how.warps, num_stages=how.stages, AHEAD=how.ahead,
-        **(pdl if completion is None else {}))
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
+        num_warps=how.warps, num_stages=how.stages, **(pdl if completion is None else {}))
     columns = min(width, how.merge_width)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),

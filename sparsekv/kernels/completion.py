@@ -26,7 +26,7 @@ RANK = 16
 REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
 BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
-PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 64, 16
+PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 128, 16
 """Programs wanted of the cache's sums and of the query's side, and the most queries of one program of the latter: they
 run beside the selection and must leave it room."""
 SLICE = 1024

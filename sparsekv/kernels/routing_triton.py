@@ -173,9 +173,9 @@ def give(
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the slot
-    behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of the
-    index. Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
+    """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the
+    slot behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of
+    the index. Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
     row = at // heads
     kv = row // per_row * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)

@@ -338,8 +338,9 @@ def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: 
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
         grades, grades if tokens is None else tokens, tallies, budget.contiguous(), out, heads, width, widest,
-        tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)),
-        OVERLAP=overlap, num_warps=BEST_WARPS, **({"launch_pdl": True} if overlap else {}))
+        tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
+        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
+        **({"launch_pdl": True} if overlap else {}))
     return out
 
 

@@ -125,8 +125,8 @@ def sides(
 def score_kernel(
     side, steps, codes, order, runs, first, last, tokens, weights, tops, masses, heads, per_row, count,
     num_buckets, c_row, c_head, c_token, o_row, o_head,
-    LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
     where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
@@ -176,8 +176,8 @@ def grade_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates, summed over the
-    group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
+    """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates,
+    summed over the group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
     at = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, ROWS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

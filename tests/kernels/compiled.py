@@ -51,7 +51,8 @@ OWN: dict[Any, dict[str, str]] = {
 
 
 def check(
-    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), **own: str,
+    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
+    **own: str,
 ) -> None:
     types = {name: kind.replace("half", f"*{half}") for kind, names in KINDS.items() for name in names.split()}
     types |= OWN.get(kernel, {}) | own
@@ -61,7 +62,7 @@ def check(
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
         # sm_89 runs what sm_80 does, in less shared memory
         binary = triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32),
-                                options={"num_warps": warps, "num_stages": 2})
+                                options={"num_warps": warps, "num_stages": stages})
         used = binary.metadata.shared
         print(f"sm_{capability} {kernel.__name__} {half}: {used} bytes shared", flush=True)
         allowed = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
@@ -69,23 +70,26 @@ def check(
             sys.exit(f"{used} bytes of shared memory, {allowed} allowed")
 
 
-def split(dim: int, group: int, *, probes: int = 0, phi: bool = False, weighted: bool = False) -> dict[str, Any]:
+def split(
+    dim: int, group: int, how: attend.Launch, *, probes: int = 0, phi: bool = False, weighted: bool = False,
+) -> dict[str, Any]:
     half = max(8 if phi else 16, group)
     return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
             "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
             "PADDED_FEATURES": 128, "PHI": phi, "WEIGHTED": weighted,
-            "BLOCK": (attend.COMPLETED if phi else attend.PLAIN).block,
-            "AHEAD": (attend.COMPLETED if phi else attend.PLAIN).ahead}
+            "BLOCK": how.block, "AHEAD": how.stages == 1}
 
 
 def main() -> None:
     assert "TRITON_INTERPRET" not in os.environ
     plain, completed = attend.PLAIN, attend.COMPLETED
-    check(a.split_kernel, split(64, 3, weighted=True), plain.warps, "fp16", SHARED)
-    check(a.split_kernel, split(256, 16, probes=128), plain.warps, "bf16")
-    check(a.split_kernel, split(128, 4, phi=True), completed.warps, "bf16", SHARED)
-    check(a.split_kernel, split(80, 1, probes=32, phi=True), completed.warps, "bf16", (89,))
-    check(a.split_kernel, split(128, 4), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
+    check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
+    check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
+    check(a.split_kernel, split(128, 4, completed, phi=True), completed.warps, "bf16", SHARED)
+    many = attend.COMPLETED_MANY
+    check(a.split_kernel, split(128, 4, many, phi=True), many.warps, "bf16", SHARED, stages=many.stages)
+    check(a.split_kernel, split(80, 1, completed, probes=32, phi=True), completed.warps, "bf16", (89,))
+    check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": plain.merge_width, "PHI": True, "CAPPED": True}
     check(a.merge_kernel, merged, plain.merge_warps, "bf16")
     shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}

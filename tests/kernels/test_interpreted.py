@@ -27,6 +27,14 @@ def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype) ->
     checks.check_attention(shape, dtype, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_attention_completed_over_many_lists(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """As eight rows of a batch are launched, of which the interpreter would take long."""
+    monkeypatch.setattr(attend, "MANY_LISTS", 1)
+    monkeypatch.setattr(attend, "COMPLETED_MANY", attend.COMPLETED_MANY._replace(programs=9))
+    checks.check_attention((6, 2, 24, 63, 4, 16, 7, 2), dtype, "cpu")
+
+
 @DTYPES
 def test_what_is_left_where_nearly_all_is_read(dtype: torch.dtype) -> None:
     checks.check_what_is_left((4, 2, 16, 63, 4, 16, 3, 1), dtype, "cpu")

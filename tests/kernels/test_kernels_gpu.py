@@ -40,6 +40,15 @@ def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype, lo
 
 @DTYPES
 @SHAPES
+def test_attention_completed_over_many_lists(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr("sparsekv.kernels.attend.MANY_LISTS", 1)
+    checks.check_attention(shape, dtype, DEVICE)
+
+
+@DTYPES
+@SHAPES
 def test_what_is_left_where_nearly_all_is_read(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_what_is_left(shape, dtype, DEVICE)
 
