@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,8 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.token_select import TokenSelect
 from sparsekv.evaluation.cells import collect
-from sparsekv.evaluation.evaluator import TOKENS_NEEDED
 from sparsekv.evaluation.methods import parse_methods
-from sparsekv.evaluation.requests import Request, load_requests, score
+from sparsekv.evaluation.requests import first_of_each, load_requests, score
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.hub import load_model, resolve_device
 from sparsekv.kernels import dense_attention
@@ -235,7 +234,7 @@ def extrapolate(options: argparse.Namespace) -> Rows:
         ways[name] = {"selector": "token_select", "extrapolate": contiguous, **TokenSelect.PUBLISHED}
     found: dict[tuple[int, str, str], list[float]] = {}
     tasks: dict[int, dict[str, None]] = {}
-    for request in chosen_requests(options):
+    for request in first_of_each(load_requests(options.requests), options.samples, options.lengths or ()):
         tasks.setdefault(request.length, {})[request.task] = None
         ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
         for name, given in ways.items():
@@ -244,7 +243,8 @@ def extrapolate(options: argparse.Namespace) -> Rows:
                 cache = attachment.prefill(ids[:, :-1])
                 settle(ids)
                 spent = time.perf_counter() - began
-                out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache, max_new_tokens=limit(request))
+                out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache,
+                                          max_new_tokens=request.answer_tokens)
             answer = text_of(tokenizer, out[0, 1:])
             for metric, value in (("score", 100 * score(request, answer)), ("prefill_s", spent)):
                 found.setdefault((request.length, name, metric), []).append(value)
@@ -262,7 +262,7 @@ def faiss(options: argparse.Namespace) -> Rows:
     methods = parse_methods([f"faiss:factory={f}:per_query_head=true" for f in ("flat", "ivf", "hnsw")],
                             options.budgets)
     found: dict[tuple[int, str, float | None, str], list[float]] = {}
-    for request in chosen_requests(options):
+    for request in first_of_each(load_requests(options.requests), options.samples, options.lengths or ()):
         ids = torch.tensor([request.tokens(tokenizer)], device=model.device)
         with sparsekv.attach(model, selector="dense") as dense:
             cache = dense.prefill(ids[:, :-1], chunk_size=4096)
@@ -272,7 +272,7 @@ def faiss(options: argparse.Namespace) -> Rows:
                 attachment.compares = True
                 began = time.perf_counter()
                 out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache.fork(),
-                                          max_new_tokens=limit(request))
+                                          max_new_tokens=request.answer_tokens)
                 settle(ids)
                 spent = time.perf_counter() - began
                 report = attachment.report()
@@ -385,19 +385,6 @@ PARTS: dict[str, tuple[Callable[[argparse.Namespace], Rows], tuple[str, ...]]] =
     "faiss": (faiss, ("model", "requests")), "million": (million, ()), "chunk": (chunk, ()),
     "extrapolate": (extrapolate, ("model", "requests")), "sweep": (sweep, ("cells", "name"))}
 """What every part calls, and the options that it cannot do without."""
-
-
-def chosen_requests(options: argparse.Namespace) -> Iterator[Request]:
-    """The first `--samples` requests of every task and length."""
-    counts: dict[str, int] = {}
-    for request in load_requests(options.requests):
-        counts[request.case] = counts.get(request.case, 0) + 1
-        if counts[request.case] <= options.samples and (not options.lengths or request.length in options.lengths):
-            yield request
-
-
-def limit(request: Request) -> int:
-    return TOKENS_NEEDED.get(request.task, request.max_new_tokens)
 
 
 def text_of(tokenizer: Any, tokens: torch.Tensor) -> str:

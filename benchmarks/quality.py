@@ -40,7 +40,14 @@ from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
 from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
 from sparsekv.evaluation.methods import parse_methods
-from sparsekv.evaluation.requests import RULER_OFFLINE, Request, load_requests, make_requests, save_requests
+from sparsekv.evaluation.requests import (
+    RULER_OFFLINE,
+    Request,
+    first_of_each,
+    load_requests,
+    make_requests,
+    save_requests,
+)
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import LANE_B, in_order, markdown, table
 from sparsekv.hub import load_model
@@ -94,15 +101,9 @@ def chosen_requests(options: argparse.Namespace, requests: Sequence[Request]) ->
     """This shard's prompts: of the chosen tasks and lengths, the first `--samples` of each. A shard has every n-th
     prompt of the file, whatever is chosen of them, so that all have as much to do and a resumed one has its own."""
     shard, shards = options.shard
-    counts: dict[str, int] = {}
-    chosen = []
-    for number, r in enumerate(requests):
-        place = counts[r.case] = counts.get(r.case, -1) + 1
-        if (place < (options.samples or [place + 1])[0] and number % shards == shard
-                and (not options.lengths or r.length in options.lengths)
-                and (not options.tasks or r.task in options.tasks)):
-            chosen.append(r)
-    return chosen
+    own = set(map(id, requests[shard::shards]))
+    samples = options.samples[0] if options.samples else None
+    return [r for r in first_of_each(requests, samples, options.lengths or (), options.tasks or ()) if id(r) in own]
 
 
 def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: float) -> bool:

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.serving import backend_of, environment
-from sparsekv.evaluation.evaluator import TOKENS_NEEDED
-from sparsekv.evaluation.requests import Request, load_requests, score
+from sparsekv.evaluation.requests import first_of_each, load_requests, score
 from sparsekv.serving.settings import VARIABLE
 
 METHODS = ("vllm_fa3", "vllm_sparsekv", "attach")
@@ -77,15 +76,6 @@ def by_attach(options: argparse.Namespace) -> Answer:
     return answer
 
 
-def chosen(options: argparse.Namespace) -> Iterator[Request]:
-    counts: dict[str, int] = {}
-    for request in load_requests(options.prompts):
-        if request.length == options.length and request.task in (options.tasks or TOKENS_NEEDED):
-            counts[request.task] = counts.get(request.task, 0) + 1
-            if counts[request.task] <= options.samples:
-                yield request
-
-
 def measure(options: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
@@ -93,9 +83,9 @@ def measure(options: argparse.Namespace) -> None:
     options.end = tokenizer.eos_token_id
     answer = (by_attach if options.method == "attach" else by_vllm)(options)
     found: dict[str, list[float]] = {}
-    for request in chosen(options):
-        limit = min(request.max_new_tokens, TOKENS_NEEDED[request.task])
-        text = tokenizer.decode(answer(request.tokens(tokenizer), limit), skip_special_tokens=True)
+    every = load_requests(options.prompts)
+    for request in first_of_each(every, options.samples, [options.length], options.tasks or ()):
+        text = tokenizer.decode(answer(request.tokens(tokenizer), request.answer_tokens), skip_special_tokens=True)
         found.setdefault(request.task, []).append(100 * score(request, text))
     options.found.write_text(json.dumps(found))
 

@@ -16,7 +16,6 @@ are made up: rows of metric `step_ms` in sketch.json, which keeps the others.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.offline import OBSERVED, mass_read, mid_share, requests
@@ -106,8 +105,7 @@ def main() -> None:
             rows.append(row(case, name, f"mass_share@{budget}", round(statistics.mean(values) / best, 4),
                             "of exact top-k's", budget=budget, requests=len(values), layers=store.layers))
     print_table(rows)
-    kept = [r for r in written(options.output) if r["metric"] == "step_ms"]
-    print(write_rows("sketch", [*rows, *kept], options.output))
+    print(add_rows("sketch", rows, options.output))
     return None
 
 
@@ -155,15 +153,10 @@ def step_times(length: int, rounds: int = 9) -> list[dict[str, Any]]:
                 times_faster=round(min(times["torch"]) / min(found), 2)) for name, found in times.items()]
 
 
-def written(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "sketch.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-
-
 def write_step(rows: list[dict[str, Any]], folder: Path) -> None:
     for r in rows:
         print(f"{r['method']:<14} {r['value']:8.2f} ms  {r['times_faster']:.2f} x")
-    write_rows("sketch", [*(r for r in written(folder) if r["metric"] != "step_ms"), *rows], folder)
+    add_rows("sketch", rows, folder)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

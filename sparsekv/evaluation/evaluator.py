@@ -24,9 +24,6 @@ from sparsekv.evaluation.rows import origin
 from sparsekv.runtime.attach import Attachment, attach
 from sparsekv.runtime.decoding import SINK_SIZE, WINDOW_SIZE
 
-TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
-                 "ruler_fwe": 40}
-"""Tokens in which RULER's tasks can be answered; lm-eval allows up to 128, which changes no correct answer."""
 CPU_BYTES = 4 * 2**30
 """Keys and values of the prompts that are in memory at once, on a CPU; on a GPU half of what is free."""
 UNTRAINED_TOKENS = 256.0
@@ -75,7 +72,7 @@ class Evaluator:
             if time.perf_counter() >= until:
                 return False
             prompts = [self._prompt(r) for r in requests]
-            room = max(map(self._limit, requests)) + 1
+            room = max(r.answer_tokens for r in requests) + 1
             with attach(self.model, selector="dense") as dense:
                 batch = prefill_batch(dense, prompts, room=room)
             for method in todo:
@@ -134,9 +131,6 @@ class Evaluator:
     def _prompt(self, request: Request) -> list[int]:
         tokens = self._tokens_of(request)
         return tokens[:-request.max_new_tokens] if request.metric == "continuation" else tokens
-
-    def _limit(self, request: Request) -> int:
-        return min(request.max_new_tokens, TOKENS_NEEDED.get(request.task, request.max_new_tokens))
 
     def _open(self, requests: Sequence[Request], method: Method) -> bool:
         return any((r.case, r.index, method.name, method.budget) not in self.done for r in requests)
@@ -248,7 +242,7 @@ class Evaluator:
                 def finished(row: int, tokens: list[int], chosen: list[int] = chosen) -> bool:
                     return self._finished(requests[chosen[row]], tokens)
 
-                answers = answer_batch(attachment, part, [self._limit(requests[i]) for i in chosen], finished)
+                answers = answer_batch(attachment, part, [requests[i].answer_tokens for i in chosen], finished)
                 texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
                 del part
             shares = _shares(attachment.report())

@@ -18,7 +18,7 @@ import random
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
@@ -48,6 +48,11 @@ SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE,
           "infinitebench": INFINITEBENCH}
 
 
+TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
+                 "ruler_fwe": 40}
+"""Tokens in which RULER's tasks can be answered; lm-eval allows up to 128, which changes no correct answer."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt: text, or token ids where it was cut from a text's tokens. length: the task's nominal length (0 where
@@ -70,9 +75,28 @@ class Request:
     def case(self) -> str:
         return f"{self.task}@{self.length}" if self.length else self.task
 
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that are generated at most."""
+        return min(self.max_new_tokens, TOKENS_NEEDED.get(self.task, self.max_new_tokens))
+
     def tokens(self, tokenizer: Any) -> list[int]:
         """The prompt's token ids."""
         return self.prompt if isinstance(self.prompt, list) else tokenizer(self.prompt)["input_ids"]
+
+
+def first_of_each(
+    requests: Iterable[Request], samples: int | None = None, lengths: Collection[int] = (), tasks: Collection[str] = (),
+) -> list[Request]:
+    """The first `samples` of every task and length, of those lengths and tasks alone that are named."""
+    counts: dict[str, int] = {}
+    chosen = []
+    for r in requests:
+        counts[r.case] = counts.get(r.case, 0) + 1
+        if ((samples is None or counts[r.case] <= samples) and (not lengths or r.length in lengths)
+                and (not tasks or r.task in tasks)):
+            chosen.append(r)
+    return chosen
 
 
 def score(request: Request, answer: str) -> float:
