@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsekv.kernels.completion import REST_EPS, remainder
 from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge
 from sparsekv.kernels.indexing import bucket_tokens
-from sparsekv.kernels.launch import dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, padded, power_of_two
 from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
@@ -37,6 +37,8 @@ class Launch(NamedTuple):
 
 
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 2, 512)
+COMPLETED_BYTES = 768
+"""The widest key and its features of which `COMPLETED.block` are taken at once."""
 
 
 def attend_tokens(
@@ -135,10 +137,12 @@ def launch_attend(
 
     out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device)
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
+    block = how.block
     taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
     if completion is not None:
         taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
         key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
+        block = at_once(block, (width + padded(key_features.shape[-1])) * q.element_size(), COMPLETED_BYTES)
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = (x.contiguous() for x in (starts, tail_starts, lengths))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
@@ -151,8 +155,8 @@ def launch_attend(
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, num_warps=how.warps, num_stages=how.stages, AHEAD=how.ahead,
-        **(pdl if completion is None else {}))
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=block, AHEAD=how.ahead,
+        num_warps=how.warps, num_stages=how.stages, **(pdl if completion is None else {}))
     columns = min(width, how.merge_width)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),

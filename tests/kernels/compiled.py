@@ -25,6 +25,7 @@ from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
+from sparsekv.kernels.launch import WIDEST, at_once
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
@@ -51,7 +52,8 @@ OWN: dict[Any, dict[str, str]] = {
 
 
 def check(
-    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), **own: str,
+    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90),
+    stages: int = 2, **own: str,
 ) -> None:
     types = {name: kind.replace("half", f"*{half}") for kind, names in KINDS.items() for name in names.split()}
     types |= OWN.get(kernel, {}) | own
@@ -61,7 +63,7 @@ def check(
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
         # sm_89 runs what sm_80 does, in less shared memory
         binary = triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32),
-                                options={"num_warps": warps, "num_stages": 2})
+                                options={"num_warps": warps, "num_stages": stages})
         used = binary.metadata.shared
         print(f"sm_{capability} {kernel.__name__} {half}: {used} bytes shared", flush=True)
         allowed = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
@@ -109,8 +111,10 @@ def main() -> None:
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
-    check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
-          (90,))
+    for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
+        size = dim * (4 if half == "fp32" else 2)
+        blocks = {n: at_once(getattr(indexing, n), size, indexing.ROW_BYTES) for n in ("BLOCK", "BUCKETS")}
+        check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.WARPS, half, SHARED, stages=indexing.STAGES)
     check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
           "bf16")
     check(p.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
@@ -145,6 +149,24 @@ def main() -> None:
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
+    # float32 of 256: blocks of as many rows as the launches take
+    row = 4 * 256
+    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row, WIDEST)}, 4, "fp32")
+    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 256, "WIDTH": 256,
+                                  "BLOCK": at_once(64, row, WIDEST)}, 4, "fp32")
+    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row, WIDEST), "DIM": 256}, paged.WARPS,
+          "fp32", stages=3)
+    check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row, WIDEST), "WIDTH": 256,
+                          "OFFSETS": True, "BESIDE": False}, routing.SCORE_WARPS, "fp32", stages=3)
+    check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
+                            "BLOCK": at_once(stored.BLOCK, row, WIDEST), "STAGES": stored.stages_of(256, 4)},
+          stored.WARPS, "fp32")
+    for dim in (128, 256):
+        check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
+                               "FEATURES": 128}, completion.CACHE_WARPS, "fp32", logs="*fp32")
+        check(a.split_kernel, {**split(dim, 4, phi=True),
+                               "BLOCK": at_once(completed.block, 4 * (dim + 128), attend.COMPLETED_BYTES)},
+              completed.warps, "fp32")
 
 
 if __name__ == "__main__":
