@@ -17,7 +17,7 @@ from torch import Tensor
 from sparsekv.kernels.completion import REST_EPS, remainder
 from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge
 from sparsekv.kernels.indexing import bucket_tokens
-from sparsekv.kernels.launch import dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, padded, power_of_two
 from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
@@ -39,6 +39,8 @@ PLAIN, COMPLETED, COMPLETED_MANY = Launch(32, 1, 1024), Launch(64, 2, 512), Laun
 MANY_LISTS, NARROW_BYTES = 64, 256
 """Lists of tokens from which on a completed step runs as COMPLETED_MANY, and bytes of its widest row: the blocks under
 way lie in shared memory."""
+COMPLETED_BYTES = 768
+"""The widest key and its features of which `COMPLETED.block` are taken at once."""
 
 
 def attend_tokens(
@@ -110,12 +112,14 @@ def _key_features(completion: CompletionQuery) -> Tensor:
     return completion.key_features
 
 
-def launch_of(lists: int, k: Tensor, completion: CompletionQuery | None) -> Launch:
+def launch_of(lists: int, q: Tensor, completion: CompletionQuery | None) -> Launch:
     """How the kernels run for so many lists of tokens."""
     if completion is None:
         return PLAIN
-    widest = max(k.shape[3], completion.features.shape[-1]) * k.element_size()
-    return COMPLETED_MANY if lists >= MANY_LISTS and widest <= NARROW_BYTES else COMPLETED
+    rows = [padded(n) * q.element_size() for n in (q.shape[-1], completion.features.shape[-1])]
+    if lists >= MANY_LISTS and max(rows) <= NARROW_BYTES:
+        return COMPLETED_MANY
+    return COMPLETED._replace(block=at_once(COMPLETED.block, sum(rows), COMPLETED_BYTES))
 
 
 def launch_attend(
@@ -137,7 +141,7 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = launch_of(count * heads, k, completion)
+    how = launch_of(count * heads, q, completion)
     splits = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:

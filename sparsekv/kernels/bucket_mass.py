@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, on_device, padded
+from sparsekv.kernels.launch import NEG_INF, WIDEST, at_once, on_device, padded
 
 ROWS = 64
 BLOCKS = (16, 32, 64)
@@ -88,6 +88,7 @@ def launch_log_mass(
     parts = min(buckets, max(1, -(-PROGRAMS // (blocks * heads_q))))
     per_part = -(-buckets // parts)
     block = next((b for b in BLOCKS if b * buckets >= length), BLOCKS[-1])
+    block = min(block, at_once(BLOCKS[-1], padded(dim) * keys.element_size(), WIDEST))
     bucket_mass_kernel[(blocks, heads_q, -(-buckets // per_part))](
         queries, keys, where, offsets, positions, out, scale, count, length, buckets, per_part, sink_size, window_size,
         GROUP=heads_q // heads_kv, ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=block,

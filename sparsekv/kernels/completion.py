@@ -153,6 +153,12 @@ def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     return PhiCache(m, weights.sum(2), products(weights, v.to(logs.dtype)))
 
 
+def cache_block(numbers: int, size: int) -> int:
+    """Keys at once, of values and features that are so many numbers of `size` bytes: few where BLOCK would not fit the
+    shared memory of every supported device."""
+    return BLOCK if size <= 2 and numbers <= 384 else 16
+
+
 def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     """`phi_cache` through Triton: slices of the keys, then their sums brought to one shift."""
     from sparsekv.kernels.completion_triton import cache_kernel
@@ -160,13 +166,14 @@ def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
     log_phi_k, v = dense_last(log_phi_k), dense_last(v)
     batch, heads, length, features = log_phi_k.shape
     dim = v.shape[-1]
-    splits = max(1, min(PROGRAMS // (batch * heads), -(-length // BLOCK)))
-    per_split = -(-length // (splits * BLOCK)) * BLOCK
+    block = cache_block(padded(dim) + padded(features), v.element_size())
+    splits = max(1, min(PROGRAMS // (batch * heads), -(-length // block)))
+    per_split = -(-length // (splits * block)) * block
     m, z = (torch.empty(batch, heads, splits, features, dtype=torch.float32, device=v.device) for _ in range(2))
     s = torch.empty(batch, heads, splits, features, dim, dtype=torch.float32, device=v.device)
     cache_kernel[(batch * heads, splits)](
         log_phi_k, v, m, z, s, heads, length, per_split, *log_phi_k.stride()[:3], *v.stride()[:3], dim, features,
-        SPLITS=splits, BLOCK=BLOCK, DIM=padded(dim), FEATURES=padded(features), num_warps=CACHE_WARPS)
+        SPLITS=splits, BLOCK=block, DIM=padded(dim), FEATURES=padded(features), num_warps=CACHE_WARPS)
     top = m.amax(2)
     part = torch.exp(m - finite(top)[:, :, None])
     return PhiCache(top, (z * part).sum(2), (s * part[..., None]).sum(2))

@@ -6,9 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
+from sparsekv.kernels.launch import acc_dtype, at_once, dense_last, on_device, padded
 
 BLOCK, BUCKETS, WARPS, STAGES = 128, 64, 4, 3
+ROW_BYTES = 256
+"""The widest key of which BLOCK are compared with BUCKETS buckets at once."""
 KEYS_AT_ONCE = 8192
 
 
@@ -33,11 +35,13 @@ def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
     keys, centroids = dense_last(keys), centroids.to(keys.dtype).contiguous()
     batch, heads, length, dim = keys.shape
     buckets = centroids.shape[-2]
+    row_bytes = padded(dim) * keys.element_size()
+    block = at_once(BLOCK, row_bytes, ROW_BYTES)
     assigned = torch.empty(batch, heads, length, dtype=torch.int32, device=keys.device)
-    assign_kernel[(batch * heads, -(-length // BLOCK))](
+    assign_kernel[(batch * heads, -(-length // block))](
         keys, centroids, assigned, heads, length, buckets, dim, *keys.stride()[:3],
-        centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=BLOCK, BUCKETS=BUCKETS,
-        DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
+        centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=block,
+        BUCKETS=at_once(BUCKETS, row_bytes, ROW_BYTES), DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
     return assigned
 
 

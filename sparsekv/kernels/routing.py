@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.indexing import per_query, tokens_at
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.launch import (
+    NEG_INF,
+    WIDEST,
+    acc_dtype,
+    at_once,
+    dense_last,
+    on_device,
+    overlaps,
+    padded,
+    power_of_two,
+)
 from sparsekv.kernels.types import BucketMeans, QueryModel, RouterScores
 
 HIDDEN_BLOCK, HIDDEN_WARPS = 32, 4
@@ -160,6 +170,8 @@ def launch_logits(
     fold = max(1, min(per_row, MAX_ROWS // group))
     programs = heads_kv * (count // per_row) * -(-per_row // fold)
     block = max(16, min(64, power_of_two(buckets * programs // BUCKET_PROGRAMS)))
+    if not by_model:
+        block = min(block, at_once(64, padded(dim) * q.element_size(), WIDEST))
     overlap = overlaps(q.device)
     shape: dict[str, Any] = {"FOLD": fold, "GROUP": group, "ROWS": padded(fold * group), "OVERLAP": overlap}
     logits = torch.empty(count, heads_q, buckets, dtype=torch.float32, device=q.device)

@@ -6,7 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, finite, on_device, padded, power_of_two
+from sparsekv.kernels.launch import (
+    NEG_INF,
+    WIDEST,
+    acc_dtype,
+    at_once,
+    dense_last,
+    finite,
+    on_device,
+    padded,
+    power_of_two,
+)
 
 BLOCK, WARPS, PROGRAMS = 64, 4, 264
 STAGES_BYTES = 96 * 1024
@@ -83,13 +93,14 @@ def launch_decode(
     batch, heads_q, dim = q.shape
     heads = k.shape[1]
     group = heads_q // heads
-    splits = max(1, min(MAX_SPLITS, -(-PROGRAMS // (batch * heads)), -(-k.shape[2] // BLOCK)))
+    block = at_once(BLOCK, padded(dim) * q.element_size(), WIDEST)
+    splits = max(1, min(MAX_SPLITS, -(-PROGRAMS // (batch * heads)), -(-k.shape[2] // block)))
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=q.device)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), partial_lse.new_empty(batch, heads_q)
     decode_kernel[(batch * heads, splits)](
         q, k, v, starts, lengths, partial, partial_lse, scale, heads, *q.stride()[:2], *k.stride()[:3],
-        *v.stride()[:3], GROUP=group, ROWS=padded(group), DIM=dim, WIDTH=padded(dim), BLOCK=BLOCK,
+        *v.stride()[:3], GROUP=group, ROWS=padded(group), DIM=dim, WIDTH=padded(dim), BLOCK=block,
         STAGES=stages_of(dim, k.element_size()), num_warps=WARPS)
     columns = min(padded(dim), MERGE_WIDTH)
     merge_kernel[(batch * heads_q, -(-dim // columns))](

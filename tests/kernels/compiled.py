@@ -25,6 +25,7 @@ from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
+from sparsekv.kernels.launch import WIDEST, at_once
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
@@ -113,8 +114,10 @@ def main() -> None:
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
-    check(i.assign_kernel, {"BLOCK": indexing.BLOCK, "BUCKETS": indexing.BUCKETS, "DIM": 128}, indexing.WARPS, "bf16",
-          (90,))
+    for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
+        size = dim * (4 if half == "fp32" else 2)
+        blocks = {n: at_once(getattr(indexing, n), size, indexing.ROW_BYTES) for n in ("BLOCK", "BUCKETS")}
+        check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.WARPS, half, SHARED, stages=indexing.STAGES)
     check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
           "bf16")
     check(p.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
@@ -149,6 +152,26 @@ def main() -> None:
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
+    # float32 of 256: blocks of as many rows as the launches take; compiling them is slow, and the least limit is
+    # that of what is compiled for sm_80
+    least = (80,)
+    row = 4 * 256
+    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row, WIDEST)}, 4, "fp32", least)
+    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 256, "WIDTH": 256,
+                                  "BLOCK": at_once(64, row, WIDEST)}, 4, "fp32", least)
+    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row, WIDEST), "DIM": 256}, paged.WARPS,
+          "fp32", least, stages=3)
+    check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row, WIDEST), "WIDTH": 256,
+                          "OFFSETS": True, "BESIDE": False}, routing.SCORE_WARPS, "fp32", least, stages=3)
+    check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
+                            "BLOCK": at_once(stored.BLOCK, row, WIDEST), "STAGES": stored.stages_of(256, 4)},
+          stored.WARPS, "fp32", least)
+    for dim in (128, 256):
+        check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
+                               "FEATURES": 128}, completion.CACHE_WARPS, "fp32", least, logs="*fp32")
+        check(a.split_kernel, {**split(dim, 4, completed, phi=True),
+                               "BLOCK": at_once(completed.block, 4 * (dim + 128), attend.COMPLETED_BYTES)},
+              completed.warps, "fp32", least, stages=completed.stages)
 
 
 if __name__ == "__main__":

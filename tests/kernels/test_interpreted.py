@@ -77,7 +77,8 @@ def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), [
     ((4, 2, 16, 63, 5, 3), torch.float16), ((16, 1, 64, 1, 1, 1), torch.float32),
-    ((6, 2, 24, 300, 130, 1), torch.float16)], ids=str)
+    ((6, 2, 24, 300, 130, 1), torch.float16), ((2, 1, 256, 70, 37, 1), torch.float32),
+    ((2, 1, 160, 70, 37, 1), torch.float16)], ids=str)
 def test_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_index_and_votes(shape, dtype, "cpu")
 

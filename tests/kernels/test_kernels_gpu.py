@@ -79,7 +79,7 @@ def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 64, 63, 5, 3), (3, 3, 80, 111, 70, 1), (16, 1, 64, 1, 1, 2),
-                                   (32, 8, 128, 1000, 130, 1)], ids=str)
+                                   (32, 8, 128, 1000, 130, 1), (4, 1, 256, 300, 130, 1)], ids=str)
 def test_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_index_and_votes(shape, dtype, DEVICE)
 
