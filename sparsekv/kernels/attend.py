@@ -37,8 +37,8 @@ class Launch(NamedTuple):
 
 
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 2, 512)
-COMPLETED_BYTES = 768
-"""The widest key and its features of which `COMPLETED.block` are taken at once."""
+COMPLETED_BYTES = 1024
+"""The widest key, value and features of which `COMPLETED.block` are taken at once."""
 
 
 def attend_tokens(
@@ -142,7 +142,8 @@ def launch_attend(
     if completion is not None:
         taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
         key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
-        block = at_once(block, (width + padded(key_features.shape[-1])) * q.element_size(), COMPLETED_BYTES)
+        row_bytes = (2 * width + padded(key_features.shape[-1])) * q.element_size()
+        block = at_once(block, row_bytes, COMPLETED_BYTES)
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = (x.contiguous() for x in (starts, tail_starts, lengths))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}

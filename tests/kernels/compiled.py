@@ -167,7 +167,7 @@ def main() -> None:
         check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
                                "FEATURES": 128}, completion.CACHE_WARPS, "fp32", least, logs="*fp32")
         check(a.split_kernel, {**split(dim, 4, phi=True),
-                               "BLOCK": at_once(completed.block, 4 * (dim + 128), attend.COMPLETED_BYTES)},
+                               "BLOCK": at_once(completed.block, 4 * (2 * dim + 128), attend.COMPLETED_BYTES)},
               completed.warps, "fp32", least, stages=completed.stages)
 
 
