@@ -39,8 +39,8 @@ PLAIN, COMPLETED, COMPLETED_MANY = Launch(32, 1, 1024), Launch(64, 2, 512), Laun
 MANY_LISTS, NARROW_BYTES = 64, 256
 """Lists of tokens from which on a completed step runs as COMPLETED_MANY, and bytes of its widest row: the blocks under
 way lie in shared memory."""
-COMPLETED_BYTES = 768
-"""The widest key and its features of which `COMPLETED.block` are taken at once."""
+COMPLETED_BYTES = 1024
+"""The widest key, value and features of which `COMPLETED.block` are taken at once."""
 
 
 def attend_tokens(
@@ -119,7 +119,7 @@ def launch_of(lists: int, q: Tensor, completion: CompletionQuery | None) -> Laun
     rows = [padded(n) * q.element_size() for n in (q.shape[-1], completion.features.shape[-1])]
     if lists >= MANY_LISTS and max(rows) <= NARROW_BYTES:
         return COMPLETED_MANY
-    return COMPLETED._replace(block=at_once(COMPLETED.block, sum(rows), COMPLETED_BYTES))
+    return COMPLETED._replace(block=at_once(COMPLETED.block, rows[0] + sum(rows), COMPLETED_BYTES))
 
 
 def launch_attend(

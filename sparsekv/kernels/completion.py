@@ -154,9 +154,9 @@ def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
 
 
 def cache_block(numbers: int, size: int) -> int:
-    """Keys at once, of values and features that are so many numbers of `size` bytes: few where BLOCK would not fit the
-    shared memory of every supported device."""
-    return BLOCK if size <= 2 and numbers <= 384 else 16
+    """Keys at once, of values and features that are so many numbers of `size` bytes: few where BLOCK would want
+    more shared memory than a large device has. BLOCK was tuned for 128 of each, and does not fit sm_86 and sm_89."""
+    return BLOCK if size <= 2 and numbers <= 256 else 16
 
 
 def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:

@@ -108,8 +108,8 @@ def main() -> None:
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.query_kernel, {**maps, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
-    check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.BLOCK, "DIM": 256, "FEATURES": 128},
-          completion.CACHE_WARPS, "bf16", logs="*bf16")
+    check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(256 + 128, 2), "DIM": 256, "FEATURES": 128},
+          completion.CACHE_WARPS, "bf16", logs="*fp32")
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
@@ -170,7 +170,7 @@ def main() -> None:
         check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
                                "FEATURES": 128}, completion.CACHE_WARPS, "fp32", least, logs="*fp32")
         check(a.split_kernel, {**split(dim, 4, completed, phi=True),
-                               "BLOCK": at_once(completed.block, 4 * (dim + 128), attend.COMPLETED_BYTES)},
+                               "BLOCK": at_once(completed.block, 4 * (2 * dim + 128), attend.COMPLETED_BYTES)},
               completed.warps, "fp32", least, stages=completed.stages)
 
 
