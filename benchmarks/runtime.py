@@ -22,6 +22,7 @@ from _pages import fill, take_over
 from _rows import RESULTS, row, write_rows
 
 from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.cost import read_shares
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
@@ -192,7 +193,7 @@ def step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i
     queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
     done = sparse_step(view, queries, selector, None)
     if not done.out.is_cuda:
-        read.append(float(done.read(view, queries).mean()))
+        read.append(float(read_shares(view, queries, done.selection, selector, None)[0].mean()))
     return done.out
 
 

@@ -23,13 +23,6 @@ class Step(NamedTuple):
     lse: Tensor
     selection: Selection
 
-    def read(self, view: LayerView, queries: Queries) -> Tensor:
-        """Share of the tokens in sight that were read, mean over heads, `[B, T]`."""
-        context = queries.lengths - queries.per_query(view.regions.starts)
-        anchors = context - queries.per_query(view.regions.mid_sizes)
-        read = self.selection.counts().to(torch.float32).mean(-1) + anchors
-        return (read / context).view(self.out.shape[0], -1)
-
 
 class Parts(NamedTuple):
     """A step before its two parts are merged: `[Q, Hq, d]` and `[Q, Hq]` each; rest_lse is -inf without an estimate."""

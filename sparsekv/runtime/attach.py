@@ -22,7 +22,7 @@ from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.core.cost import bytes_share
+from sparsekv.core.cost import read_shares
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.prefill import prefill_chunks
@@ -496,7 +496,7 @@ class Attachment:
             view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
-            self.counters.sparse(view.layer_idx, step.read(view, queries), bytes_share(
+            self.counters.sparse(view.layer_idx, read_shares(
                 view, queries, step.selection, state.selector, state.estimator))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()

@@ -55,17 +55,20 @@ class Counters:
         self.dense_calls[layer] += tokens
         self.loaded[layer].add_sum(float(tokens), tokens)
 
-    def sparse(self, layer: int, share: Tensor, bytes_share: Tensor) -> None:
-        """`[B, T]` each: share of the tokens in sight that were read, mean over heads, and of the bytes
-        (`core/cost.py`)."""
-        self.sparse_calls[layer] += share.shape[1]
-        total = share.detach().sum(dtype=torch.float64)
-        for means in (self.loaded, self.sparse_loaded):
-            means[layer].add_sum(total, share.numel())
-        self.bytes[layer].add(bytes_share)
+    def sparse(self, layer: int, shares: Tensor) -> None:
+        """Shares `[2, B, T]` of the tokens in sight that were read, and of their bytes (`core.cost.read_shares`)."""
+        _, rows, steps = shares.shape
+        self._count(layer, steps, rows * steps)
+        total = self.shares(shares.device)
+        total[:, layer] += shares.detach().sum((1, 2)).to(total.device)
+
+    def _count(self, layer: int, steps: int, queries: int) -> None:
+        self.sparse_calls[layer] += steps
+        for means in (self.loaded, self.sparse_loaded, self.bytes):
+            means[layer].count += queries
 
     def shares(self, device: torch.device) -> Tensor:
-        """`[2, layers]` float64: what replayed steps add their shares to, of tokens and of bytes, on the device."""
+        """`[2, layers]` float64: what sparse steps add their shares to, of tokens and of bytes, on the device."""
         if self._shares is None:
             with torch.inference_mode(False):  # steps inside and outside of inference mode add to it
                 self._shares = torch.zeros(2, self.layers, dtype=torch.float64, device=device)
@@ -75,9 +78,7 @@ class Counters:
         """A replayed step of so many rows; the shares of its sparse layers were added to `shares`."""
         self.replayed_steps += 1
         for layer in sparse:
-            self.sparse_calls[layer] += 1
-            for means in (self.loaded, self.sparse_loaded, self.bytes):
-                means[layer].count += rows
+            self._count(layer, 1, rows)
         for layer in dense:
             self.dense(layer, 1)
 
@@ -127,10 +128,10 @@ class Counters:
                 if (v := [layer[name] for layer in self.statistics.values() if name in layer])}
 
 
-def read_shares(
+def shares_of_layers(
     selections: Sequence[Selection], regions: Regions, lengths: Tensor, heads_kv: int, more: Tensor,
 ) -> Tensor:
-    """Share of the tokens in sight that a step of each layer read, and of their bytes (`core.cost.bytes_share`), summed
+    """Share of the tokens in sight that a step of each layer read, and of their bytes (`core.cost.read_shares`), summed
     over rows, `[2, layers]` float64: one selection a layer, one query a row, the same regions in all; lengths `[B]`,
     more `[layers, B]`: what chooses and completes, in tokens. A few launches for all layers."""
     counts: list[Tensor] = [torch.empty(0)] * len(selections)

@@ -30,7 +30,7 @@ from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.kernels import append_token, decode_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
-from sparsekv.runtime.counters import Counters, read_shares
+from sparsekv.runtime.counters import Counters, shares_of_layers
 
 NAME = "sparsekv_step"
 COMPILE_AFTER = 256
@@ -277,7 +277,7 @@ class Replay:
             _CURRENT.step = None
         if self.sparse:
             regions = self.views[self.sparse[0]].regions  # type: ignore[union-attr]
-            shares = read_shares(self._selections, regions, self.lengths, self.heads_kv, self.more)
+            shares = shares_of_layers(self._selections, regions, self.lengths, self.heads_kv, self.more)
             self.counters.shares(self.device).index_add_(1, self.where, shares)
         return out.logits
 

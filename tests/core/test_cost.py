@@ -9,7 +9,7 @@ import torch
 from steps import BUDGET, CASES, COMPLETIONS, SIZES, steps_of, tiny, trained
 
 import sparsekv
-from sparsekv.core.cost import bytes_share, token_bytes
+from sparsekv.core.cost import read_shares, token_bytes
 from sparsekv.core.selectors import SELECTORS
 
 HEADS_KV, DIM, SIZE, BUCKETS = 2, 10, 8, 8
@@ -51,7 +51,7 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
         estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM + listed) * SIZE * HEADS_KV
     elif completion == "centroid":
         estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV
-    found = float(bytes_share(x.view, x.queries, x.step.selection, x.selector, x.estimator))
+    found = float(read_shares(x.view, x.queries, x.step.selection, x.selector, x.estimator)[1])
     assert found == pytest.approx((read + (own_bytes(case, x) + estimate) / row) / context, rel=1e-6)
 
 
@@ -59,8 +59,8 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
 def test_those_that_score_keys_read_them(name: str, monkeypatch) -> None:
     taken, _ = steps_of(tiny(4, DIM, torch.float64), name, "none", 2, monkeypatch)
     for x in taken:
-        share = bytes_share(x.view, x.queries, x.step.selection, x.selector, None)
-        assert share.shape == (2, x.queries.count) and bool((share > x.step.read(x.view, x.queries) - 1e-9).all())
+        read, share = read_shares(x.view, x.queries, x.step.selection, x.selector, None)
+        assert share.shape == (2, x.queries.count) and bool((share > read - 1e-9).all())
 
 
 def test_the_report_says_it() -> None:
