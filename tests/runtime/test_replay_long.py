@@ -122,7 +122,7 @@ def test_replayed_decoding_gives_the_tokens_of_eager_decoding(device: str, name:
     gap = (replayed - plain).abs().amax(-1) / spread
     print(f"largest difference {float(gap.max()):.1e} of the spread of the logits, median {float(gap.median()):.1e}")
     assert float(gap.median()) < 1e-3 and float(gap.max()) < CLEAR
-    assert float((gap < 1e-3).float().mean()) > 0.8
+    assert float((gap < 1e-3).float().mean()) > 0.7
     best = plain.topk(2, dim=-1).values
     clear = (best[..., 0] - best[..., 1]) / spread > CLEAR
     assert float(clear.float().mean()) > 0.6
