@@ -152,12 +152,9 @@ def routable(q: Tensor, scores: RouterScores) -> bool:
     return scores.w1.dtype == q.dtype and scores.w2.shape[2] <= MAX_BUCKETS
 
 
-def launch_logits(
-    q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool, beside: bool = False,
-) -> Tensor:
+def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool) -> Tensor:
     """`bucket_logits_reference` through Triton. table: counts, or with `offsets` the offsets of the index. The first
-    launch waits for everything before it, a second only for its inputs; with `beside` bucket means are read while the
-    kernel before, which made none of the inputs, still runs."""
+    launch waits for everything before it, a second only for its inputs."""
     from sparsekv.kernels.routing_triton import hidden_kernel, mean_kernel, score_kernel
 
     q, table = dense_last(q), table.contiguous()
@@ -181,7 +178,7 @@ def launch_logits(
         mean_kernel[grid](
             q, means, scores.spread.contiguous(), table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2],
             *means.stride()[:3], dim, buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets,
-            BESIDE=beside, num_warps=SCORE_WARPS, **({"launch_pdl": True} if beside and overlap else {}))
+            num_warps=SCORE_WARPS)
         return logits
     w1, b1, w2, b2 = (w.contiguous() for w in scores)
     hidden = w1.shape[2]

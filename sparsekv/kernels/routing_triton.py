@@ -83,10 +83,9 @@ def score_kernel(
 def mean_kernel(
     q, means, spreads, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr, BESIDE: tl.constexpr,
+    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """`mean_key_logits` for FOLD queries of one row of the cache. BESIDE: it runs beside the kernel before it, of
-    which it takes nothing, and ends after it."""
+    """`mean_key_logits` for FOLD queries of one row of the cache."""
     head = (tl.program_id(0) % heads).to(tl.int64)
     blocks = tl.cdiv(per_row, FOLD)
     cache_row = (tl.program_id(0) // heads // blocks).to(tl.int64)
@@ -110,8 +109,6 @@ def mean_kernel(
     total += tl.sum(scaled * scaled, 1)[:, None] * spread[None, :]
     if OVERLAP:
         gdc_launch_dependents()
-        if BESIDE:
-            gdc_wait()
     tl.store(logits + (row * heads * GROUP + head_q)[:, None] * num_buckets + bucket[None, :], total,
              mask=used[:, None] & inside[None, :])
 

@@ -204,8 +204,8 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 
 class Graded(NamedTuple):
     """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
-    each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, GRADES + n]`: behind the grades
-    zeros, one for every block of `best_kernel`."""
+    each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, tally_of(K, widest)]`: as many
+    copies, to be added up, as `tally_copies` says; behind them zeros, one for every block of `best_kernel`."""
 
     grades: Tensor
     tokens: Tensor | None
@@ -306,8 +306,7 @@ def launch_grades(
     grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
         weights, tops, masses, grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
         ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK,
-        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, OVERLAP=overlap,
-        num_warps=GRADE_WARPS, **pdl)
+        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
     return Graded(grades, tokens, asked.tallies)
 
 

@@ -97,7 +97,7 @@ def main() -> None:
     check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
     wide = {**shape, "BLOCK": 64, "OFFSETS": True}
     check(r.score_kernel, {**wide, "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS, "bf16")
-    check(r.mean_kernel, {**wide, "WIDTH": 256, "BESIDE": True}, routing.SCORE_WARPS, "bf16")
+    check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
     group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
     check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
     check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
@@ -162,7 +162,7 @@ def main() -> None:
     check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row, WIDEST), "DIM": 256}, paged.WARPS,
           "fp32", least, stages=3)
     check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row, WIDEST), "WIDTH": 256,
-                          "OFFSETS": True, "BESIDE": False}, routing.SCORE_WARPS, "fp32", least, stages=3)
+                          "OFFSETS": True}, routing.SCORE_WARPS, "fp32", least, stages=3)
     check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
                             "BLOCK": at_once(stored.BLOCK, row, WIDEST), "STAGES": stored.stages_of(256, 4)},
           stored.WARPS, "fp32", least)

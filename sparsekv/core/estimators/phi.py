@@ -76,14 +76,13 @@ class PhiEstimator(Estimator):
     covariance of the mid region's keys; both are this project's own.
     """
 
-    row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "centre", "built_size", "covariance")
+    row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "built_size", "covariance")
 
     def __init__(self, layer: Maps):
         self.layer = self.calibrated = layer
         self.share = 0.0
         self.state: PhiState
         self.mean: Tensor | None = None
-        self.centre: Tensor | None = None
         self.built_size: Tensor | None = None
         self.covariance: Tensor | None = None
         self.weights: FeatureMapWeights | None = None
@@ -93,7 +92,7 @@ class PhiEstimator(Estimator):
         first, last = view.regions.mid_first, view.regions.mid_last
         edges = edges_of(first, last)  # known once, so that what follows is queued without a wait
         self.mean = mean = key_mean(view.keys, first, last, edges)
-        self.centre, self.built_size = (mean, view.regions.mid_sizes) if self.layer.centred else (None, None)
+        self.built_size = view.regions.mid_sizes if self.layer.centred else None
         centre = None if self.centre is None else view.scale * self.centre
         if view.keys_on_device:
             self.state = self._with_features(view, first, last, edges)._replace(centre=centre)
@@ -101,6 +100,11 @@ class PhiEstimator(Estimator):
             self.state = PhiState(*self._sum(view, first, last), centre=centre)
         if self.layer.capped:
             self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean, edges))
+
+    @property
+    def centre(self) -> Tensor | None:
+        """The mean key `[B, Hkv, d]` that a centred half takes off."""
+        return self.mean if self.layer.centred else None
 
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.built_size is not None and bool((view.regions.mid_sizes > 2 * self.built_size).any()):
