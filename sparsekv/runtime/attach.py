@@ -108,8 +108,9 @@ class Attachment:
     compares = False
     """Full attention is computed beside every sparse step, and `report` has the relative error (evaluation)."""
 
-    replays: bool | None = None
-    """Single-token steps are captured once and replayed (`runtime/replay.py`); None: on a CUDA device."""
+    replays = True
+    """Single-token steps are planned once for some hundred tokens, on a CUDA device as a graph that is replayed
+    (`runtime/replay.py`)."""
     compiles = True
     """A model that has decoded for a while gets its layers compiled, for every batch size anew: not for evaluation,
     where many batches of many sizes are answered."""
@@ -308,8 +309,7 @@ class Attachment:
         """The step of this cache, captured or about to be; None where this one is taken as it is."""
         seat = self._seat
         first: Any = cache.layers[0]
-        wanted = first.keys is not None and (first.keys.is_cuda if self.replays is None else self.replays)
-        if not wanted or self.compares or self._prefilling or torch.is_grad_enabled():
+        if not self.replays or first.keys is None or self.compares or self._prefilling or torch.is_grad_enabled():
             return None
         reason = why_not(cache, seat.layers, self.model, seat.hooks)
         if reason is not None:

@@ -1,9 +1,9 @@
-"""A decode step of the whole model, captured once as a CUDA graph and replayed: what `generate` runs at one token.
+"""A decode step of the whole model, planned once for some hundred tokens: what `generate` runs at one token.
 
-The step is the model's own transformers code, from embedding to logits; its decoder layers are compiled, and attention
-calls back into `Replay.layer`, which appends the new token to storage of fixed capacity and takes the runtime's own
-step. Lengths are counted on the device. Where the mid region grows or the storage is full, the next step
-is captured anew.
+The step is the model's own transformers code, from embedding to logits; attention calls back into `Replay.layer`, which
+appends the new token to storage of fixed capacity and takes the runtime's own step. What was read is counted once for
+all layers. On a CUDA device the layers are compiled and the step is a graph that is captured once and replayed, lengths
+counted on the device; on a CPU it is run. Where the mid region grows or the storage is full, the next is planned anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparsekv.core.cost import token_bytes
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
-from sparsekv.kernels import append_token, decode_attention
+from sparsekv.kernels import append_token, decode_attention, dense_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters, shares_of_layers
 
@@ -56,7 +56,8 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in a pass of `Replay`."""
-    return decode_layer(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    layer = decode_layer if torch.compiler.is_compiling() else _CURRENT.step.layer
+    return layer(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
 
 
 class Passing:
@@ -182,6 +183,9 @@ class Replay:
         self.dense = [i for i, s in enumerate(states) if s is None]
         self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
         self.views = [None if s is None else self._whole(s) for s in states]
+        self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
+            device.type != "cuda" and bool(starts.any())) else None
+        """Tokens of the storage that are no padding, where full attention needs to be told."""
         self.heads_kv = first.keys.shape[1]
         self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
         self.logits: Tensor | None = None
@@ -288,16 +292,24 @@ class Replay:
         keys, values = self.stores[index].whole
         append_token(key, value, keys, values, self.lengths)
         if state is None or view is None:
-            return decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)[0][:, None]
+            return self._dense(query, keys, values, scale).contiguous()
         step = sparse_step(view, Queries(query, self.lengths, view.rope), state.selector, state.estimator)
         self._selections.append(step.selection)
         return step.out.transpose(1, 2).contiguous()
 
+    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Full attention over the storage of a layer, `[B, 1, Hq, d]`."""
+        if query.is_cuda:
+            return decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)[0][:, None]
+        seen = self.length + 1
+        return dense_attention(query, keys[:, :, :seen], values[:, :, :seen], scale=scale,
+                               key_mask=None if self.real is None else self.real[:, :seen]).transpose(1, 2)
+
     def _whole(self, state: LayerState) -> LayerView:
-        """The layer's view over all of its storage: regions end it, not its length."""
+        """The layer's view over what this plan may fill of its storage: regions end it, not its length."""
         view = state.view.fork()
-        view.keys, view.values = self.stores[view.layer_idx].whole
-        view.regions = view.regions.grown(view.keys.shape[2])
+        view.keys, view.values = (x[:, :, :self.end] for x in self.stores[view.layer_idx].whole)
+        view.regions = view.regions.grown(self.end)
         if any(view.rope is table for table, _ in self.ropes.values()):
             view.rope = view.rope.whole()  # type: ignore[union-attr]
         return view
