@@ -46,10 +46,13 @@ has doubled."""
 
 @dataclass(frozen=True)
 class PhiRecipe:
-    """How feature maps are trained. The defaults are what README's tables report; `completion` is the paper's own.
+    """How feature maps are trained. The defaults are what README's tables report, but for `turned`; `completion` is the
+    paper's own.
 
-    under_weight: λ of the loss term on underestimated mass, which is not in the paper. calibrate: cap the estimated
-    mass, and fit per head its shift and gate on the validation windows."""
+    under_weight: λ of the loss term on underestimated mass, which is not in the paper. turned: chance of a step's
+    window to be moved past its end; half of it is the chance of its queries to be moved further from the keys (not in
+    the paper; 0 = off). calibrate: cap the estimated mass, and fit per head its shift and gate on the validation
+    windows."""
 
     max_steps: int = 22_000
     width: int = 256
@@ -61,12 +64,13 @@ class PhiRecipe:
     centred: bool = True
     output_weight: float = 1.0
     under_weight: float = 0.2
+    turned: float = 0.5
     calibrate: bool = True
 
 
 RECIPES = {DEFAULT: PhiRecipe(),
            "completion": PhiRecipe(optimizer="adam", weight_decay=0.0, centred=False, output_weight=0.0,
-                                   under_weight=0.0, calibrate=False)}
+                                   under_weight=0.0, turned=0.0, calibrate=False)}
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ class PhiTask(Task):
         self.loss, self.output = KLHuber(recipe.under_weight), OutputError()
         self.mid = pool.keys.shape[2] - pool.sink_size - pool.window_size
         self.centres = _centres(pool, self.mid) if recipe.centred else None
+        self.rope = pool.rope if recipe.turned else None
         self.flat = {"queries": pool.queries.flatten(0, 2), "keys": pool.keys.flatten(0, 2)}
         if recipe.output_weight:
             out, lse = anchor_attention(pool)
@@ -204,14 +209,21 @@ class PhiTask(Task):
         number = max(1, min(recipe.keys_per_step, self.mid) // documents)
         at = torch.arange(number) + torch.rand((documents, number), generator=generator, dtype=torch.float64)
         columns = (at * (self.mid / number)).long().clamp(max=self.mid - 1)
-        return {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
+        draw = {"document": torch.randperm(pool.documents, generator=generator)[:documents], "query": queries,
                 "key": columns + pool.sink_size, "log_count": torch.tensor([self.mid / number]).log(),
                 "centre": torch.randint(len(CENTRES), (documents,), generator=generator)}
+        if self.rope is not None:
+            further, onward, *chance = torch.rand((4, documents), generator=generator, dtype=torch.float64)
+            room = pool.keys.shape[2] - 1  # what the rotary table has rows for; together they stay below twice a window
+            draw["further"] = (further * room * (chance[0] < recipe.turned / 2)).long()
+            draw["onward"] = (onward * (room - draw["further"]) * (chance[1] < recipe.turned)).long()
+        return draw
 
     def losses(self, draw: dict[str, Tensor]) -> dict[str, Tensor]:
         pool, document = self.pool, draw["document"]
         documents, count = draw["query"].shape
         queries, keys = self._drawn("queries", draw["query"], document), self._drawn("keys", draw["key"], document)
+        queries, keys = self._turned(draw, queries, further=True), self._turned(draw, keys)
         shape = (pool.heads_kv, pool.group, documents, count)
         log_q = self.query_maps(queries.flatten(1, 2))
         # the queries of a group side by side: [Lk, D, group * count, r or d]
@@ -219,7 +231,8 @@ class PhiTask(Task):
         if self.centres is None:
             log_k = self.key_maps(keys.flatten(1, 2)).reshape(pool.heads_kv, documents, keys.shape[2], -1)
         else:
-            centre = self.centres[draw["centre"], document].transpose(0, 1)  # [Lk, D, d]
+            centre = self.centres[draw["centre"], document].transpose(0, 1)[:, :, None]  # [Lk, D, 1, d]
+            centre = self._turned(draw, centre)[:, :, 0]
             log_k = self.key_maps(keys, centre[:, :, None])
             log_q = add_centre(log_q, queries, pool.scale * centre)
         teacher, student = (queries @ keys.mT) * pool.scale, log_kernel(log_q, log_k)
@@ -236,6 +249,15 @@ class PhiTask(Task):
             terms["output"] = self.output(teacher, student, mask, values, out, lse, draw["log_count"])
             terms["loss"] = terms["loss"] + self.recipe.output_weight * terms["output"]
         return {name: value.reshape(pool.heads_kv, documents, pool.group).mean(1) for name, value in terms.items()}
+
+    def _turned(self, draw: dict[str, Tensor], x: Tensor, *, further: bool = False) -> Tensor:
+        """Vectors with RoPE `[L, D, n, d]` where the step puts their windows: all `draw["onward"] [D]` positions on,
+        queries `draw["further"]` more. Sink and tail, the exact part, count as they were found: they move with the
+        queries, only the sink's distance does not grow."""
+        if self.rope is None:
+            return x
+        places = draw["onward"] + draw["further"] if further else draw["onward"]
+        return self.rope.turn(x, torch.zeros_like(places)[:, None], places[:, None])
 
     def _drawn(self, name: str, places: Tensor, document: Tensor) -> Tensor:
         """What a pool tensor has at `places [D, n]` of the windows `document [D]`: `[L, D, n, ...]` float32."""

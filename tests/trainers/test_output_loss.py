@@ -50,7 +50,7 @@ def test_the_trained_loss_is_the_measured_error(store, centred: bool) -> None:
     """All keys of a window in a step: the output term, without its second case, is the error of the product's own step
     on a request that ends at the query."""
     pool = load_pool(store, [Part(1, 0, 2)], [0], device="cpu")
-    recipe = PhiRecipe(width=16, keys_per_step=4096, batch_size=6, centred=centred)
+    recipe = PhiRecipe(width=16, keys_per_step=4096, batch_size=6, centred=centred, turned=0.0)
     task = PhiTask(recipe, pool, pool, [Part(1, 0, 2)], 0)
     task.output = replace(task.output, read=0.0)
     request = next(requests(pool.window(0), 1, span=1, first=0.9))

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from test_families import captured, tiny
 from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.core.rope import rotate, unrotate
 from sparsekv.errors import SparseKVError
 from sparsekv.inspection import InspectConfig, inspect_path
 from sparsekv.store.manifest import MANIFEST, sealed
@@ -21,7 +23,7 @@ from sparsekv.store.shard import checksum
 from sparsekv.trainers.fit import read_metrics
 from sparsekv.trainers.options import chosen
 from sparsekv.trainers.phi import RECIPES as PHIS
-from sparsekv.trainers.phi import PhiConfig, PhiRecipe, train_phi
+from sparsekv.trainers.phi import PhiConfig, PhiRecipe, PhiTask, train_phi
 from sparsekv.trainers.pool import Part, load_pool
 from sparsekv.trainers.router import RECIPES as ROUTERS
 from sparsekv.trainers.router import RouterConfig, RouterRecipe, RouterTask, train_router
@@ -93,7 +95,7 @@ def test_defaults_are_the_recipe_and_presets_the_papers(store) -> None:
     assert (saap.sink_size, saap.window_size, saap.constant_rate, saap.one_window) == (1, 2047, True, True)
     assert (saap.hidden_size, saap.max_steps, saap.batch_size, saap.lr) == (1024, 40_000, 1000, 1e-5)
     paper = chosen(PhiConfig("c", "o", preset="completion", centred=True), PHIS)
-    assert paper.centred and not (paper.calibrate or paper.output_weight or paper.under_weight)
+    assert paper.centred and not (paper.calibrate or paper.output_weight or paper.under_weight or paper.turned)
     with pytest.raises(SparseKVError, match="unknown preset 'x': expected one of default, saap"):
         chosen(RouterConfig("c", "o", preset="x"), ROUTERS)
 
@@ -135,6 +137,50 @@ def test_far_queries_are_those_that_look_far(store) -> None:
     draw = task.draws(0, 3)
     assert draw["document"].shape == (3, 64) and bool((draw["document"] == draw["document"][:, :1]).all())
     assert torch.equal(task.draws(2, 1)["query"][0], draw["query"][2])
+
+
+def test_windows_are_turned_past_their_end(store) -> None:
+    """A turned query and key score as they would at the positions that they are turned to, up to twice the window's;
+    the paper's recipe turns none."""
+    pool = load_pool(store, [Part(1, 0, 2)], [0, 1], device="cpu")
+    recipe = PhiRecipe(width=16, keys_per_step=64, batch_size=12, turned=0.5)
+    task, still = (PhiTask(r, pool, pool, [Part(1, 0, 2)], 0) for r in (recipe, replace(recipe, turned=0.0)))
+    draws = task.draws(0, 200)
+    plain = still.draws(0, 200)
+    assert "onward" not in plain and all(torch.equal(x, draws[name]) for name, x in plain.items())
+    onward, further = draws["onward"], draws["further"]
+    assert int((onward + further).max()) < 200 and min(int(onward.max()), int(further.max())) > 150
+    assert 0.15 < float((further > 0).float().mean()) < 0.35
+    assert 0.4 < float((onward > 0).float().mean()) < 0.6
+
+    step = int(((onward > 0) & (further > 0)).any(1).nonzero()[0])
+    draw = {name: rows[step] for name, rows in draws.items()}
+    found = {}
+    loss = task.loss
+
+    def seen(teacher, student, mask):
+        found["teacher"] = teacher
+        return loss(teacher, student, mask)
+
+    task.loss = seen
+    task.losses(draw)["loss"].sum().backward()
+    assert all(bool(p.grad.isfinite().all()) and bool(p.grad.abs().sum() > 0)
+               for name, p in task.named_parameters() if not name.endswith(("w_a", "w_b", "b_a")))
+    cos, sin = (t[0, 1] for t in pool.rope.tables())
+    angles = torch.arange(400)[:, None] * torch.atan2(sin, cos)
+    document, want = draw["document"], []
+    for row in range(2):
+        place = pool.positions[document[row], draw["query"][row]]
+        q = task._drawn("queries", draw["query"], document)[:, row]
+        k = task._drawn("keys", draw["key"], document)[:, row]
+        moved = []
+        for x, at, by in ((q, place, draw["onward"][row] + draw["further"][row]),
+                          (k, draw["key"][row], draw["onward"][row])):
+            bare = unrotate(x, angles[at].cos(), angles[at].sin(), "half")
+            moved.append(rotate(bare, angles[at + by].cos(), angles[at + by].sin(), "half"))
+        want.append((moved[0].unflatten(0, (2, 2)) @ moved[1][:, None].mT) * pool.scale)
+    teacher = found["teacher"].reshape(2, 2, 2, 6, -1)  # [Lk, D, group, queries, keys]
+    torch.testing.assert_close(teacher, torch.stack(want, 1), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu
