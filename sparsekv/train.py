@@ -100,7 +100,7 @@ class Trained(NamedTuple):
             return "dry run: nothing was written"
         store = sum(f.stat().st_size for f in (self.path / CAPTURE).rglob("*.safetensors"))
         return (f"\n{self.router.summary()}\n{self.phi.summary()}\n\n"
-                f'sparsekv.attach(model, "{self.path}")   or   sparsekv generate --artifacts {self.path}\n'
+                f'with sparsekv.attach(model, "{self.path}"):   or   sparsekv generate --artifacts {self.path}\n'
                 f"sparsekv push {self.path} USER/NAME   pushes it; {self.path / CAPTURE} ({store / 1e9:.1f} GB) may go")
 
 

@@ -37,7 +37,7 @@ class Pushed(NamedTuple):
     url: str
 
     def summary(self) -> str:
-        return f'{self.url}\nsparsekv.attach(model, "{self.name}")'
+        return f'{self.url}\nwith sparsekv.attach(model, "{self.name}"):'
 
 
 def push_artifact(config: PushConfig) -> Pushed:

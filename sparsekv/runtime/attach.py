@@ -118,7 +118,7 @@ class Attachment:
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding):
         self.model, self.modules, self.decoding = model, modules, decoding
         self.counters = Counters(max(modules) + 1)
-        self._entered = False
+        self._entered = self._was_entered = False
         self._seen: dict[nn.Module, tuple[Any, Any]] = {}
         self._ropes: dict[Any, LayerRope | None] = {}
         self._mask: tuple[Any, Tensor] | None = None
@@ -132,8 +132,13 @@ class Attachment:
             if seat is None:
                 seat = _SEATS[self.model] = Seat(self.model, self.modules)
             seat.enter(self)
-        self._entered = True
+        self._entered = self._was_entered = True
         return self
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_was_entered", True):
+            warnings.warn("an attachment was never entered, so nothing decoded sparsely; write `with "
+                          "sparsekv.attach(...):` around generate", stacklevel=2)
 
     def __exit__(self, *_: Any) -> None:
         with _SEATING:

@@ -247,7 +247,7 @@ def test_what_cannot_be_pushed(hub: Hub, trained: Path, tmp_path) -> None:
 
 def test_the_command_says_where_it_lies(hub: Hub, trained: Path) -> None:
     said = push_artifact(PushConfig(trained, "ann/tiny", revision="v1")).summary()
-    assert '/ann/tiny/commit/' in said and 'sparsekv.attach(model, "ann/tiny@v1")' in said
+    assert '/ann/tiny/commit/' in said and 'with sparsekv.attach(model, "ann/tiny@v1"):' in said
     assert find_artifacts("ann/tiny@v1").keys() == {"router", "phi"}
 
 

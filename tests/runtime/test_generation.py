@@ -1,6 +1,7 @@
 """The runtime inside transformers models: everything selected is the plain model; on exit nothing is left."""
 
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -90,6 +91,18 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.equal(model.generate(ids, **GREEDY), plain)
     with attachment:
         model.generate(ids, **GREEDY)
+
+
+def test_an_attachment_that_is_never_entered_says_so() -> None:
+    model = make_model("llama")
+    with pytest.warns(UserWarning, match="never entered, so nothing decoded sparsely; write `with sparsekv.attach"):
+        sparsekv.attach(model, selector="topk", token_budget=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with sparsekv.attach(model, selector="topk", token_budget=4):
+            pass
+        with pytest.raises(SparseKVError):
+            sparsekv.attach(model, selector="nobody")
 
 
 def test_beams_and_several_sequences_run() -> None:
