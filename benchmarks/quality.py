@@ -76,7 +76,7 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     if not (out / "router" / CONFIG).is_file():
         train_router(RouterConfig(capture=captured, output=str(out / "router"), resume=True,
                                   num_buckets=options.buckets, device=options.device))
-    if not (out / "phi" / CONFIG).is_file():
+    if options.phi_steps and not (out / "phi" / CONFIG).is_file():
         train_phi(PhiConfig(capture=captured, output=str(out / "phi"), resume=True, max_steps=options.phi_steps,
                             device=options.device))
 
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--train-length", type=int, default=8192)
     parser.add_argument("--documents", type=int, default=192)
     parser.add_argument("--buckets", type=int, default=1024)
-    parser.add_argument("--phi-steps", type=int, default=4000)
+    parser.add_argument("--phi-steps", type=int, default=4000, help="0: the router alone")
     options = parser.parse_args()
     if options.collect:
         return write_tables(options)

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS, add_rows
 
 ROOT = RESULTS.parents[1]
@@ -53,12 +54,12 @@ class Job:
         return {name for name in ("model", "text", "prompts") if f"{{{name}}}" in self.command}
 
 
-def quality(name: str, length: int, methods: str, more: str = "") -> list[Job]:
+def quality(name: str, length: int, methods: str, more: str = "", after: tuple[str, ...] = ("phi",)) -> list[Job]:
     """A table of RULER at a length, in shards that share GPUs; all lengths of a name are one folder of cells."""
+    trained = " ".join(f"--{artifact} {{dir}}/train/{artifact}" for artifact in ("router", "phi")) if after else ""
     return [Job(f"{name}-{length}-{i}", "benchmarks/quality.py --model {model} --prompts {prompts} "
-                "--router {dir}/train/router --phi {dir}/train/phi --batch-tokens 200000 --resume "
-                f"--lengths {length} --output {{dir}}/{name} --shard {i}/{SHARDS} --methods {methods} {more}",
-                1 / SHARDS, ("train",)) for i in range(SHARDS)]
+                f"{trained} --batch-tokens 200000 --resume --lengths {length} --output {{dir}}/{name} "
+                f"--shard {i}/{SHARDS} --methods {methods} {more}", 1 / SHARDS, after) for i in range(SHARDS)]
 
 
 OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi"
@@ -67,29 +68,40 @@ GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "
 
 
 def all_jobs() -> list[Job]:
-    """In the order in which they are begun."""
-    papers = "benchmarks/papers.py --output {out} --part"
-    sweep = quality("sweep", 16_384, "sweep", "--samples 4 --budgets 0.02")
+    """In the order in which they are begun: first what wants a GPU for itself."""
+    papers, train = "benchmarks/papers.py --output {out} --part", (
+        "benchmarks/quality.py --model {model} --train {text} --train-length 16384 --documents 48 --output {dir}/train")
+    sweep = quality("sweep", 16_384, "sweep", "--samples 4 --budgets 0.02", ())
+    rivals = ",".join(("full", *PEERS.values()))
+    trained = "--model {model} --text {text} --keep {dir}/papers-capture"
     return [
-        Job("train", "benchmarks/quality.py --model {model} --train {text} --train-length 16384 --documents 48 "
-                     "--phi-steps 22000 --output {out}"),
-        Job("tests", "-m pytest -m gpu -q -n 6 --dist worksteal -rf tests"),
-        Job("decode", "benchmarks/decode.py --output {out}"),
-        *quality("quality", 16_384, OURS),
-        *quality("candidates", 16_384, CANDIDATES, "--tasks niah_multikey_2,niah_multikey_3,ruler_fwe "
-                                                   "--budgets 0.01,0.02"),
+        Job("decode-steps", "benchmarks/decode.py --parts steps --output {out}"),
+        *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
+              "{dir}/serving")
+          for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"))
+          for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
-        Job("serving", "benchmarks/serving.py --output {out}"),
-        Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
-                              "--prompts {prompts} --samples 8 --budget 0.02 --output {out}", after=("train",)),
+        Job("decode-parts", "benchmarks/decode.py --parts whale growth parts --output {out}"),
         Job("chunk", f"{papers} chunk --lengths 32768,131072,1048576"),
-        Job("million", f"{papers} million"),
-        Job("papers", f"{papers} saap,completion --model {{model}} --text {{text}} --variants all --quick-steps 4000"),
+        Job("router", f"{train} --phi-steps 0", 0.3),
+        Job("tests", "-m pytest -m gpu -q -n 3 --dist worksteal -rf tests", 0.4),
+        Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
+                              "--prompts {prompts} --samples 8 --budget 0.02 --output {out}", 0.2, ("router",)),
+        Job("papers-completion", f"{papers} completion {trained}", 0.2),
+        Job("papers-saap", f"{papers} saap {trained} --variants all --quick-steps 4000", 0.2, ("papers-completion",)),
         *sweep,
         Job("sweep", f"{papers} sweep --cells {{dir}}/sweep --name long-model", 1 / SHARDS,
             tuple(job.name for job in sweep)),
+        Job("million", f"{papers} million", 0.2),
+        Job("extrapolate", f"{papers} extrapolate --model {{model}} --requests {{prompts}} --lengths 16384 --samples 2",
+            0.2),
+        Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
+        *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
         *quality("quality", 4096, OURS),
+        *[job for length in (16_384, 32_768, 4096) for job in quality("rivals", length, rivals, after=())],
+        *quality("candidates", 16_384, CANDIDATES, "--tasks niah_multikey_2,niah_multikey_3,ruler_fwe "
+                                                   "--budgets 0.01,0.02"),
         *quality("worst", 16_384, "full,topk,topk+phi,sketch,sketch+phi",
                  "--samples 8 --accounting worst_case --budgets 0.01,0.02,0.03,0.04,0.05,0.1"),
     ]

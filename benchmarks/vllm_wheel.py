@@ -1,7 +1,8 @@
-"""vLLM's wheel cut to what `serving.py` runs, for a GPU machine that only small files reach: 300 MB become 23.
+"""vLLM's wheel cut to what `serving.py` runs, for a GPU machine that only small files reach: 300 MB become 23, and
+wheels that vLLM needs beside torch and transformers 27.
 
-    python3 benchmarks/vllm_wheel.py vllm-0.26.0-….whl OUTPUT
-    python3 OUTPUT/install.py SITE        # on the machine, beside the wheels that vLLM needs and the machine lacks
+    python3 benchmarks/vllm_wheel.py OUTPUT [--python 3.12]     # fetches all of it
+    python3 OUTPUT/install.py SITE                              # on the machine
 
 Kept are Python, the operators and FlashAttention 3, of the latter the kernels for bfloat16, heads of 64 and 128
 dimensions and no softcap; of all libraries the machine code of compute capability 9.0 alone. Left out are
@@ -16,11 +17,23 @@ import io
 import lzma
 import re
 import struct
+import subprocess
+import sys
 import tarfile
+import tempfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+VLLM = "vllm==0.26.0"
+NEEDS = (
+    "annotated-doc annotated-types apache-tvm-ffi==0.1.15.post2 blake3 cachetools==8.0.1 cbor2==6.3.0 distro "
+    "fastapi==0.136.3 gguf==0.19.0 httpcore2==2.16.2 httpx2==2.16.2 jiter==0.19.0 jsonschema==4.26.0 "
+    "jsonschema-specifications llguidance loguru msgspec==0.22.0 openai==3.54.0 openai-harmony==0.0.8 "
+    "partial-json-parser pybase64==1.5.1 pycountry pydantic==2.14.3 pydantic-core==2.50.4 pyzmq==27.3.0 referencing "
+    "rpds-py==2026.9.1 setproctitle sniffio starlette==1.10.0 truststore typing-inspection xgrammar==0.2.8").split()
+"""What an engine imports and a machine with torch, transformers, numba, Triton and what these need does not have."""
+GLIBC = (5, 12, 17, 24, 26, 27, 28, 31, 34)
 CAPABILITY = 90
 PARTS = {
     "operators": {"vllm/_C_stable_libtorch.abi3.so": None},
@@ -92,6 +105,16 @@ def cut(library: bytes, keep: bytes | None) -> bytes:
     return bytes(data)
 
 
+def fetch(requirement: str, folder: Path, python: str) -> None:
+    """The wheel of a package for the machine, without what it needs."""
+    platforms = [word for n in GLIBC for word in ("--platform", f"manylinux_2_{n}_x86_64")]
+    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+                    "--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--abi",
+                    f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none", *platforms, "--platform",
+                    "manylinux2014_x86_64", "--platform", "manylinux1_x86_64", "--dest", str(folder), requirement],
+                   check=True)
+
+
 def pack(files: dict[str, bytes], output: Path) -> Path:
     best = 9 | lzma.PRESET_EXTREME
     with lzma.open(output, "w", preset=best) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
@@ -104,13 +127,18 @@ def pack(files: dict[str, bytes], output: Path) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--python", default="3.12", help="the machine's")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
+    for needed in NEEDS:
+        fetch(needed, options.output, options.python)
     (options.output / "install.py").write_text(INSTALL, encoding="utf-8")
     cut_apart = {name for libraries in PARTS.values() for name in libraries}
-    with zipfile.ZipFile(options.wheel) as wheel:
+    with tempfile.TemporaryDirectory() as place:
+        fetch(VLLM, Path(place), options.python)
+        held = io.BytesIO(next(Path(place).glob("*.whl")).read_bytes())
+    with zipfile.ZipFile(held) as wheel:
         parts = {part: {name: cut(wheel.read(name), keep) for name, keep in libraries.items()}
                  for part, libraries in PARTS.items()}
         parts["python"] = {name: wheel.read(name) for name in wheel.namelist()

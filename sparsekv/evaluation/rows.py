@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -19,14 +20,15 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The short hash of the code that ran, with `+` where the tree had changes; `unknown` outside a checkout."""
+    """The short hash of the code that ran, with `+` where the tree had changes; outside a checkout what the variable
+    SPARSEKV_COMMIT says, or `unknown`."""
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True,
                               cwd=Path(__file__).parent).stdout.strip()
     try:
         return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("SPARSEKV_COMMIT", "unknown")
 
 
 def row(case: str, method: str, metric: str, value: float | None, unit: str, **extra: Any) -> dict[str, Any]:
