@@ -145,6 +145,22 @@ def test_faiss_approximate_indexes_grow(factory):
         run("faiss", {}, token_budget=3, factory="NoSuchIndex")
 
 
+@pytest.mark.parametrize("factory, least", [("ivf", 0.7), ("hnsw", 0.97)])
+def test_faiss_searches_as_far_as_the_budget_asks(factory, least):
+    before, queries, step = make_view(length=6000, new=8)
+    selector = built(SELECTORS["faiss"](token_budget=60, factory=factory, per_query_head=True), before)
+    every = selector.cost_bytes(before)
+    found = selector.select(step, queries)
+    assert (found.as_tokens() >= 0).all() and 0 < selector.cost_bytes(before) < every
+    recalls = [len(chosen(found, t, h) & best(scores(step, queries, 0, h, t), 60)) / 60
+               for t in range(8) for h in range(4)]
+    assert sum(recalls) / len(recalls) > least
+    index, q = selector.indexes[0][0], queries.rot[0, 0].float().numpy()
+    products, ids = index.search(q, 5)
+    keys = before.keys[0, 0, selector.first[0]:].float().numpy()
+    assert np.allclose(products, np.take_along_axis(q @ keys.T, ids, 1), rtol=1e-3, atol=1e-3)
+
+
 class Trained:
     """A router of random weights in the shape of an artifact."""
 
