@@ -26,13 +26,25 @@ def own_bytes(case: str, x) -> float:
     sketch = DIM // 3
     return {
         "topk": keys, "topk-per_head": keys, "faiss": keys, "faiss-per_head": keys,
-        "magicpig": mid * HEADS_KV * 150 * 2,
+        "magicpig": entries(x) if case == "magicpig" else 0.0,
         "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
         "router-mean_key": HEADS_KV * BUCKETS * (DIM * SIZE + 4) + places + 4 * HEADS_KV * BUDGET,
         "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
         "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
         "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)
+
+
+def entries(x) -> float:
+    """Four bytes for every mid token in the bucket of a query head and table, and for the bucket's two ends; eight of
+    the 150 tables stand for all."""
+    first, last = int(x.view.regions.mid_first[0]), int(x.view.regions.mid_last[0])
+    codes = x.selector.codes[0, :, first:last].tolist()
+    heads = x.view.num_query_heads
+    asked = x.selector._hash(x.queries.rot.float(), x.selector.used_bits.repeat_interleave(heads // HEADS_KV, 1))[0]
+    met = sum(token[t] == query[t] for h, query in enumerate(asked[:, 0].tolist())
+              for token in codes[h // (heads // HEADS_KV)] for t in range(8))
+    return 4 * (met * 150 / 8 + 2 * heads * 150)
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)

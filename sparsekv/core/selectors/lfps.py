@@ -84,7 +84,7 @@ class LFPS(Selector):
         """Both tables of every query head, and the keys of the candidates so far."""
         lists = view.num_query_heads if self.per_query_head else view.num_kv_heads
         scored = self.scored / max(1, self.steps) * view.length * lists
-        return 2 * 4.0 * view.num_query_heads * view.length + scored * view.keys.shape[-1] * view.keys.element_size()
+        return (2.0 * view.num_query_heads * view.length + scored * view.keys.shape[-1]) * view.keys.element_size()
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         columns = (queries.lengths[:queries.count] - 1).tolist()

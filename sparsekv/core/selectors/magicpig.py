@@ -20,6 +20,8 @@ FILLED = 0.9
 """Share of a budget that the samples of the prompt's last queries have to use."""
 ASKED = 8
 """Last prompt queries that are asked."""
+COUNTED = 8
+"""Tables whose buckets are counted, for what all of them hold."""
 
 
 def sampling_probability(cosine: Tensor, bits: int | Tensor, tables: int) -> Tensor:
@@ -41,7 +43,7 @@ class MagicPIG(Selector):
     name: ClassVar[str] = "magicpig"
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
     scores_keys: ClassVar[bool] = True
-    row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits")
+    row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits", "entries")
     needs_budget: ClassVar[bool] = False
 
     bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 without one "
@@ -62,6 +64,7 @@ class MagicPIG(Selector):
         if fits:
             self.used_bits = self.fitting_bits(view)
         self.codes = self._hash_keys(view, 0)
+        self.entries: Tensor | None = None
 
     def fitting_bits(self, view: LayerView) -> Tensor:
         """The largest K, `[B, Hkv]`, with which the expected samples of the prompt's last queries use `FILLED` of the
@@ -100,16 +103,28 @@ class MagicPIG(Selector):
         return (bits * worth[:, :, None, None]).sum(-1, dtype=torch.int16)
 
     def cost_bytes(self, view: LayerView) -> Tensor | float:
-        """The codes of all keys, two bytes a table."""
-        return view.regions.mid_sizes * (view.num_kv_heads * self.tables * self.codes.element_size())
+        """As the paper's hash tables are read, where ours compare codes: of every query head and table the tokens of
+        one bucket and where they begin and end, four bytes each. Before the first step the codes of all keys."""
+        if self.entries is None:
+            return view.regions.mid_sizes * (view.num_kv_heads * self.tables * self.codes.element_size())
+        return 4.0 * (self.entries + 2 * view.num_query_heads * self.tables)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
-        sampled = collisions(self.codes, self._hash(queries.rot.float(),
-                                                      self.used_bits.repeat_interleave(view.group, dim=1)))
+        asked = self._hash(queries.rot.float(), self.used_bits.repeat_interleave(view.group, dim=1))
+        self.entries = self._entries(view, asked[:, :, -1])
+        sampled = collisions(self.codes, asked)
         sampled &= view.regions.mid_mask(0, self.codes.shape[2])[:, None, None]
         tokens, share = self._list(view, sampled)
         log_weights = self._log_weights(view, queries, tokens) - share.log()[:, :, None]
         return Selection(tokens=tokens, log_weights=log_weights)
+
+    def _entries(self, view: LayerView, asked: Tensor) -> Tensor:
+        """Tokens in the buckets of queries `[B, Hq, L]` in all tables, `[B]` float32, by the first of the tables."""
+        counted = min(COUNTED, self.tables)
+        query = asked[:, :, :counted].unflatten(1, (view.num_kv_heads, -1))[:, :, :, None]
+        inside = view.regions.mid_mask(0, self.codes.shape[2])[:, None, None, :, None]
+        met = (self.codes[:, :, None, :, :counted] == query) & inside
+        return met.sum((1, 2, 3, 4)).float() * (self.tables / counted)
 
     def _list(self, view: LayerView, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled tokens `[B·T, Hq, K]` padded with -1, and the share of them kept under the cap `[B·T, Hq]`."""
