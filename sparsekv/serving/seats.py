@@ -57,7 +57,7 @@ class Places:
 class Batch(NamedTuple):
     """The rows of a step: lengths `[R]`, this step's tokens included; starts `[R + 1]`: their queries; table
     `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling: of the first rows,
-    whether their prompt goes on."""
+    whether their prompt goes on, on the CPU."""
 
     lengths: Tensor
     starts: Tensor
@@ -123,7 +123,7 @@ class Seats:
         else:
             own = torch.full((rows,), -1, device=self.device)
         single = (counts == 1) & (lengths >= 2) & (own >= 0)
-        if batch.prefilling is not None:
+        if batch.prefilling is not None and batch.prefilling.any():
             going_on = torch.nn.functional.pad(batch.prefilling[:rows], (0, max(0, rows - batch.prefilling.shape[0])))
             single = single & ~going_on.to(self.device, non_blocking=True)
         before = slots_at(batch.table, (lengths - 2).clamp(min=0)[:, None], self.places.page)
@@ -200,11 +200,12 @@ class Seats:
         self.asked = False
 
     def _note(self, seat: Tensor, lengths: Tensor, own: Tensor) -> None:
+        # filled, not set: a number that is set by an index is copied to the device, and the host waits for it
         self.length[seat] = lengths
         self.last[seat] = own
-        self.used[seat] = self.steps
-        self.length[self.count] = 0
-        self.last[self.count] = NOWHERE
+        self.used.index_fill_(0, seat, self.steps)
+        self.length[self.count].fill_(0)
+        self.last[self.count].fill_(NOWHERE)
 
     def _free(self) -> list[int]:
         """Seats that nobody of this step has, empty ones first, then those that were left longest ago."""
