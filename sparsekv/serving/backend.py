@@ -49,7 +49,8 @@ def plan_for(config: Any) -> Plan:
 @dataclass
 class SparseMetadata:
     """full: the stock backend's metadata of all rows. Of a decode batch also rest: those of the rows that are attended
-    to fully, and lanes: of the others; some_sparse and some_full say on a CPU whether there are any."""
+    to fully (on CUDA the others attend to one token), and lanes: of the others; some_sparse and some_full say on a CPU
+    whether there are any."""
 
     full: Any
     rest: Any = None
@@ -196,7 +197,8 @@ class SparseBuilder(AttentionMetadataBuilder):
             found = self.seats.serve(batch, found, indices)
         lanes = self.seats.lanes(batch, found)
         if lanes.rest.is_cuda:
-            lanes = self._keep(lanes)
+            # FlashAttention shares its programs out by the batch's keys: none at all would be a division by zero
+            lanes = self._keep(lanes._replace(rest=lanes.rest.clamp(min=1)))
             some_sparse = some_full = True
         else:
             some_sparse, some_full = bool(lanes.sparse.any()), bool((lanes.rest > 0).any())
