@@ -8,8 +8,9 @@ and the decode steps run in vLLM's full CUDA graphs. Rows are written after ever
 CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps; `tokens_per_second`: rows over that.
-- `first_s`: from the request to the first token of the last row; `second_s`: the step after it, in which index and
-  means are made.
+- `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index and means are made
+  in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without asynchronous
+  scheduling in `second_s`.
 - `peak_gb`: most memory held so far, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside
   them.
 
@@ -95,6 +96,7 @@ def backend_of(method: str) -> dict[str, Any]:
 def environment() -> dict[str, str]:
     """Of an engine's process: the engine in it, nothing fetched, no settings yet."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+           "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
     return env
@@ -157,7 +159,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
-            found["beside_gb"] = beside() / 1e9
+            found["beside_gb"] = beside(engine) / 1e9
         print(FOUND + json.dumps({"case": case, "found": found}), flush=True)
 
 
@@ -165,14 +167,12 @@ def group_of(case: str) -> tuple[str, ...]:
     return next(group for group in ENGINES if case in group)
 
 
-def beside() -> int:
-    """Bytes of all indices."""
-    import gc
-
-    from sparsekv.serving.index import LayerIndex
-
-    return sum(t.numel() * t.element_size() for x in gc.get_objects() if isinstance(x, LayerIndex)
-               for n, t in vars(x).items() if isinstance(t, torch.Tensor) and n not in ("keys", "values"))
+def beside(engine: Any) -> int:
+    """Bytes of all indices, 0 for another backend. By the layers: vLLM freezes the collector's list of objects."""
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    homes = [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "home", None)) is not None]
+    return sum(t.numel() * t.element_size() for home in homes if home.index is not None
+               for n, t in vars(home.index).items() if isinstance(t, torch.Tensor) and n not in ("keys", "values"))
 
 
 def main() -> None:
