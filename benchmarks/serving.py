@@ -8,8 +8,8 @@ and the decode steps run in vLLM's full CUDA graphs. Rows are written after ever
 CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps; `tokens_per_second`: rows over that.
-- `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index and means are made
-  in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without asynchronous
+- `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index and means are
+  made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without asynchronous
   scheduling in `second_s`.
 - `peak_gb`: most memory held so far, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside
   them.
