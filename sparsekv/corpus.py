@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import SparseKVError, first_line
 
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
@@ -145,8 +145,7 @@ def _as_chat(text: str, tokenizer: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False))
     except Exception as error:  # templates raise whatever they like
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SparseKVError(f"the model's chat template could not be applied ({reason}); leave out "
+        raise SparseKVError(f"the model's chat template could not be applied ({first_line(error)}); leave out "
                             "--chat-template") from error
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.config import option
+from sparsekv.errors import first_line
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
 """Modules whose package has another name."""
@@ -207,6 +208,6 @@ def _launched(what: str) -> Ability:
         rows: Any = torch.arange(32.0, device="cuda").reshape(1, 1, 2, 16)
         right = bool((launch_gather(rows, torch.tensor([[[1]]], device="cuda"))[0, 0, 0] == rows[0, 0, 1]).all())
     except Exception as error:  # a compiler, a driver, a device that is full
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Ability(what, False, f"a kernel failed ({reason})", "sparsekv generate --device cpu works without")
+        return Ability(what, False, f"a kernel failed ({first_line(error)})",
+                       "sparsekv generate --device cpu works without")
     return Ability(what, right, "a kernel was run" if right else "a kernel gave a wrong answer")

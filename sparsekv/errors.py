@@ -13,3 +13,8 @@ class Interrupted(SparseKVError):
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.signal = signal
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, its first line; its name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

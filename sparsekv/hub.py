@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import SparseKVError, first_line
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -202,4 +202,4 @@ def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return ("it brings code of its own, which sparsekv never runs (trust_remote_code is off); use a model whose "
                 "architecture is part of transformers")
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)

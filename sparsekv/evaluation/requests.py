@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sparsekv.disk import placed
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import SparseKVError, first_line
 
 FORMAT, FORMAT_VERSION = "sparsekv-requests", 2
 OWN_TASKS = ("needle", "perplexity")
@@ -201,13 +201,13 @@ def make_requests(
         except _fetch_errors() as error:
             if not skip_missing:
                 raise SparseKVError(
-                    f"the data of task {name} ({data}) cannot be fetched here: {_first_line(error)}; make the requests "
+                    f"the data of task {name} ({data}) cannot be fetched here: {first_line(error)}; make the requests "
                     "on a machine with a network (--save-requests), or add --skip-missing to leave such tasks out"
                     ) from error
             missing.add(data)
         except ImportError as error:
             if not skip_missing:
-                raise SparseKVError(f"task {name} needs packages that are not installed: {_first_line(error)}; or add "
+                raise SparseKVError(f"task {name} needs packages that are not installed: {first_line(error)}; or add "
                                     "--skip-missing to leave such tasks out") from error
         finally:
             advance()
@@ -334,7 +334,7 @@ def score_answers(requests: Sequence[Request], answers: Sequence[str]) -> list[f
             tasks = manager.load([{"group": "answered", "task": specs}])["tasks"]
     except ImportError as error:
         raise SparseKVError(f"{', '.join(names)} needs packages that are not installed to score its answers: "
-                            f"{_first_line(error)}; the same command with --resume scores them then") from error
+                            f"{first_line(error)}; the same command with --resume scores them then") from error
     scores = []
     for request, answer in zip(requests, answers, strict=True):
         result = tasks[request.task].process_results(request.doc, [answer])
@@ -364,11 +364,7 @@ def _fetch_errors() -> tuple[type[BaseException], ...]:
     return OSError, LookupError, DatasetsError, HfHubHTTPError, RequestException
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def first_line(path: Path) -> str:
+def head_of(path: Path) -> str:
     """The head of a file of requests or cells, or what stands there."""
     with _open(path) as file:
         return file.readline(100_000)

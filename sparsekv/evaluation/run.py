@@ -261,11 +261,11 @@ def _kind(output: Path) -> OutputKind:
 
 def _own(folder: Path, pattern: str, written: str) -> list[str]:
     """Names of the files of this format in a folder."""
-    from sparsekv.evaluation.requests import first_line
+    from sparsekv.evaluation.requests import head_of
 
     def header(path: Path) -> Any:
         try:
-            return json.loads(first_line(path))
+            return json.loads(head_of(path))
         except (OSError, EOFError, ValueError, RecursionError):
             return None
 

@@ -30,7 +30,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import LayerState
-from sparsekv.errors import SparseKVError
+from sparsekv.errors import SparseKVError, first_line
 from sparsekv.hub import attention_modules
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
@@ -39,7 +39,7 @@ from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.loop import decode_loop
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.prefix import load_prefix, save_prefix
-from sparsekv.runtime.replay import Layers, Replay, first_line, why_not
+from sparsekv.runtime.replay import Layers, Replay, why_not
 from sparsekv.runtime.settings import beside, load_settings
 from sparsekv.runtime.supported import check_cache, check_model, load_artifacts
 

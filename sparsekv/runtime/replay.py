@@ -28,6 +28,7 @@ from sparsekv.core.cost import token_bytes
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
+from sparsekv.errors import first_line
 from sparsekv.kernels import append_token, decode_attention, dense_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters, shares_of_layers
@@ -333,10 +334,6 @@ class Replay:
 
 def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
 
 
 def why_not(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
