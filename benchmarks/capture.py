@@ -37,8 +37,9 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output
 from sparsekv.capture.run import capture_documents, capture_window, complete_store
-from sparsekv.capture.tap import decoder, probe
+from sparsekv.capture.tap import probe
 from sparsekv.corpus import Window
+from sparsekv.hub import decoder
 from sparsekv.ranks import Ranks
 from sparsekv.store.place import place
 from sparsekv.store.store import CaptureStore

@@ -51,6 +51,11 @@ def attention_modules(model: Any) -> dict[int, Any]:
             and "cross" not in name}
 
 
+def decoder(model: Any) -> Any:
+    """The model without its language-model head."""
+    return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, "base_model", model)
+
+
 def load_config(spec: str) -> Any:
     """The model's transformers configuration alone, without its weights; spec as in `load_model`.
 

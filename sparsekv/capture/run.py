@@ -16,13 +16,13 @@ from sparsekv.capture.config import CaptureConfig, check_options, dataset_option
 from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
-from sparsekv.capture.tap import StopForward, decoder, depends_on_length, probe, tables_of_length, tap
+from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope
 from sparsekv.corpus import Window, check_corpus, make_windows, read_documents
 from sparsekv.disk import free_space, only_writer
 from sparsekv.errors import SparseKVError
-from sparsekv.hub import load_config, load_model
+from sparsekv.hub import decoder, load_config, load_model
 from sparsekv.progress import progress
 from sparsekv.ranks import Ranks, join
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.errors import SparseKVError
-from sparsekv.hub import attention_modules
+from sparsekv.hub import attention_modules, decoder
 from sparsekv.kernels import dense_attention
 
 NAME = "sparsekv_capture"
@@ -195,8 +195,3 @@ def _see_rotation(modules: list[nn.Module], keys: list[Tensor]) -> Iterator[None
             if "apply_rotary_pos_emb" in vars(file):
                 stack.enter_context(patch.object(file, "apply_rotary_pos_emb", watch(file.apply_rotary_pos_emb)))
         yield
-
-
-def decoder(model: Any) -> Any:
-    """The model without its language-model head."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model

@@ -31,7 +31,7 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError, first_line
-from sparsekv.hub import attention_modules
+from sparsekv.hub import attention_modules, decoder
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
@@ -182,7 +182,7 @@ class Attachment:
     def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
                  ) -> SparseCache:
         cache.belongs_to(self.model)
-        decoder = self.model.get_decoder() if hasattr(self.model, "get_decoder") else self.model
+        run = decoder(self.model)
         self._prefilling = True
         try:
             past = cache.get_seq_length()
@@ -191,7 +191,7 @@ class Attachment:
                 mask = None if attention_mask is None else attention_mask[:, :past]
                 # a padded row counts from its first real token on, as `generate` does
                 place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
-                decoder(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True)
+                run(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True)
         finally:
             self._prefilling = False
         return cache
