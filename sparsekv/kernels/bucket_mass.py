@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.indexing import sort_by_bucket
 from sparsekv.kernels.launch import NEG_INF, WIDEST, at_once, on_device, padded
 
 ROWS = 64
@@ -30,7 +31,7 @@ def bucket_mass(
     heads_q, count, _ = queries.shape
     fast = on_device(queries)
     out = torch.empty(heads_q, count, num_buckets, dtype=dtype, device=queries.device)
-    index = sort_by_bucket(keys, bucket, num_buckets) if fast else None
+    index = sorted_keys(keys, bucket, num_buckets) if fast else None
     regions: dict[str, Any] = {"scale": scale, "sink_size": sink_size, "window_size": window_size}
     chunk = max(ROWS, CHUNK_BYTES // (4 * heads_q * (num_buckets if fast else 2 * keys.shape[1])))
     for a in range(0, count, chunk):
@@ -60,15 +61,11 @@ def bucket_mass_reference(
     return weights.new_zeros(heads_q, count, num_buckets).scatter_add_(-1, index, weights)
 
 
-def sort_by_bucket(keys: Tensor, bucket: Tensor, num_buckets: int) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_keys(keys: Tensor, bucket: Tensor, num_buckets: int) -> tuple[Tensor, Tensor, Tensor]:
     """keys `[Hkv, N, d]` in the order of their buckets, the position of each `[Hkv, N]` int32, and where the buckets
     begin, `[Hkv, C + 1]` int32."""
-    order = bucket.long().argsort(dim=1, stable=True)
-    sizes = bucket.new_zeros(bucket.shape[0], num_buckets, dtype=torch.int64)
-    sizes.scatter_add_(1, bucket.long(), torch.ones_like(bucket, dtype=torch.int64))
-    offsets = torch.nn.functional.pad(sizes.cumsum(1), (1, 0)).to(torch.int32)
-    moved = keys.gather(1, order[..., None].expand(-1, -1, keys.shape[2]))
-    return moved, order.to(torch.int32), offsets
+    order, offsets = sort_by_bucket(bucket, None, num_buckets)
+    return keys.gather(1, order.long()[..., None].expand(-1, -1, keys.shape[2])), order, offsets
 
 
 def launch_log_mass(

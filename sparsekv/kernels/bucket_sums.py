@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.indexing import sort_by_bucket
 from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
 
 BLOCK, ROWS, WARPS = 32, 64, 4
@@ -42,16 +43,12 @@ def launch_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int
 
     x = dense_last(x)
     batch, heads, length, width = x.shape
-    place = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
-    order = place.argsort(dim=-1, stable=True).to(torch.int32)
-    counts = torch.zeros(batch, heads, num_buckets + 1, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(-1, place, torch.ones_like(place))
-    offsets = torch.nn.functional.pad(counts[..., :-1].cumsum(-1), (1, 0)).to(torch.int32)
+    order, offsets = sort_by_bucket(bucket, used, num_buckets)
     sums = torch.empty(batch, heads, num_buckets, width, dtype=torch.float32, device=x.device)
     sums_kernel[(batch * heads * num_buckets,)](
         x, order, offsets, sums, heads, num_buckets, length, *x.stride()[:3], DIM=width, WIDTH=padded(width),
         BLOCK=BLOCK, num_warps=WARPS)
-    return counts[..., :-1].float(), sums
+    return offsets.diff(dim=-1).float(), sums
 
 
 def against_bucket(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:

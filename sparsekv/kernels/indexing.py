@@ -51,16 +51,20 @@ def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tenso
 
     Tokens keep their order inside a bucket. Entries of `order` past `offsets[..., C]` are -1.
     """
-    batch, heads, length = assignment.shape
-    positions = torch.arange(length, device=assignment.device)
+    positions = torch.arange(assignment.shape[-1], device=assignment.device)
     inside = (positions >= first[:, None]) & (positions < last[:, None])
-    keyed = torch.where(inside[:, None], assignment.long(), num_buckets)
-    order = torch.argsort(keyed, dim=-1, stable=True)
-    counts = torch.zeros(batch, heads, num_buckets + 1, dtype=torch.int64, device=assignment.device)
+    order, offsets = sort_by_bucket(assignment, inside[:, None], num_buckets)
+    return torch.where(positions < offsets[..., -1:], order, -1), offsets
+
+
+def sort_by_bucket(bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """The places `[..., N]` of bucket `[..., N]` in the order of their buckets, those of a bucket ascending, what is
+    not used (broadcastable; None: all are) last; and where the buckets begin, `[..., C + 1]`."""
+    keyed = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
+    counts = torch.zeros(*keyed.shape[:-1], num_buckets + 1, dtype=torch.int64, device=keyed.device)
     counts.scatter_add_(-1, keyed, torch.ones_like(keyed))
     offsets = torch.nn.functional.pad(counts[..., :num_buckets].cumsum(-1), (1, 0))
-    order = torch.where(positions < offsets[..., -1:], order, -1)
-    return order.to(torch.int32), offsets.to(torch.int32)
+    return keyed.argsort(dim=-1, stable=True).to(torch.int32), offsets.to(torch.int32)
 
 
 def extend_index(order: Tensor, offsets: Tensor, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from sparsekv.kernels import (
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
-from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sort_by_bucket
+from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
 from sparsekv.kernels.bucket_sums import (
     against_bucket_reference,
     bucket_sums_reference,
@@ -325,7 +325,7 @@ def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:
     positions[:, 0] = sink  # a query without a mid key
     regions: dict[str, Any] = {"scale": dim**-0.5, "sink_size": sink, "window_size": window}
     truth = bucket_mass_reference(queries.double(), keys.double(), bucket, positions, buckets, **regions)
-    found = launch_log_mass(queries, *sort_by_bucket(keys, bucket, buckets), positions, **regions)
+    found = launch_log_mass(queries, *sorted_keys(keys, bucket, buckets), positions, **regions)
     assert torch.isneginf(found[..., -1]).all() and torch.isneginf(found[:, 0]).all()
     torch.testing.assert_close(found.softmax(-1).nan_to_num(0.0).double(), truth, rtol=1e-4, atol=1e-6)
 
