@@ -21,18 +21,18 @@ from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, pa
 from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
+MERGE_WIDTH, MERGE_WARPS = 32, 2
+"""Columns and warps of a program of the merge."""
 
 
 class Launch(NamedTuple):
     """How the split kernel runs: keys at once, warps, programs wanted, and blocks of keys under way at once: with one
-    the next block's places are looked up ahead; columns and warps of the merge."""
+    the next block's places are looked up ahead."""
 
     block: int
     warps: int
     programs: int
     stages: int = 1
-    merge_width: int = 32
-    merge_warps: int = 2
 
 
 PLAIN, COMPLETED, COMPLETED_MANY = Launch(32, 1, 1024), Launch(64, 2, 512), Launch(32, 1, 528, stages=3)
@@ -167,9 +167,9 @@ def launch_attend(
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
         OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
         num_warps=how.warps, num_stages=how.stages, **(pdl if completion is None else {}))
-    columns = min(width, how.merge_width)
+    columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
         out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
-        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=how.merge_warps, **pdl)
+        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

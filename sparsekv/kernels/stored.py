@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.attend import MAX_SPLITS, MERGE_WARPS, MERGE_WIDTH
 from sparsekv.kernels.launch import (
     NEG_INF,
     WIDEST,
@@ -21,8 +22,6 @@ from sparsekv.kernels.launch import (
 BLOCK, WARPS, PROGRAMS = 64, 4, 264
 STAGES_BYTES = 96 * 1024
 """Keys and values on their way to one program: as much as the smallest of the supported devices' shared memory."""
-MERGE_WIDTH, MERGE_WARPS = 32, 2
-MAX_SPLITS = 256
 
 
 def append_token(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor) -> None:

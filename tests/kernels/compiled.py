@@ -91,8 +91,8 @@ def main() -> None:
     check(a.split_kernel, split(128, 4, many, phi=True), many.warps, "bf16", SHARED, stages=many.stages)
     check(a.split_kernel, split(80, 1, completed, probes=32, phi=True), completed.warps, "bf16", (89,))
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
-    merged = {"PADDED": 128, "DIM": 80, "WIDTH": plain.merge_width, "PHI": True, "CAPPED": True}
-    check(a.merge_kernel, merged, plain.merge_warps, "bf16")
+    merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
+    check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
     shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}
     check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
     wide = {**shape, "BLOCK": 64, "OFFSETS": True}
