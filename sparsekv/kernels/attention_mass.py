@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, WIDEST, at_once, on_device, padded
+from sparsekv.kernels.launch import NEG_INF, at_once, on_device, padded
 
 TILE_ELEMENTS = 4_000_000
 ROWS = 64
@@ -110,7 +110,7 @@ def launch_statistics(
     summary_kernel[(-(-count // ROWS), heads_q, splits)](
         queries, keys, positions, part, part_best, scale, count, sink_size, window_size, rows, span, keys.stride(0),
         keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=padded(dim),
-        BLOCK=at_once(BLOCK, padded(dim) * keys.element_size(), WIDEST), num_warps=4, num_stages=2)
+        BLOCK=at_once(BLOCK, padded(dim) * keys.element_size()), num_warps=4, num_stages=2)
     merge_kernel[(-(-rows // SLOTS),)](
         part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=SLOTS, num_warps=4)
     return dict(zip(STATISTICS, out.unbind(0), strict=True)) | {"top1_position": best}

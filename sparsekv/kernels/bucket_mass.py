@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.indexing import sort_by_bucket
-from sparsekv.kernels.launch import NEG_INF, WIDEST, at_once, on_device, padded
+from sparsekv.kernels.launch import NEG_INF, at_once, on_device, padded
 
 ROWS = 64
 BLOCKS = (16, 32, 64)
@@ -85,7 +85,7 @@ def launch_log_mass(
     parts = min(buckets, max(1, -(-PROGRAMS // (blocks * heads_q))))
     per_part = -(-buckets // parts)
     block = next((b for b in BLOCKS if b * buckets >= length), BLOCKS[-1])
-    block = min(block, at_once(BLOCKS[-1], padded(dim) * keys.element_size(), WIDEST))
+    block = min(block, at_once(BLOCKS[-1], padded(dim) * keys.element_size()))
     bucket_mass_kernel[(blocks, heads_q, -(-buckets // per_part))](
         queries, keys, where, offsets, positions, out, scale, count, length, buckets, per_part, sink_size, window_size,
         GROUP=heads_q // heads_kv, ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=block,

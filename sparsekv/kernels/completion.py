@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import (
     NEG_INF,
+    WIDEST,
     acc_dtype,
     dense_last,
     finite,
@@ -31,9 +32,8 @@ PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 128, 16
 run beside the selection and must leave it room."""
 SLICE = 1024
 """Tokens of one product of a sum over all of them."""
-WIDEST_BYTES, BESIDE_BYTES = 512, 10_240
-"""Rows of the widest matrix of a map that the query kernel holds whole, in shared memory; and what it has there
-beside."""
+BESIDE_BYTES = 10_240
+"""Shared memory that the query kernel wants beside the widest matrix of a map, which it holds whole."""
 
 
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
@@ -202,7 +202,7 @@ def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
     sm_86 and sm_89 have 99."""
     width, features = (padded(n) for n in maps.w_out.shape[-2:])
     whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
-    return max(width, features) * q.element_size() <= WIDEST_BYTES and whole <= shared_bytes(q.device)
+    return max(width, features) * q.element_size() <= WIDEST and whole <= shared_bytes(q.device)
 
 
 def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:

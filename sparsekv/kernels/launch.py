@@ -10,7 +10,7 @@ from torch import Tensor
 
 NEG_INF = float("-inf")
 WIDEST = 512
-"""Bytes of the widest rows of which the kernels that hold two blocks take whole ones: 256 numbers in half precision."""
+"""Bytes of the widest rows that a kernel holds whole, beside others as wide: 256 numbers in half precision."""
 
 
 def acc_dtype(x: Tensor) -> torch.dtype:
@@ -44,7 +44,7 @@ def padded(n: int) -> int:
     return max(16, power_of_two(n))
 
 
-def at_once(block: int, row_bytes: int, widest: int) -> int:
+def at_once(block: int, row_bytes: int, widest: int = WIDEST) -> int:
     """Rows of a block that is held whole: `block`, of rows wider than `widest` bytes fewer in proportion, a power of
     two and at least 16, so that they fit the shared memory of every supported device."""
     return max(16, block // power_of_two(-(-row_bytes // widest)))

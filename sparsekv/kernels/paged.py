@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, WIDEST, acc_dtype, at_once, dense_last, on_device, padded, power_of_two
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, at_once, dense_last, on_device, padded, power_of_two
 
 BLOCK, WARPS = 128, 4
 VOTE_BLOCK = 256
@@ -41,7 +41,7 @@ def launch_paged(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: fl
     q, k = dense_last(q), dense_last(k)
     count, heads_q, dim = q.shape
     heads_kv, length = k.shape[1:3]
-    block = at_once(BLOCK, padded(dim) * k.element_size(), WIDEST)
+    block = at_once(BLOCK, padded(dim) * k.element_size())
     group, blocks = heads_q // heads_kv, -(-length // block)
     scores = torch.empty(count, heads_q, length, dtype=torch.float32, device=q.device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))

@@ -17,7 +17,6 @@ from torch import Tensor
 from sparsekv.kernels.indexing import per_query, tokens_at
 from sparsekv.kernels.launch import (
     NEG_INF,
-    WIDEST,
     acc_dtype,
     at_once,
     dense_last,
@@ -168,7 +167,7 @@ def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bo
     programs = heads_kv * (count // per_row) * -(-per_row // fold)
     block = max(16, min(64, power_of_two(buckets * programs // BUCKET_PROGRAMS)))
     if not by_model:
-        block = min(block, at_once(64, padded(dim) * q.element_size(), WIDEST))
+        block = min(block, at_once(64, padded(dim) * q.element_size()))
     overlap = overlaps(q.device)
     shape: dict[str, Any] = {"FOLD": fold, "GROUP": group, "ROWS": padded(fold * group), "OVERLAP": overlap}
     logits = torch.empty(count, heads_q, buckets, dtype=torch.float32, device=q.device)

@@ -9,7 +9,6 @@ from torch import Tensor
 from sparsekv.kernels.attend import MAX_SPLITS, MERGE_WARPS, MERGE_WIDTH
 from sparsekv.kernels.launch import (
     NEG_INF,
-    WIDEST,
     acc_dtype,
     at_once,
     dense_last,
@@ -92,7 +91,7 @@ def launch_decode(
     batch, heads_q, dim = q.shape
     heads = k.shape[1]
     group = heads_q // heads
-    block = at_once(BLOCK, padded(dim) * q.element_size(), WIDEST)
+    block = at_once(BLOCK, padded(dim) * q.element_size())
     splits = max(1, min(MAX_SPLITS, -(-PROGRAMS // (batch * heads)), -(-k.shape[2] // block)))
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=q.device)

@@ -25,7 +25,7 @@ from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
-from sparsekv.kernels.launch import WIDEST, at_once
+from sparsekv.kernels.launch import at_once
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
@@ -156,15 +156,15 @@ def main() -> None:
     # that of what is compiled for sm_80
     least = (80,)
     row = 4 * 256
-    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row, WIDEST)}, 4, "fp32", least)
+    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row)}, 4, "fp32", least)
     check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 256, "WIDTH": 256,
-                                  "BLOCK": at_once(64, row, WIDEST)}, 4, "fp32", least)
-    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row, WIDEST), "DIM": 256}, paged.WARPS,
+                                  "BLOCK": at_once(64, row)}, 4, "fp32", least)
+    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row), "DIM": 256}, paged.WARPS,
           "fp32", least, stages=3)
-    check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row, WIDEST), "WIDTH": 256,
+    check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row), "WIDTH": 256,
                           "OFFSETS": True}, routing.SCORE_WARPS, "fp32", least, stages=3)
     check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
-                            "BLOCK": at_once(stored.BLOCK, row, WIDEST), "STAGES": stored.stages_of(256, 4)},
+                            "BLOCK": at_once(stored.BLOCK, row), "STAGES": stored.stages_of(256, 4)},
           stored.WARPS, "fp32", least)
     for dim in (128, 256):
         check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
