@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.core.layer import Selection
-from sparsekv.core.regions import Regions
-
 
 class Mean:
     """A running mean that stays on its device until it is asked for (no synchronisation in a decode step)."""
@@ -126,31 +123,6 @@ class Counters:
         names = {name for layer in self.statistics.values() for name in layer}
         return {name: sum(v) / len(v) for name in sorted(names)
                 if (v := [layer[name] for layer in self.statistics.values() if name in layer])}
-
-
-def shares_of_layers(
-    selections: Sequence[Selection], regions: Regions, lengths: Tensor, heads_kv: int, more: Tensor,
-) -> Tensor:
-    """Share of the tokens in sight that a step of each layer read, and of their bytes (`core.cost.read_shares`), summed
-    over rows, `[2, layers]` float64: one selection a layer, one query a row, the same regions in all; lengths `[B]`,
-    more `[layers, B]`: what chooses and completes, in tokens. A few launches for all layers."""
-    counts: list[Tensor] = [torch.empty(0)] * len(selections)
-    alike: dict[Any, list[int]] = defaultdict(list)
-    for i, selection in enumerate(selections):
-        alike[None if selection.tokens is None else selection.tokens.shape].append(i)
-    for shape, members in alike.items():
-        if shape is None:
-            found = torch.stack([selections[i].counts() for i in members])
-        else:
-            found = (torch.stack([selections[i].as_tokens() for i in members]) >= 0).sum(-1)
-        # lists of query heads of one group are read one by one
-        several = max(1.0, found.shape[-1] / heads_kv)
-        mean = found.to(torch.float64).mean(-1)
-        for i, count in zip(members, torch.stack([mean, several * mean], 1).unbind(0), strict=True):
-            counts[i] = count
-    context = lengths - regions.starts
-    read = torch.stack(counts, 1) + (context - regions.mid_sizes)
-    return ((read + torch.stack([torch.zeros_like(more), more])) / context).sum(-1)
 
 
 def _mean(means: dict[int, Mean]) -> float | None:

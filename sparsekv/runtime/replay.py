@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from sparsekv.core.cost import token_bytes
+from sparsekv.core.cost import extra_tokens, shares_of_layers
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.errors import first_line
 from sparsekv.kernels import append_token, decode_attention, dense_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
-from sparsekv.runtime.counters import Counters, shares_of_layers
+from sparsekv.runtime.counters import Counters
 
 NAME = "sparsekv_step"
 COMPILE_AFTER = 256
@@ -317,11 +317,8 @@ class Replay:
 
     def _more(self, state: LayerState, rows: int) -> Tensor:
         """What chooses and completes, in tokens of the layer, `[B]` float64."""
-        cost = state.selector.cost_bytes(state.view)
-        if state.estimator is not None:
-            cost = cost + state.estimator.cost_bytes(state.view)
-        cost = torch.as_tensor(cost, dtype=torch.float64, device=self.device) / token_bytes(state.view)
-        return cost.expand(rows).clone()
+        cost = extra_tokens(state.view, state.selector, state.estimator)
+        return torch.as_tensor(cost, dtype=torch.float64, device=self.device).expand(rows).clone()
 
     def _write_tables(self, decoder: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Before the first layer of a kind: the rotary tables of the new token, into their place."""
