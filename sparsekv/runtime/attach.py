@@ -119,7 +119,7 @@ class Attachment:
         self.model, self.modules, self.decoding = model, modules, decoding
         self.counters = Counters(max(modules) + 1)
         self._entered = self._was_entered = False
-        self._seen: dict[nn.Module, tuple[Any, Any]] = {}
+        self._seen: dict[nn.Module, Any] = {}
         self._ropes: dict[Any, LayerRope | None] = {}
         self._mask: tuple[Any, Tensor] | None = None
         self._prefilling = False
@@ -257,9 +257,9 @@ class Attachment:
         return load_prefix(self.cache(), path, model_fingerprint(self.model), device)
 
     def see(self, module: Any, kwargs: dict[str, Any]) -> None:
-        """Note the cache and the rotary tables, which do not reach the attention function."""
+        """Note the cache, and in it the rotary tables: neither reaches the attention function."""
         cache, tables = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
-        self._seen[module] = (cache, tables)
+        self._seen[module] = cache
         if isinstance(cache, SparseCache) and tables is not None:
             layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
             if isinstance(layer, SparseLayer):
@@ -421,7 +421,7 @@ class Attachment:
                   window: int | None, softcap: float | None) -> Tensor:
         """Dense or sparse, `[B, Hq, T, d]`."""
         index = module.layer_idx
-        cache, _ = self._seen.get(module, (None, None))
+        cache: Any = self._seen.get(module)
         layers = cache.layers if isinstance(cache, SparseCache) else ()
         layer = layers[index] if index < len(layers) else None
         count, past = query.shape[2], key.shape[2] - query.shape[2]
