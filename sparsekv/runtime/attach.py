@@ -336,7 +336,9 @@ class Attachment:
             if state is not None and not state.replayable:
                 self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
                 return None
-        self._advance(cache, states, length)
+        for layer, state in zip(cache.layers, states, strict=True):
+            if state is not None:
+                advance(state, layer, length, length + 1)
         starts = next((s.view.regions.starts for s in states if s is not None), None)
         if starts is None:
             starts = self._starts(mask, first.keys.shape[0], first.keys.device)
@@ -362,14 +364,6 @@ class Attachment:
                 return None
             states.append(state)
         return states
-
-    def _advance(self, cache: SparseCache, states: list[LayerState | None], length: int) -> None:
-        """Let the mid regions grow that have to, before the step of the next token."""
-        layers: list[Any] = cache.layers
-        for layer, state in zip(layers, states, strict=True):
-            if state is not None:
-                state.view.keys, state.view.values = layer.keys, layer.values
-                state.advance(length, length + 1)
 
     def _roomy(self, rows: int, tokens: int) -> SparseCache:
         """A cache with room for so many tokens. Raises SparseKVError where the device has not."""
@@ -494,11 +488,7 @@ class Attachment:
         for first in range(0, q.shape[2], QUERY_BLOCK):
             block = q[:, :, first:first + QUERY_BLOCK]
             end = past + first + block.shape[2]
-            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
-            if not view.keys_on_device and state.outgrown(past + first):
-                view.keys, view.values = view.keys.to(view.device), view.values.to(view.device)
-            state.advance(past + first, end)
-            view.keys, view.values = layer.keys[:, :, :end], layer.values[:, :, :end]
+            advance(state, layer, past + first, end)
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
             self.counters.sparse(view.layer_idx, read_shares(
@@ -506,6 +496,16 @@ class Attachment:
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
+    """Bring a state to the first `length` tokens of its layer, of which `past` may join the mid region; where that
+    grows, over keys and values on the device."""
+    view, held = state.view, (layer.keys[:, :, :length], layer.values[:, :, :length])
+    away = not view.keys_on_device and state.outgrown(past)
+    view.keys, view.values = (x.to(view.device) for x in held) if away else held
+    state.advance(past, length)
+    view.keys, view.values = held
 
 
 class WithoutGradient(torch.autograd.Function):
