@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from sparsekv.core.estimators.base import take_rows
 from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.offload import HostView
-from sparsekv.runtime.storage import Growing, repeated, take_rows
+from sparsekv.runtime.storage import Growing
 
 OBSERVED = 64
 
@@ -171,8 +172,7 @@ class SparseLayer(DynamicLayer):
             return
         for store in (self._keys, self._values):
             store.replace(take_rows(store.view, index))
-        if self.recent is not None:
-            self.recent = take_rows(self.recent, index)
+        self.recent = take_rows(self.recent, index)
         if self.state is not None:
             self.state.take_rows(index)
 
@@ -181,7 +181,8 @@ class SparseLayer(DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.get_seq_length():
-            self.take_rows(repeated(self._keys.view.shape[0], repeats, self._keys.view.device))
+            rows = torch.arange(self._keys.view.shape[0], device=self._keys.view.device)
+            self.take_rows(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.take_rows(_row_numbers(indices))
@@ -244,7 +245,8 @@ class SparseCache(Cache):
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
         other = copy.copy(self)
         other.replay = other.settled = None
-        other.layers = [layer.fork() if isinstance(layer, SparseLayer) else _copy_plain(layer) for layer in self.layers]
+        # transformers' own layers replace their tensors and never write into them: a shallow copy is independent
+        other.layers = [layer.fork() if isinstance(layer, SparseLayer) else copy.copy(layer) for layer in self.layers]
         other.rope = {key: table.fork() for key, table in self.rope.items()}
         for layer in other.layers:
             if isinstance(layer, SparseLayer) and layer.state is not None:
@@ -298,8 +300,3 @@ def _row_numbers(indices: Tensor) -> Tensor:
     """Row numbers from row numbers or a mask."""
     indices = torch.as_tensor(indices)
     return indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices.reshape(-1)
-
-
-def _copy_plain(layer: Any) -> Any:
-    """transformers' own layers replace their tensors and never write into them, so a shallow copy is independent."""
-    return copy.copy(layer)

@@ -58,13 +58,3 @@ class Growing:
 
     def clear(self) -> None:
         self.data, self.length, self.shared = None, 0, False
-
-
-def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of the batch in the order given; tables shared by all rows (`B = 1` of more) stay as they are."""
-    return x.index_select(0, index.to(x.device))
-
-
-def repeated(batch: int, repeats: int, device: torch.device) -> Tensor:
-    """Row indices of `repeat_interleave`."""
-    return torch.arange(batch, device=device).repeat_interleave(repeats)
