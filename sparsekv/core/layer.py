@@ -157,6 +157,11 @@ class LayerView:
                 "starts": queries.per_query(self.regions.starts),
                 "tail_starts": queries.per_query(self.regions.tail_starts)}
 
+    def listed(self, selection: Selection) -> Tensor:
+        """The tokens read, `[Q, H, K]`, at least one list a KV head: a list that all heads share is that of each."""
+        tokens = selection.as_tokens()
+        return tokens.expand(-1, self.num_kv_heads, -1) if tokens.shape[1] == 1 else tokens
+
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of token 0 where the list has -1."""
         index = self.by_head(tokens)
@@ -202,9 +207,7 @@ class LayerView:
         (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
         q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
         anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
-        tokens = selection.as_tokens()
-        if tokens.shape[1] == 1:  # one list for all heads
-            tokens = tokens.expand(-1, self.num_kv_heads, -1)
+        tokens = self.listed(selection)
         tokens = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1)], dim=-1)
         tokens = torch.where(tokens < 0, self.length, tokens).sort(dim=-1).values
         used = tokens < self.length

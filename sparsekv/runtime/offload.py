@@ -75,9 +75,7 @@ class HostView(LayerView):
     ) -> tuple[Tensor, Tensor]:
         """The selection is fetched from the host while the anchors on the device are attended to."""
         assert completion is None, "features of keys in CPU memory are not kept: an estimate is a part of its own"
-        tokens, self.fetched = selection.as_tokens(), None
-        if tokens.shape[1] == 1:
-            tokens = selection.tokens = tokens.expand(-1, self.num_kv_heads, -1)
+        tokens, self.fetched = self.listed(selection), None
         with beside(self.device) as join:
             keys, values = self.gather(tokens)
         anchors = self._attend_anchors(queries)

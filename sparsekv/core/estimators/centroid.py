@@ -67,9 +67,7 @@ class CentroidEstimator(Estimator):
         self.counts, self.sums = counts, sums
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
-        tokens = selection.as_tokens()
-        if tokens.shape[1] == 1:
-            tokens = tokens.expand(-1, view.num_kv_heads, -1)
+        tokens = view.listed(selection)
         count, heads, width = tokens.shape
         lists, dim = heads // view.num_kv_heads, view.keys.shape[-1]
         counts, sums = (queries.per_query(x).repeat_interleave(lists, dim=1) for x in (self.counts, self.sums))

@@ -138,9 +138,7 @@ class PhiEstimator(Estimator):
         return phi_query(queries.folded, self.weights, self.layer.offset, self.state)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
-        tokens = selection.as_tokens()
-        if tokens.shape[1] == 1:
-            tokens = tokens.expand(-1, view.num_kv_heads, -1)
+        tokens = view.listed(selection)
         keys, values = view.gather(tokens)
         if self.state.features is not None:
             features = gather_rows(self.state.features, view.by_head(tokens))
