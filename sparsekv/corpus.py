@@ -16,6 +16,7 @@ from sparsekv.errors import SparseKVError, first_line
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
 HELDOUT_PERCENT = 20
+SHUFFLED = 10_000
 GENERATED = "generated"  # the source of a window that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
 
@@ -149,12 +150,12 @@ def _as_chat(text: str, tokenizer: Any) -> str:
                             "--chat-template") from error
 
 
-def _shuffled(documents: Iterator[Document], seed: int, buffer: int = 10_000) -> Iterator[Document]:
-    """Shuffle the first `buffer` documents by a key that depends on the seed and the name only, then go on in order."""
+def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:
+    """The first `SHUFFLED` documents by a key that depends on the seed and the name only, the others in order."""
     head = []
     for document in documents:
         head.append(document)
-        if len(head) == buffer:
+        if len(head) == SHUFFLED:
             break
     head.sort(key=lambda d: random.Random(f"{seed}:{d.source}").random())
     yield from head

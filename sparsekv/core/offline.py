@@ -26,6 +26,8 @@ from sparsekv.kernels import choose_tokens
 
 NEG_INF = float("-inf")
 OBSERVED = 64
+POINTS = 24
+"""Of a mass curve."""
 S = TypeVar("S", bound=Selector)
 E = TypeVar("E", bound=Estimator | None)
 
@@ -152,10 +154,10 @@ def relative_error(out: Tensor, full: Tensor) -> Tensor:
     return ((out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12)).mean(0)
 
 
-def mass_curve(share: Tensor, size: int, points: int = 24) -> tuple[list[float], Tensor]:
+def mass_curve(share: Tensor, size: int) -> tuple[list[float], Tensor]:
     """Share of the mid mass in the best x of the mid keys, mean over queries: `mid_share`'s `[T, Hq, N]` and the mid
-    region's size -> fractions `x` and `[Hq, points]`."""
+    region's size -> fractions `x` and `[Hq, POINTS]`."""
     running = share.sort(-1, descending=True).values.cumsum(-1)
-    fractions = [math.exp(math.log(1e-3) * (1 - i / (points - 1))) for i in range(points)]
+    fractions = [math.exp(math.log(1e-3) * (1 - i / (POINTS - 1))) for i in range(POINTS)]
     places = [max(0, math.ceil(size * f) - 1) for f in fractions]
     return fractions, running[..., places].mean(0)

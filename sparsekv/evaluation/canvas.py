@@ -97,11 +97,11 @@ def _apart(wanted: Sequence[float], gap: float, top: float) -> list[float]:
     return heights
 
 
-def legend(axes: Any, columns: int = 5) -> None:
+def legend(axes: Any) -> None:
     """Above the plot, where no line runs through it."""
     count = len(axes.get_legend_handles_labels()[0])
     if count:
-        axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=min(columns, count), loc="lower left",
+        axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=min(5, count), loc="lower left",
                     bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
 
 

@@ -21,6 +21,9 @@ from sparsekv.evaluation.canvas import (
 )
 from sparsekv.evaluation.methods import percent
 
+LABEL = 13
+"""Characters of a line of a group's name."""
+
 
 def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None) -> Drawing:
     """Score of the methods (all without `methods`) by budget with its interval; rows of metric `score`. The colour says
@@ -246,12 +249,12 @@ def bars(groups: Sequence[str], values: Mapping[str, Sequence[float | None]], wh
     return drawn(figure)
 
 
-def _wrapped(name: str, width: int = 13) -> str:
+def _wrapped(name: str) -> str:
     """A long name in lines, broken at its underscores."""
     lines = [""]
     for part in name.split("_"):
         joined = f"{lines[-1]}_{part}" if lines[-1] else part
-        if len(joined) <= width or not lines[-1]:
+        if len(joined) <= LABEL or not lines[-1]:
             lines[-1] = joined
         else:
             lines.append(part)

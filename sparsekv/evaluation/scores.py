@@ -11,10 +11,10 @@ from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.rows import row
 
 BASELINES = ("streaming", "streaming_llm", "snapkv", "pyramidkv", "token_select", "lfps", "quest", "magicpig")
-RESAMPLES = 2000
+RESAMPLES, LEVEL = 2000, 0.95
 
 
-def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0, level: float = 0.95) -> tuple[float, float]:
+def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
     """Percentile interval of the mean of the groups' means, each group resampled on its own."""
     import numpy as np
 
@@ -23,7 +23,7 @@ def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0, level: float 
     for scores in groups:
         x = np.asarray(scores, dtype=float)
         means += x[rng.integers(0, len(x), (RESAMPLES, len(x)))].mean(1) / len(groups)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 

@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 from sparsekv.kernels import QueryModel
 
+MOMENTUM, EPS = 0.05, 1e-5
+"""Of the batch norm."""
+
 
 class BucketRouter(nn.Module):
     """`heads` independent models `W2 relu(BN(W1 q))`. Input `[heads, T, d]`, output logits `[heads, T, C]`.
@@ -19,12 +22,10 @@ class BucketRouter(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, momentum: float = 0.05,
-                 residual: bool = False):
+    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, residual: bool = False):
         super().__init__()
         self.w3 = nn.Parameter(torch.zeros(heads, dim, num_buckets)) if residual else None
         hidden -= 2 * dim if residual else 0
-        self.momentum, self.eps = momentum, 1e-5
         self.w1 = nn.Parameter(torch.randn(heads, dim, hidden) * dim**-0.5)
         self.gain = nn.Parameter(torch.ones(heads, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
@@ -38,11 +39,11 @@ class BucketRouter(nn.Module):
         if self.training:
             mean, var = hidden.mean(1), hidden.var(1, unbiased=False)
             with torch.no_grad():
-                self.running_mean.lerp_(mean, self.momentum)
-                self.running_var.lerp_(var, self.momentum)
+                self.running_mean.lerp_(mean, MOMENTUM)
+                self.running_var.lerp_(var, MOMENTUM)
         else:
             mean, var = self.running_mean, self.running_var
-        scale = self.gain * torch.rsqrt(var + self.eps)
+        scale = self.gain * torch.rsqrt(var + EPS)
         hidden = hidden * scale[:, None] + (self.bias - mean * scale)[:, None]
         logits = hidden.relu() @ self.w2 + self.b2[:, None]
         return logits if self.w3 is None else logits + queries @ self.w3
@@ -51,7 +52,7 @@ class BucketRouter(nn.Module):
     def fold(self) -> QueryModel:
         """The same function without batch norm, for inference; a linear map as hidden units, `x = relu(x) − relu(−x)`.
         """
-        scale = self.gain * torch.rsqrt(self.running_var + self.eps)
+        scale = self.gain * torch.rsqrt(self.running_var + EPS)
         w1, b1, w2 = self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone()
         if self.w3 is not None:
             one = torch.eye(w1.shape[1], dtype=w1.dtype, device=w1.device).expand(len(w1), -1, -1)

@@ -39,9 +39,9 @@ class Task(nn.Module):
         raise NotImplementedError
 
 
-def cosine_factor(step: int, steps: int, warmup: float = WARMUP) -> float:
+def cosine_factor(step: int, steps: int) -> float:
     """Learning rate as a share of its peak: linear warm-up over a share of the steps, then half a cosine to zero."""
-    rise = max(1, int(steps * warmup))
+    rise = max(1, int(steps * WARMUP))
     if step < rise:
         return (step + 1) / rise
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, steps - rise))))

@@ -16,6 +16,8 @@ from sparsekv.core.selectors.base import Selector
 from sparsekv.kernels.collisions import collisions
 
 MOST_BITS, USUAL_BITS = 12, 10
+BLOCK = 2048
+"""Keys that are hashed at once."""
 FILLED = 0.9
 """Share of a budget that the samples of the prompt's last queries have to use."""
 ASKED = 8
@@ -88,10 +90,10 @@ class MagicPIG(Selector):
     def extend(self, view: LayerView, old: Regions) -> None:
         self.codes = torch.cat([self.codes, self._hash_keys(view, self.codes.shape[2])], dim=2)
 
-    def _hash_keys(self, view: LayerView, first: int, block: int = 2048) -> Tensor:
+    def _hash_keys(self, view: LayerView, first: int) -> Tensor:
         last = int(view.regions.mid_last.max())
-        parts = [self._hash(view.keys[:, :, a:min(a + block, last)].float() - self.center, self.used_bits)
-                 for a in range(first, last, block)]
+        parts = [self._hash(view.keys[:, :, a:min(a + BLOCK, last)].float() - self.center, self.used_bits)
+                 for a in range(first, last, BLOCK)]
         empty = torch.zeros(*view.keys.shape[:2], 0, self.tables, dtype=torch.int16, device=view.keys.device)
         return torch.cat([empty, *parts], dim=2)
 
