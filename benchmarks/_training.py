@@ -160,11 +160,10 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     return means, per_head, {name: e.cost_tokens(request.view) for name, e in estimators.items()}
 
 
-def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], device: str,
-                    count: int = 4 * MEASURED_QUERIES) -> dict[Any, float]:
+def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], device: str) -> dict[Any, float]:
     """The rows of the routers, and of the first one's oracle, that need no φ: (case, none, metric) -> mean."""
     sums: Sums = {}
-    for request in measured(store, list(range(store.num_documents)), device, count):
+    for request in measured(store, list(range(store.num_documents)), device, 4 * MEASURED_QUERIES):
         attention = offline.mid_share(request)
         reads: dict[str, Selection] = {}
         for name, artifact in routers.items():

@@ -44,6 +44,8 @@ from sparsekv.ranks import Ranks
 from sparsekv.store.place import place
 from sparsekv.store.store import CaptureStore
 
+FILES, READ_SECONDS = 16, 2.0
+"""Of the measurements of the disk."""
 CASES = {"cpu": ["smollm2@4096"],
          "gpu": ["smollm2@32768", "smollm2@131072", "llama8b@32768", "llama8b@131072"]}
 
@@ -207,10 +209,10 @@ def profile(case: str, setting: Setting) -> None:
         print(found.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60))
 
 
-def disk_speed(folder: Path, size: int, files: int = 16) -> float:
+def disk_speed(folder: Path, size: int) -> float:
     """GB/s at which eight threads write that many bytes into new files of that folder, through the page cache."""
     block = torch.randint(0, 255, (1 << 24,), dtype=torch.uint8).numpy().data
-    count = max(1, size // files // len(block))
+    count = max(1, size // FILES // len(block))
 
     def write(i: int) -> None:
         with open(folder / f"speed{i}.tmp", "wb", buffering=0) as file:
@@ -219,14 +221,14 @@ def disk_speed(folder: Path, size: int, files: int = 16) -> float:
 
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(write, range(files)))
+        list(pool.map(write, range(FILES)))
     seconds = time.perf_counter() - start
-    for i in range(files):
+    for i in range(FILES):
         os.remove(folder / f"speed{i}.tmp")
-    return files * count * len(block) / seconds / 1e9
+    return FILES * count * len(block) / seconds / 1e9
 
 
-def read_speed(store: CaptureStore, seconds: float = 2.0) -> float:
+def read_speed(store: CaptureStore) -> float:
     """GB/s of a trainer's reading: random heads of random layers, every byte of keys, values and queries touched."""
     draw, read = random.Random(0), 0
 
@@ -242,7 +244,7 @@ def read_speed(store: CaptureStore, seconds: float = 2.0) -> float:
     for _ in range(3 * len(store.layers)):
         once()
     start = time.perf_counter()
-    while time.perf_counter() - start < seconds:
+    while time.perf_counter() - start < READ_SECONDS:
         read += once()
     return read / (time.perf_counter() - start) / 1e9
 

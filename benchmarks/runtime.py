@@ -30,7 +30,7 @@ from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
 from sparsekv.runtime.offload import HostView
 
-BUDGET = 0.02
+BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
 
 
@@ -71,13 +71,13 @@ def view_of(layer: Layer, length: int) -> LayerView:
 class BenchRouter:
     """A router of the paper's size with random weights: its time does not depend on what it learned."""
 
-    def __init__(self, layer: Layer, buckets: int, hidden: int = 1024, scores: str = "mlp"):
+    def __init__(self, layer: Layer, scores: str = "mlp"):
         heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
         device = layer.keys.device
-        some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:buckets].to(device)].float()
+        some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:BUCKETS].to(device)].float()
         self.centroids = torch.nn.functional.normalize(some, dim=-1)[None]
         self.weights = QueryModel(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
-            (dim, hidden), (hidden,), (hidden, buckets), (buckets,))))
+            (dim, HIDDEN), (HIDDEN,), (HIDDEN, BUCKETS), (BUCKETS,))))
         self.key_space, self.scores = "rot", scores
 
     def layer(self, _: int) -> RouterLayer:
@@ -94,7 +94,7 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
             selector.token_budget = BUDGET
         if name == "router":
             for label, scores in (("router", "mlp"), ("router-mean_key", "mean_key")):
-                made[label] = cls(token_budget=BUDGET, artifact=BenchRouter(layer, 1024, scores=scores))
+                made[label] = cls(token_budget=BUDGET, artifact=BenchRouter(layer, scores))
             continue
         if name == "faiss":
             for kind in ("flat", "ivf", "hnsw"):
@@ -213,7 +213,7 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         case = f"offload-{length // 1024}k"
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
         view = view_of(layer, length)
-        router = SELECTORS["router"](token_budget=BUDGET, artifact=BenchRouter(layer, 1024))
+        router = SELECTORS["router"](token_budget=BUDGET, artifact=BenchRouter(layer))
         sync()
         start = time.perf_counter()
         build(view, router, None)

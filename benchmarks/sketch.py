@@ -110,9 +110,10 @@ def main() -> None:
 
 
 HEADS, HEADS_KV, DIM, BUCKETS = 32, 8, 128, 1024
+ROUNDS = 9
 
 
-def step_times(length: int, rounds: int = 9) -> list[dict[str, Any]]:
+def step_times(length: int) -> list[dict[str, Any]]:
     """Milliseconds of a step by torch's attention and by sketches, 1 % of the tokens from 10 % candidates; the methods
     take turns, and the least of the rounds counts, so that other work on the machine hurts all alike."""
     draw = torch.Generator().manual_seed(0)
@@ -143,13 +144,13 @@ def step_times(length: int, rounds: int = 9) -> list[dict[str, Any]]:
         steps[" ".join([kind, *given.values()])] = lambda state=state: state.step(queries)
     times: dict[str, list[float]] = {}
     with torch.inference_mode():
-        for _ in range(rounds):
+        for _ in range(ROUNDS):
             for name, step in steps.items():
                 began = time.perf_counter()
                 step()
                 times.setdefault(name, []).append(1000 * (time.perf_counter() - began))
     return [row(f"{length} tokens, {HEADS}/{HEADS_KV} heads, d = {DIM}, float32", name, "step_ms", round(min(found), 2),
-                "ms, least of the rounds", rounds=rounds, median=round(statistics.median(found), 2),
+                "ms, least of the rounds", rounds=ROUNDS, median=round(statistics.median(found), 2),
                 times_faster=round(min(times["torch"]) / min(found), 2)) for name, found in times.items()]
 
 

@@ -55,9 +55,9 @@ def records(words: list[str], generator: random.Random) -> Iterator[str]:
         yield "\n".join(lines) + "\n\n"
 
 
-def mixed_text(prose: str, characters: int, seed: int = 0) -> str:
+def mixed_text(prose: str, characters: int) -> str:
     """So many characters of the three kinds in turn."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     code = program_text(generator)
     words = sorted({w for w in prose.split() if w.isalpha() and w.islower() and len(w) > 3})
     tables = records(words, generator)
