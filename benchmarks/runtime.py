@@ -87,7 +87,7 @@ class BenchRouter:
 def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
     made: dict[str, Selector] = {}
     for name, cls in SELECTORS.items():
-        if name == "dense" or (name == "faiss" and importlib.util.find_spec("faiss") is None):
+        if name in ("dense", "sketch") or (name == "faiss" and importlib.util.find_spec("faiss") is None):
             continue
         selector = cls()
         if name != "streaming":
