@@ -122,7 +122,7 @@ def errors(request: offline.Request, selection: Selection, estimators: dict[str,
     view, queries, full = request.view, request.queries, request.full
     out, lse = view.attend(queries, selection)
     zero = lse.new_zeros(1)
-    found = {"none": ((out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12)).mean()}
+    found = {"none": offline.relative_error(out, full).mean()}
     for name, estimator in estimators.items():
         estimator.reads(request.prefill, share)
         rest = estimator.partial(view, queries, selection)

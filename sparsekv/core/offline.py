@@ -149,9 +149,13 @@ def best_buckets(request: Request, router: Router, share: Tensor, budget: int | 
 
 
 def relative_error(out: Tensor, full: Tensor) -> Tensor:
-    """`‖out − full‖ / ‖full‖` averaged over queries: `[T, Hq, d]` each (or `[1, Hq, T, d]` of a step) -> `[Hq]`."""
-    out = out[0].transpose(0, 1) if out.dim() == 4 else out
-    return ((out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12)).mean(0)
+    """`‖out − full‖ / ‖full‖` of every output: `[..., d]` each -> `[...]`."""
+    return (out - full).norm(dim=-1) / size_of(full)
+
+
+def size_of(full: Tensor) -> Tensor:
+    """`‖full‖` of every output, by which an error may be divided."""
+    return full.norm(dim=-1).clamp(min=1e-12)
 
 
 def mass_curve(share: Tensor, size: int) -> tuple[list[float], Tensor]:

@@ -165,7 +165,7 @@ def _steps(
         selector.prepare(view)
         step = two_parts(view, queries, selector, None)
         read = step.selection.counts().double().mean(-1)
-        found = {("errors", selector.name): relative_error(step.exact_out, full),
+        found = {("errors", selector.name): relative_error(step.exact_out, full).mean(0),
                  ("mass", selector.name): (step.exact_lse - lse).exp().mean(0),
                  ("read", selector.name): (1 - (view.regions.mid_sizes - read) / queries.lengths).mean().expand(
                      view.num_query_heads)}
@@ -174,7 +174,7 @@ def _steps(
             out, rest = estimator.partial(view, queries, step.selection)
             weight = torch.sigmoid(rest - step.exact_lse)
             found["errors", f"{selector.name}+{name}"] = relative_error(
-                step.exact_out + weight[..., None] * (out - step.exact_out), full)
+                step.exact_out + weight[..., None] * (out - step.exact_out), full).mean(0)
             if (selector.name, name) == ("topk", "phi"):
                 found["completion", "share"] = weight.mean(0)
         for key, value in found.items():

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.core.offline import relative_error
+
 
 class Mean:
     """A running mean that stays on its device until it is asked for (no synchronisation in a decode step)."""
@@ -86,8 +88,7 @@ class Counters:
 
     def compare(self, layer: int, out: Tensor, full: Tensor) -> None:
         """Relative L2 error of the heads' outputs `[B, Hq, T, d]`."""
-        out, full = out.float(), full.float()
-        self.error[layer].add((out - full).norm(dim=-1) / full.norm(dim=-1).clamp(min=1e-12))
+        self.error[layer].add(relative_error(out.float(), full.float()))
 
     def report(self) -> dict[str, Any]:
         """Totals and per-layer values; None where nothing was measured."""

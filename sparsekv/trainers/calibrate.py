@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators.phi import PhiEstimator
-from sparsekv.core.offline import Request, mid_scores, requests
+from sparsekv.core.offline import Request, mid_scores, relative_error, requests, size_of
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.selectors.topk import TopK
@@ -51,8 +51,7 @@ def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...]
                     parts = two_parts(request.view, request.queries, selector, estimator)
                     errors = shifted_errors(parts, request.full, grid)
                     completed[case] = completed.get(case, 0.0) + errors.sum(1)
-                    error = (parts.exact_out - request.full).norm(dim=-1) / _size(request.full)
-                    alone[case] = alone.get(case, 0.0) + error.sum(0)
+                    alone[case] = alone.get(case, 0.0) + relative_error(parts.exact_out, request.full).sum(0)
                     if share is None:
                         gap += (parts.rest_lse - mid_scores(request).logsumexp(-1)).sum(0)
         best = {case: errors.argmin(0) for case, errors in completed.items()}
@@ -76,7 +75,7 @@ def shifted_errors(parts: Parts, full: Tensor, shifts: Tensor) -> Tensor:
     weight = torch.sigmoid(parts.rest_lse + shifts[:, None, None] - parts.exact_lse)
     off, move = parts.exact_out - full, parts.rest_out - parts.exact_out
     still, along, across = (off * off).sum(-1), (off * move).sum(-1), (move * move).sum(-1)
-    return (still + 2 * weight * along + weight**2 * across).clamp(min=0).sqrt() / _size(full)
+    return (still + 2 * weight * along + weight**2 * across).clamp(min=0).sqrt() / size_of(full)
 
 
 def by_case(tables: dict[str, Tensor], what: str) -> Tensor:
@@ -110,7 +109,3 @@ def _pieces(pool: Pool) -> Iterator[tuple[slice, slice]]:
     for a in range(0, pool.heads_kv, size):
         b = min(a + size, pool.heads_kv)
         yield slice(a, b), slice(a * pool.group, b * pool.group)
-
-
-def _size(full: Tensor) -> Tensor:
-    return full.norm(dim=-1).clamp(min=1e-12)
