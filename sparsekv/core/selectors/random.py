@@ -10,7 +10,7 @@ import torch
 from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
-from sparsekv.core.selectors.topk import top_tokens
+from sparsekv.core.selectors.topk import mask_mid, top_tokens
 
 
 @dataclass(eq=False)
@@ -33,5 +33,4 @@ class Random(Selector):
         last = int(view.regions.mid_last.max())
         shape = (view.keys.shape[0], view.num_kv_heads, queries.count, last)
         scores = torch.rand(shape, generator=generator).to(view.device)
-        scores = scores.masked_fill(~view.regions.mid_mask(0, last)[:, None, None], float("-inf"))
-        return Selection(tokens=top_tokens(scores, self.budget, self.widest))
+        return Selection(tokens=top_tokens(mask_mid(view, scores), self.budget, self.widest))
