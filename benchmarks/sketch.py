@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
-from sparsekv.core.layer import LayerView, Queries
-from sparsekv.core.offline import OBSERVED, mass_read, mid_share, requests
+from sparsekv.core.layer import OBSERVED, LayerView, Queries
+from sparsekv.core.offline import mass_read, mid_share, requests
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.sketch import fit_sketch, second_moment

@@ -24,6 +24,9 @@ from sparsekv.kernels import (
     gather_rows,
 )
 
+OBSERVED = 64
+"""Last queries of a prefill that are kept."""
+
 
 @dataclass
 class Queries:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import OBSERVED, LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.base import Selector
@@ -25,7 +25,6 @@ from sparsekv.core.step import build
 from sparsekv.kernels import choose_tokens
 
 NEG_INF = float("-inf")
-OBSERVED = 64
 POINTS = 24
 """Of a mass curve."""
 S = TypeVar("S", bound=Selector)

@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from sparsekv.core.estimators.base import take_rows
+from sparsekv.core.layer import OBSERVED
 from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.storage import Growing
-
-OBSERVED = 64
 
 
 class GrowingRope(RopeTable):
