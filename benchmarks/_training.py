@@ -184,8 +184,8 @@ def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
     estimator = PhiEstimator(layer)
     estimator.build(request.prefill)
     first, last = int(view.regions.mid_first[0]), int(view.regions.mid_last[0])
-    log_q = layer.log_phi_q(queries.rot, estimator.centre, view.scale)[0]  # [Hq, T, r]
-    log_k = layer.log_phi_k(view.keys[:, :, first:last], estimator.centre)[0]
+    log_q = layer.maps.log_phi_q(queries.rot, estimator.centre, view.scale)[0]  # [Hq, T, r]
+    log_k = layer.maps.log_phi_k(view.keys[:, :, first:last], estimator.centre)[0]
     guess = log_kernel(log_q.reshape(log_k.shape[0], -1, log_q.shape[-1]), log_k).reshape(*log_q.shape[:2], -1)
     guess = guess.transpose(0, 1) + layer.offset[:, None]
     truth = offline.mid_scores(request)[..., first:last]

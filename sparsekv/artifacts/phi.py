@@ -17,8 +17,8 @@ from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.named import find_artifact
 from sparsekv.artifacts.push import push_object
 from sparsekv.core.estimators.phi import phi_tokens
-from sparsekv.kernels import KeyMap
-from sparsekv.models.feature_map import FeatureMapWeights, Maps
+from sparsekv.kernels import FeatureMapWeights, KeyMap
+from sparsekv.models.feature_map import Maps
 
 KIND = "phi"
 
@@ -79,14 +79,6 @@ class PhiLayer(NamedTuple):
     def centred(self) -> bool:
         """Whether queries and keys want the request's mean key."""
         return self.maps.centred is not None
-
-    def log_phi_q(self, q_rot: Tensor, centre: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """`[B, Hq, T, d]` with RoPE -> `[B, Hq, T, r]`, the offset not added. centre `[B, Hkv, d]`."""
-        return self.maps.log_phi_q(q_rot, centre, scale)
-
-    def log_phi_k(self, k_rot: Tensor, centre: Tensor | None = None) -> Tensor:
-        """`[B, Hkv, N, d]` with RoPE -> `[B, Hkv, N, r]`."""
-        return self.maps.log_phi_k(k_rot, centre)
 
     def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
         """φ_k as `log_phi_keys` takes it, with products in `dtype`."""

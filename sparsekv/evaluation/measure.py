@@ -206,8 +206,8 @@ def _examine_map(total: Sums, request: Request, phi: PhiLayer, estimator: Estima
     first, last = int(view.regions.mid_first), int(view.regions.mid_last)
     columns = torch.arange(first, last, max(1, (last - first) // GAP_KEYS), device=view.device)
     centre = estimator.centre[0] if isinstance(estimator, PhiEstimator) and estimator.centre is not None else None
-    query = phi.log_phi_q(queries.rot[0], centre, view.scale).unflatten(0, (view.num_kv_heads, -1))
-    key = phi.log_phi_k(view.keys[0, :, columns], centre)
+    query = phi.maps.log_phi_q(queries.rot[0], centre, view.scale).unflatten(0, (view.num_kv_heads, -1))
+    key = phi.maps.log_phi_k(view.keys[0, :, columns], centre)
     student = log_kernel(query, key[:, None]).flatten(0, 1)
     teacher = teacher[..., columns]
     gap = (student - teacher).flatten(1)

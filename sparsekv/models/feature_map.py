@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi, log_phi_keys
 
-__all__ = ["FeatureMap", "FeatureMapWeights", "Maps", "log_kernel", "log_phi"]
-
 
 class Maps(NamedTuple):
     """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half

@@ -56,7 +56,7 @@ def test_phi_learns_and_survives_the_disk(store, tmp_path) -> None:
     assert losses[-1] < 0.8 * losses[0]
     again = PhiArtifact.load(tmp_path / "b")
     x, centre = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 16)
-    torch.testing.assert_close(again.layer(1).log_phi_q(x, centre), long.layer(1).log_phi_q(x, centre))
+    torch.testing.assert_close(again.layer(1).maps.log_phi_q(x, centre), long.layer(1).maps.log_phi_q(x, centre))
     assert again.layer(7) is None
     again.check(sharp())
     with pytest.raises(SparseKVError, match="made for a model"):
