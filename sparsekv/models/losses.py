@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 NEG = -1e9
@@ -52,24 +51,6 @@ class KLHuber:
         """
         loss, *terms = _KLHuberFunction.apply(student, teacher, mask, self)
         return {**dict(zip(TERMS, terms, strict=True)), "loss": loss}
-
-    def reference(self, teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
-        """The same loss `[H]` as the formula reads, for automatic differentiation: the truth of the tests."""
-        teacher = teacher.masked_fill(~mask, NEG)
-        top = teacher.amax(-1, keepdim=True)
-        some = top > NEG / 2
-        shift = torch.where(some, top, 0.0)
-        a, b = teacher - shift, (student - shift).masked_fill(~mask, NEG)
-        log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
-        total = (log_p.exp() * (log_p - log_q)).sum(-1)
-        in_band, is_far = (a >= -self.BAND) & mask, (a < -self.FAR) & mask
-        total = total + self.TOP_WEIGHT * _masked_mean(_huber(torch.where(in_band, b - a, 0.0)), in_band)
-        total = total + self.FAR_WEIGHT * _masked_mean(
-            _huber(F.relu(b + self.BAND).masked_fill(~is_far, 0.0)), is_far)
-        gap = b.logsumexp(-1) - a.logsumexp(-1)
-        total = total + self.PARTITION_WEIGHT * _huber(F.relu(gap)) + self.under_weight * _huber(F.relu(-gap))
-        alive = some[..., 0].to(total.dtype)
-        return (total * alive).sum(-1) / alive.sum(-1).clamp(min=1)
 
 
 class _KLHuberFunction(torch.autograd.Function):
@@ -191,7 +172,3 @@ def _huber_sum(error: Tensor, pull: Tensor) -> Tensor:
 def _huber(x: Tensor) -> Tensor:
     size = x.abs()
     return torch.where(size <= DELTA, 0.5 * x * x, DELTA * (size - 0.5 * DELTA))
-
-
-def _masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    return x.sum(-1) / mask.sum(-1).clamp(min=1)
