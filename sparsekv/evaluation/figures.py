@@ -29,8 +29,7 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
     """Score of the methods (all without `methods`) by budget with its interval; rows of metric `score`. The colour says
     what is read, the line's style what completes it, or that a selector has other options."""
     figure, axes = canvas()
-    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
-             and (methods is None or r["method"] in methods)]
+    known = _scored(rows, case, methods)
     budgets = sorted({r["budget"] for r in known if r["budget"] is not None}) or [1.0]
     places = {b: i for i, b in enumerate(budgets)}
     names = list(dict.fromkeys(r["method"] for r in known))
@@ -60,8 +59,7 @@ def score_by_bytes(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequen
     """Score of the methods (all without `methods`) over what a step of theirs reads of the cache's bytes (`bytes_share`
     of rows of metric `score`), a line a method through its budgets; full attention is the height to reach."""
     figure, axes = canvas()
-    known = [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
-             and (methods is None or r["method"] in methods)]
+    known = _scored(rows, case, methods)
     ends, shares = {}, []
     for method in dict.fromkeys(r["method"] for r in known):
         _, colour, style = look(method)
@@ -259,6 +257,12 @@ def _wrapped(name: str) -> str:
         else:
             lines.append(part)
     return "_\n".join(lines)
+
+
+def _scored(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None) -> list[Mapping[str, Any]]:
+    """The rows with a score of the case, of those methods, or of all."""
+    return [r for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None
+            and (methods is None or r["method"] in methods)]
 
 
 def _places(budgets: Sequence[float]) -> list[int]:
