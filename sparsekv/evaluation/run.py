@@ -12,12 +12,24 @@ from typing import Any, NamedTuple
 from sparsekv.config import SEEDS, option
 from sparsekv.disk import only_writer, write_text
 from sparsekv.errors import SparseKVError
+from sparsekv.evaluation.cells import FORMAT as CELLS
+from sparsekv.evaluation.cells import collect, read_cells, write_cells
+from sparsekv.evaluation.requests import FORMAT as REQUESTS
+from sparsekv.evaluation.requests import (
+    OWN_TASKS,
+    check_names,
+    head_of,
+    load_requests,
+    make_requests,
+    save_requests,
+    score_answers,
+    task_names,
+)
 from sparsekv.output import OutputKind, files_below
 from sparsekv.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
 OWN = "needle,perplexity"
-CELLS, REQUESTS = "sparsekv-sweep", "sparsekv-requests"
 REPORTED = ("results.json", "table.md", "report.html")
 
 
@@ -94,7 +106,6 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
     Raises SparseKVError for unknown methods or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
-    from sparsekv.evaluation.requests import save_requests
     from sparsekv.hub import load_model
 
     if config.save_requests is not None:
@@ -107,9 +118,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
 
 def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
-    from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.evaluator import Evaluator
-    from sparsekv.evaluation.requests import load_requests
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.hub import load_model
@@ -147,7 +156,6 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
 def _requests(config: EvalConfig, checked: Checked, tokenizer: Any) -> list[Any]:
     """Requests of the tasks, sized by this model's tokenizer."""
     from sparsekv.evaluation.own_tasks import own_requests
-    from sparsekv.evaluation.requests import OWN_TASKS, make_requests
 
     made = own_requests(checked.tasks, tokenizer, corpus=config.corpus, split=config.split, lengths=checked.lengths,
                         samples=config.samples, depths=checked.depths, seed=config.seed)
@@ -169,9 +177,6 @@ def _said(config: EvalConfig, checked: Checked) -> dict[str, Any]:
 def _rescore(folder: Path, requests: list[Any]) -> None:
     """Score the answers that only lm-eval can score; where it is not installed their scores stay empty."""
     import importlib.util
-
-    from sparsekv.evaluation.cells import read_cells, write_cells
-    from sparsekv.evaluation.requests import score_answers
 
     if importlib.util.find_spec("lm_eval") is None:
         return
@@ -211,7 +216,6 @@ def _check(config: EvalConfig) -> Checked:
     from sparsekv.corpus import check_corpus
     from sparsekv.disk import check_place
     from sparsekv.evaluation.methods import check_methods, parse_methods
-    from sparsekv.evaluation.requests import OWN_TASKS, check_names, task_names
     from sparsekv.runtime.supported import load_artifacts
 
     tasks = task_names(config.tasks if config.tasks is not None else OWN if config.requests is None else "")
@@ -261,8 +265,6 @@ def _kind(output: Path) -> OutputKind:
 
 def _own(folder: Path, pattern: str, written: str) -> list[str]:
     """Names of the files of this format in a folder."""
-    from sparsekv.evaluation.requests import head_of
-
     def header(path: Path) -> Any:
         try:
             return json.loads(head_of(path))

@@ -407,7 +407,7 @@ def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, saved_model, mon
     first = run_eval(EvalConfig(**options))
     assert "No scores yet of theirs" in first.table and "with --resume" in first.table
     monkeypatch.undo()
-    monkeypatch.setattr("sparsekv.evaluation.requests.score_answers", lambda requests, answers: [0.25 for _ in answers])
+    monkeypatch.setattr("sparsekv.evaluation.run.score_answers", lambda requests, answers: [0.25 for _ in answers])
     again = run_eval(EvalConfig(**options, resume=True))
     assert "No scores yet" not in again.table
     assert {r["value"] for r in again.rows if r["case"] == "theirs"} == {25.0}
