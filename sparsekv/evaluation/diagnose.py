@@ -28,7 +28,6 @@ class DiagnosticsConfig:
                                                                     "fractions of the context; 0 is sink and tail.")
     requests: int = option(8, help="Prefills per window, each followed by the queries captured soon after its end "
                                    "[requests].", min=1)
-    documents: int | None = option(None, help="Windows looked at; without it all [windows].", min=1)
     shoot_out: bool = option(False, help="Also the untrained completion, bucket centroids at the bytes of φ's cache, "
                                          "over exact top-k.")
     tasks: str | None = option(None, help="More captures of the same model, LABEL=STORE separated by commas: entropy "
@@ -69,19 +68,19 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     others = {label: CaptureStore.open(place) for label, place in _labels(config.tasks)}
     router = None if config.router is None else RouterArtifact.load(config.router)
     phi = None if config.phi is None else PhiArtifact.load(config.phi)
-    documents = min(config.documents or store.num_documents, store.num_documents)
     device = resolve_device(config.device)
-    with progress("diagnostics", len(store.layers) * documents, "layers") as advance:
-        made = measure(store, router=router, phi=phi, budgets=budgets, count=config.requests, documents=documents,
-                       rivals=config.shoot_out, device=device, advance=advance)
+    with progress("diagnostics", len(store.layers) * store.num_documents, "layers") as advance:
+        made = measure(store, router=router, phi=phi, budgets=budgets, count=config.requests, rivals=config.shoot_out,
+                       device=device, advance=advance)
     for label, other in others.items():
         add_task(made, label, other, device)
     made.save(output / TABLES)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
     write_text(output / "table.md", f"{text}\n\n{more}\n")
-    intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {documents} windows of {made.context_length} "
-             f"tokens of {next(iter(made.tasks))}, {config.requests} requests a window. {provenance()}")
+    intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {store.num_documents} windows of "
+             f"{made.context_length} tokens of {next(iter(made.tasks))}, {config.requests} requests a window. "
+             f"{provenance()}")
     write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)
     write_pngs(output, figures)
     return DiagnosticsResult(made, text, output)

@@ -50,8 +50,8 @@ SCATTER_POINTS = 2000
 
 def measure(
     store: CaptureStore, *, router: RouterArtifact | None = None, phi: PhiArtifact | None = None,
-    budgets: Sequence[float] = BUDGETS, count: int = 8, documents: int | None = None, rivals: bool = False,
-    device: str = "cpu", advance: Callable[..., None] = lambda: None,
+    budgets: Sequence[float] = BUDGETS, count: int = 8, rivals: bool = False, device: str = "cpu",
+    advance: Callable[..., None] = lambda: None,
 ) -> Diagnostics:
     """All tables, from `count` requests a document: prefills that end past the first third of it, each followed by the
     queries captured soon after (`core.offline`).
@@ -69,19 +69,18 @@ def measure(
         store.model, sorted(store.layers), [float(b) for b in budgets], store.context_length, sink, window,
         phi_tokens(store.head_dim, store.head_dim) if phi is None else phi.cache_tokens,
         router=_folder(router), phi=_folder(phi))
-    documents = min(documents or store.num_documents, store.num_documents)
     sums: list[Sums] = []
     for layer in made.layers:
         total = Sums()
         placed = None if router is None or router.layer(layer) is None else router.to(device)
         maps = None if phi is None else phi.layer(layer)
-        for document in range(documents):
+        for document in range(store.num_documents):
             for request in requests(captured_window(store, layer, document, sink, window, device), count):
                 _examine(total, request, made, placed, None if maps is None else maps.to(device), rivals)
             advance()
         sums.append(total)
     _assemble(made, sums)
-    statistics = _statistics(store, documents, device)
+    statistics = _statistics(store, device)
     made.tasks = {Path(str(store.config["corpus"])).name: _by_layer(statistics)}
     made.heads |= {"entropy" if name == "entropy_mid" else name: table for name, table in statistics.items()}
     return made
@@ -92,7 +91,7 @@ def add_task(made: Diagnostics, label: str, store: CaptureStore, device: str = "
     if store.model != made.model or sorted(store.layers) != made.layers:
         raise SparseKVError(f"the capture {str(store.path)!r} is of another model or other layers; expected those of "
                             "the first capture")
-    made.tasks[label] = _by_layer(_statistics(store, store.num_documents, device))
+    made.tasks[label] = _by_layer(_statistics(store, device))
 
 
 class Sums:
@@ -224,13 +223,13 @@ def _examine_map(total: Sums, request: Request, phi: PhiLayer, estimator: Estima
     total.pairs.append(pairs[torch.linspace(0, len(pairs) - 1, min(64, len(pairs))).long()].cpu())
 
 
-def _statistics(store: CaptureStore, documents: int, device: str) -> dict[str, Tensor]:
+def _statistics(store: CaptureStore, device: str) -> dict[str, Tensor]:
     """Where the attention of captured queries lies, by layer and head: `entropy_mid`, `cover75`, `cover95` and
     `mass_mid`, `[L, Hq]` each."""
     layers = []
     for layer in sorted(store.layers):
         rows = []
-        for item in (store.read(layer, d) for d in range(documents)):
+        for item in (store.read(layer, d) for d in range(store.num_documents)):
             kept = {name: item.statistics[name].double().mean(-1) for name in ("entropy_mid", "mass_mid")}
             rows.append(kept | coverage(item.to(device)))
         layers.append({name: torch.stack([r[name] for r in rows]).mean(0) for name in rows[0]})
