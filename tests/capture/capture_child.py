@@ -9,7 +9,9 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from test_families import FAMILIES, SIZES, Words
@@ -39,36 +41,45 @@ def bytes_of(folder: Path) -> dict[str, str]:
             for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-def run_forked(model, output: Path, documents: int, kill_after: float | None) -> tuple[bool, float]:
-    """Capture in a fork (imports and threads stay behind); whether it came to its end, and how long it took."""
+def run_forked(make: Callable[[Path], Any], out: Path, kill_after: float | None) -> tuple[bool, float]:
+    """Make something in a fork (imports and threads stay behind); whether it came to its end, and how long it took."""
     began = time.perf_counter()
     child = os.fork()
     if child == 0:
         try:
-            capture(model, str(output), documents)
+            quiet = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            make(out)
         except BaseException as error:
-            print(error, file=sys.stderr)
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            sys.stderr.flush()
             os._exit(1)
         os._exit(0)
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) or status == 0, f"the capture failed after {began}"
+    if not os.WIFSIGNALED(status) and status:
+        sys.exit(f"{out.name}: {out.with_suffix('.log').read_text()[-1500:]}")
     return not os.WIFSIGNALED(status), time.perf_counter() - began
 
 
 def kill(folder: Path, documents: int, kills: int) -> None:
     model, draw, killed = tiny(), random.Random(0), 0
-    run_forked(model, folder / "warm", 1, None)
-    _, took = run_forked(model, folder / "one", documents, None)
+
+    def make(output: Path) -> None:
+        capture(model, str(output), documents)
+
+    run_forked(lambda output: capture(model, str(output), 1), folder / "warm", None)
+    _, took = run_forked(make, folder / "one", None)
     rounds = 0
     while killed < kills:
         rounds += 1
         output = folder / f"cut{rounds}"
         ended = False
         while not ended:
-            ended, _ = run_forked(model, output, documents, draw.uniform(0, 0.6 * took) if killed < kills else None)
+            ended, _ = run_forked(make, output, draw.uniform(0, 0.6 * took) if killed < kills else None)
             killed += not ended
             if (output / "manifest.json").exists() and '"complete": true' in (output / "manifest.json").read_text():
                 break

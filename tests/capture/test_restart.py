@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from sparsekv.store.shard import checksum
+from capture_child import bytes_of
 
 CHILD = Path(__file__).parent / "capture_child.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def bytes_of(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): checksum(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def start(

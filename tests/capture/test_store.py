@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from capture_child import bytes_of
 from safetensors.torch import load_file, save_file
 from test_families import Words, captured, tiny
 
@@ -18,10 +19,6 @@ from sparsekv.inspection import InspectConfig, inspect_path
 from sparsekv.store.place import place
 from sparsekv.store.shard import ShardWriter, checksum
 from sparsekv.store.store import CaptureStore
-
-
-def bytes_of(folder: Path) -> dict[str, str]:
-    return {str(f.relative_to(folder)): checksum(f) for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
 def test_an_interrupted_capture_goes_on_to_the_same_bytes(tmp_path, monkeypatch) -> None:

@@ -3,11 +3,8 @@
 Arguments: capture, phi, router or eval; an empty folder; kills; seed."""
 
 import json
-import os
 import random
-import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 sys.path += [str(Path(__file__).parents[1] / room) for room in ("capture", "trainers", "runtime")]
 
 import torch
-from capture_child import bytes_of, capture, tiny
+from capture_child import bytes_of, capture, run_forked, tiny
 from test_families import captured
 from tiny import make_model, make_tokenizer
 from training_child import train
@@ -53,30 +50,6 @@ def _rows(out: Path) -> Any:
     rows = json.loads((out / "results.json").read_text())
     return [{k: v for k, v in row.items() if not any(t in k for t in times) and row["metric"] != "seconds"}
             for row in rows]
-
-
-def run_forked(make: Callable[[Path], Any], out: Path, kill_after: float | None) -> tuple[bool, float]:
-    """Whether it came to its end, and how long it took."""
-    began = time.perf_counter()
-    child = os.fork()
-    if child == 0:
-        try:
-            quiet = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            make(out)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            sys.stderr.flush()
-            os._exit(1)
-        os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status) and status:
-        sys.exit(f"{out.name}: {out.with_suffix('.log').read_text()[-1500:]}")
-    return not os.WIFSIGNALED(status), time.perf_counter() - began
 
 
 def main() -> None:
