@@ -3,6 +3,9 @@ under Triton's interpreter, which must be chosen before any module defines one. 
 (`pytest -n`), each computes with one thread."""
 
 import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,3 +20,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 @pytest.fixture(autouse=True)
 def sparse_on_short_caches(monkeypatch) -> None:
     monkeypatch.setattr("sparsekv.runtime.decoding.DENSE_BYTES", {})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = os.geteuid() == 0 and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode == 0
+    if not mounted:
+        pytest.skip("only root mounts a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)

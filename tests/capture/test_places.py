@@ -74,19 +74,6 @@ def test_an_unknown_protocol_is_refused() -> None:
         CaptureStore.open("nowhere://bucket/store")
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte; where mounting is not allowed the test is skipped."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True,
-                          check=False)
-    if done.returncode:
-        pytest.skip("mounting a small disk needs root")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def test_a_disk_that_fills_up_keeps_what_is_finished(small_disk, tmp_path, monkeypatch) -> None:
     model = tiny("llama")
     with pytest.raises(SparseKVError, match="use fewer documents or layers"):

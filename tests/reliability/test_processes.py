@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -153,19 +153,6 @@ def test_one_of_two_threads_writes(store, tmp_path) -> None:
     thread.join()
     train("phi", str(store), str(tmp_path / "out"), max_steps=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"] and not said
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """An empty disk of 1 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = os.geteuid() == 0 and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode == 0
-    if not mounted:
-        pytest.skip("only root mounts a small disk")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("command", ["capture", pytest.param("eval", marks=pytest.mark.slow),
