@@ -62,11 +62,10 @@ NAMES_A_MODEL = ("generate", "eval", "capture", "demo")
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
     root = tmp_path_factory.mktemp("places")
-    make_model().save_pretrained(root / "model")
-    make_tokenizer().save_pretrained(root / "model")
+    save_model(root / "model")
     (root / "folder").mkdir()
     (root / "folder" / "thesis.txt").write_text("precious")
     (root / "text.txt").write_text("some words\n" * 100)

@@ -16,11 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
     root = tmp_path_factory.mktemp("demo")
-    make_model().save_pretrained(root / "model")
-    make_tokenizer().save_pretrained(root / "model")
+    save_model(root / "model")
     return run_demo(DemoConfig(model=str(root / "model"), output=root / "out", context_length=256, num_documents=4,
                                num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8,
                                save_results=root / "rows.json"))

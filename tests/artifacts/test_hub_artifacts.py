@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from hub_server import TOKEN, Hub, Repository
-from tiny import make_model, make_tokenizer, prompt
+from tiny import make_model, prompt, save_model
 from tiny_artifacts import artifacts
 
 import sparsekv
@@ -267,8 +267,7 @@ def test_an_evaluation_takes_the_one_name(hub: Hub, trained: Path, tmp_path) -> 
 def test_commands_of_a_shell(hub: Hub, trained: Path, tmp_path) -> None:
     """As a user has it: the endpoint, the cache and the token from the environment."""
     model = tmp_path / "model"
-    make_model().save_pretrained(model)
-    make_tokenizer().save_pretrained(model)
+    save_model(model)
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN,
            "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
 

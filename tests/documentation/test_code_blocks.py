@@ -98,10 +98,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("name", TOURS)
 def test_the_code_runs_on_a_tiny_model(name, folder, monkeypatch) -> None:
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
-    make_model().save_pretrained("tiny")
-    make_tokenizer().save_pretrained("tiny")
+    save_model("tiny")
 
     def change(code: list[str] | str) -> list[str] | str:
         if isinstance(code, list):

@@ -33,10 +33,9 @@ def executed(folder: Path, monkeypatch, changes: dict[str, str]) -> str:
 
 
 def test_it_runs_on_another_model_and_a_text_of_ones_own(tmp_path, monkeypatch) -> None:
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
-    make_model().save_pretrained(tmp_path / "tiny")
-    make_tokenizer().save_pretrained(tmp_path / "tiny")
+    save_model(tmp_path / "tiny")
     (tmp_path / "notes.txt").write_text("".join(f"On day {i} the keeper counted {i * 37 % 101} boats.\n"
                                                 for i in range(300)))
     printed = executed(tmp_path, monkeypatch, {

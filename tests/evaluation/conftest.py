@@ -16,11 +16,8 @@ def tokenizer():
 
 
 @pytest.fixture(scope="session")
-def saved_model(tmp_path_factory, tokenizer):
+def saved_model(tmp_path_factory):
     """Folder of the tiny model with its tokenizer."""
-    from tiny import make_model
+    from tiny import save_model
 
-    folder = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"))

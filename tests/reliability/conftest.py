@@ -14,12 +14,9 @@ sys.path += [str(ROOT / "tests" / room) for room in ("capture", "trainers", "run
 @pytest.fixture(scope="session")
 def saved_model(tmp_path_factory) -> Path:
     """Folder of a tiny model with its tokenizer."""
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
-    folder = tmp_path_factory.mktemp("model")
-    make_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

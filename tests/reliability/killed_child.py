@@ -14,7 +14,7 @@ sys.path += [str(Path(__file__).parents[1] / room) for room in ("capture", "trai
 import torch
 from capture_child import bytes_of, capture, run_forked, tiny
 from test_families import captured
-from tiny import make_model, make_tokenizer
+from tiny import save_model
 from training_child import train
 
 from sparsekv.evaluation.run import EvalConfig, run_eval
@@ -27,8 +27,7 @@ def made_by(kind: str, folder: Path) -> tuple[Callable[[Path], Any], Callable[[P
         model = tiny()
         return lambda out: capture(model, str(out), 6), bytes_of
     if kind == "eval":
-        make_model().save_pretrained(folder / "model")
-        make_tokenizer().save_pretrained(folder / "model")
+        save_model(folder / "model")
         return (lambda out: run_eval(EvalConfig(
             model=str(folder / "model"), output=out, tasks="needle", lengths="256", samples=3, device="cpu",
             methods="streaming,topk,quest", resume=out.exists())), _rows)

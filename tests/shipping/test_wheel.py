@@ -84,9 +84,8 @@ def test_the_command_lists_its_commands(clean, tmp_path) -> None:
 
 def test_the_demo_runs(clean, tmp_path) -> None:
     sys.path.insert(0, str(ROOT / "tests" / "runtime"))
-    from tiny import make_model, make_tokenizer
+    from tiny import save_model
 
-    make_model().save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    save_model(tmp_path / "model")
     said = run([clean / "sparsekv", "demo", "--model", tmp_path / "model", "--output", "out", *SMALLEST], tmp_path)
     assert "full attention" in said and (tmp_path / "out" / "report.html").is_file()

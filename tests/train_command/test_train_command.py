@@ -15,7 +15,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 
-from tiny import make_model, make_tokenizer, prompt
+from tiny import make_model, prompt, save_model
 
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
@@ -33,8 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def place(tmp_path_factory) -> Path:
     """A folder with a tiny model, a text and a whole training."""
     folder = tmp_path_factory.mktemp("train")
-    make_model().save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+    save_model(folder / "model")
     (folder / "text.txt").write_text("".join(f"The {i}th line says {i * i % 97}.\n" for i in range(400)))
     run_train(config(folder, "whole"))
     return folder
