@@ -434,7 +434,8 @@ class Attachment:
             if self.decoding.selector.chunk and index not in self.decoding.dense_layers and softcap is None:
                 return self._prefill_sparsely(module, cache, query, key, value, mask, scale)
             return dense()
-        if index in self.decoding.dense_layers or softcap is not None or self.decoding.is_short(key):
+        short = key.shape[2] < self.decoding.short_until(key)
+        if index in self.decoding.dense_layers or softcap is not None or short:
             self.counters.dense(index, count)
             return dense()
         with torch.no_grad():

@@ -57,10 +57,6 @@ class Decoding:
         token = 2 * key.shape[0] * key.shape[1] * key.shape[3] * key.element_size()
         return -(-DENSE_BYTES.get(key.device.type, 0) // token)
 
-    def is_short(self, key: Tensor) -> bool:
-        """Whether a cache with these keys `[B, Hkv, N, d]` is decoded with full attention because that is faster."""
-        return key.shape[2] < self.short_until(key)
-
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
         made = copy.copy(self._on("selector", self.selector, device))
