@@ -26,9 +26,11 @@ from sparsekv.core.cost import read_shares
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
 from sparsekv.runtime.offload import HostView
+from sparsekv.trainers.router import OneLayer
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
@@ -68,33 +70,35 @@ def view_of(layer: Layer, length: int) -> LayerView:
                      num_layers=30, recent_queries=layer.recent, recent_end=length - 1)
 
 
-class BenchRouter:
-    """A router of the paper's size with random weights: its time does not depend on what it learned."""
-
-    def __init__(self, layer: Layer, scores: str = "mlp"):
-        heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
-        device = layer.keys.device
-        some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:BUCKETS].to(device)].float()
-        self.centroids = torch.nn.functional.normalize(some, dim=-1)[None]
-        self.weights = QueryModel(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
-            (dim, HIDDEN), (HIDDEN,), (HIDDEN, BUCKETS), (BUCKETS,))))
-        self.key_space, self.scores = "rot", scores
-
-    def layer(self, _: int) -> RouterLayer:
-        return RouterLayer(self.centroids[0], self.weights, self.key_space, self.scores)
+def bench_router(layer: Layer, scores: str = "mlp") -> OneLayer:
+    """A router of the paper's size with random weights, whose time does not depend on what it learned, and sketches of
+    the keys."""
+    heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
+    device = layer.keys.device
+    some = layer.keys[0][:, torch.randperm(layer.keys.shape[2])[:BUCKETS].to(device)].float()
+    weights = QueryModel(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
+        (dim, HIDDEN), (HIDDEN,), (HIDDEN, BUCKETS), (BUCKETS,))))
+    middle = some.mean(1)
+    sketch = fit_sketch(second_moment(layer.recent.float(), heads)[0], middle,
+                        (some - middle[:, None]).mT @ (some - middle[:, None]) / BUCKETS, dim // 4, dim // 32)
+    return OneLayer(RouterLayer(torch.nn.functional.normalize(some, dim=-1), weights, "rot", scores, sketch, dim // 4))
 
 
 def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
     made: dict[str, Selector] = {}
     for name, cls in SELECTORS.items():
-        if name in ("dense", "sketch") or (name == "faiss" and importlib.util.find_spec("faiss") is None):
+        if name == "dense" or (name == "faiss" and importlib.util.find_spec("faiss") is None):
             continue
         selector = cls()
         if name != "streaming":
             selector.token_budget = BUDGET
         if name == "router":
             for label, scores in (("router", "mlp"), ("router-mean_key", "mean_key")):
-                made[label] = cls(token_budget=BUDGET, artifact=BenchRouter(layer, scores))
+                made[label] = cls(token_budget=BUDGET, artifact=bench_router(layer, scores))
+            continue
+        if name == "sketch":
+            for fit in ("fitted", "fixed"):
+                made[f"sketch-{fit}"] = cls(token_budget=BUDGET, artifact=bench_router(layer, "mean_key"), fit=fit)
             continue
         if name == "faiss":
             for kind in ("flat", "ivf", "hnsw"):
@@ -213,7 +217,7 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         case = f"offload-{length // 1024}k"
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
         view = view_of(layer, length)
-        router = SELECTORS["router"](token_budget=BUDGET, artifact=BenchRouter(layer))
+        router = SELECTORS["router"](token_budget=BUDGET, artifact=bench_router(layer))
         sync()
         start = time.perf_counter()
         build(view, router, None)

@@ -5,12 +5,9 @@ candidates and whose basis it is. An ablation on captured text: buckets, then sk
     sparsekv train-router --capture train --output router
     sparsekv capture --model M --corpus OTHER --output heldout --queries-per-document N --layers 1,6,11 ...
     python benchmarks/sketch.py --capture train --router router --heldout heldout [--heldout ...] [--output FOLDER]
-    python benchmarks/sketch.py --step 131072
 
 The held-out stores need the queries of every position (`--queries-per-document` = the context length), for the fit
 reads the last 64 of a prefill. Every request is a prefill past the first third of a window and four queries after it.
---step times a decode step of a 32/8-head layer (d = 128, float32) on the CPU against torch's attention, on keys that
-are made up: rows of metric `step_ms` in sketch.json, which keeps the others.
 """
 
 from __future__ import annotations
@@ -18,22 +15,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
-from sparsekv.core.layer import OBSERVED, LayerView, Queries
 from sparsekv.core.offline import mass_read, mid_share, requests
-from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.core.sketch import fit_sketch, second_moment
-from sparsekv.core.step import LayerState
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.pool import Part, load_pool
 from sparsekv.trainers.router import OneLayer
@@ -63,15 +53,12 @@ def main() -> None:
     parser.add_argument("--capture", help="what the router was trained on")
     parser.add_argument("--router")
     parser.add_argument("--heldout", action="append", default=[])
-    parser.add_argument("--step", type=int, help="only time a step over so many tokens")
     parser.add_argument("--requests", type=int, default=2, help="of a window")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.step:
-        return write_step(step_times(options.step), options.output)
     if not (options.capture and options.router and options.heldout):
-        parser.error("expected --capture, --router and --heldout, or --step")
+        parser.error("expected --capture, --router and --heldout")
     train, router = CaptureStore.open(options.capture), RouterArtifact.load(options.router)
     rows = []
     for place in options.heldout:
@@ -107,57 +94,6 @@ def main() -> None:
     print_table(rows)
     print(add_rows("sketch", rows, options.output))
     return None
-
-
-HEADS, HEADS_KV, DIM, BUCKETS = 32, 8, 128, 1024
-ROUNDS = 9
-
-
-def step_times(length: int) -> list[dict[str, Any]]:
-    """Milliseconds of a step by torch's attention and by sketches, 1 % of the tokens from 10 % candidates; the methods
-    take turns, and the least of the rounds counts, so that other work on the machine hurts all alike."""
-    draw = torch.Generator().manual_seed(0)
-    topics = 3 * torch.randn(HEADS_KV, BUCKETS, DIM, generator=draw)
-
-    def near(count: int, heads: int) -> torch.Tensor:
-        which = torch.randint(BUCKETS, (heads, count), generator=draw)
-        picked = topics.repeat_interleave(heads // HEADS_KV, 0).gather(1, which[..., None].expand(-1, -1, DIM))
-        return picked + torch.randn(picked.shape, generator=draw)
-
-    keys, values = near(length, HEADS_KV)[None], torch.randn(1, HEADS_KV, length, DIM, generator=draw)
-    recent, asked = near(OBSERVED, HEADS)[None], near(1, HEADS)[None]
-    regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), length, 4, 16)
-    view = LayerView(keys, values, regions, DIM**-0.5, HEADS, 0, 1, None, recent, length)
-    queries = Queries(asked, torch.tensor([length]), None)
-    sample = keys[0, :, ::16]
-    away = sample - sample.mean(1, keepdim=True)
-    trained = fit_sketch(second_moment(recent, HEADS_KV)[0], sample.mean(1), away.mT @ away / sample.shape[1],
-                         DIM // 4, DIM // 32)
-    artifact = OneLayer(RouterLayer(torch.nn.functional.normalize(topics, dim=-1), None, "rot", "mean_key", trained,
-                                    DIM // 4))
-    folded = asked.view(1, HEADS_KV, HEADS // HEADS_KV, DIM)  # on a CPU many times as fast as `enable_gqa`
-    steps: dict[str, Any] = {"torch": lambda: torch.nn.functional.scaled_dot_product_attention(folded, keys, values)}
-    for kind, given in (("router", {}), ("sketch", {"fit": "fixed"}), ("sketch", {"fit": "fitted"})):
-        selector = SELECTORS[kind](token_budget=0.01, artifact=artifact, **given)
-        selector.validate()
-        state = LayerState(view, selector, None, window_size=16, decode_window=256)
-        steps[" ".join([kind, *given.values()])] = lambda state=state: state.step(queries)
-    times: dict[str, list[float]] = {}
-    with torch.inference_mode():
-        for _ in range(ROUNDS):
-            for name, step in steps.items():
-                began = time.perf_counter()
-                step()
-                times.setdefault(name, []).append(1000 * (time.perf_counter() - began))
-    return [row(f"{length} tokens, {HEADS}/{HEADS_KV} heads, d = {DIM}, float32", name, "step_ms", round(min(found), 2),
-                "ms, least of the rounds", rounds=ROUNDS, median=round(statistics.median(found), 2),
-                times_faster=round(min(times["torch"]) / min(found), 2)) for name, found in times.items()]
-
-
-def write_step(rows: list[dict[str, Any]], folder: Path) -> None:
-    for r in rows:
-        print(f"{r['method']:<14} {r['value']:8.2f} ms  {r['times_faster']:.2f} x")
-    add_rows("sketch", rows, folder)
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

@@ -289,8 +289,7 @@ def router_lengths() -> str:
 
 def sketch() -> str:
     """The ablation: buckets, sketches, their fit, φ; then bytes of a code, channels of 8 bits, share of candidates."""
-    every = load("sketch")
-    rows, steps_taken = ([r for r in every if (r["metric"] == "step_ms") == timed] for timed in (False, True))
+    rows = load("sketch")
     values = {(r["case"], r["method"], r["budget"]): r["value"] for r in rows}
     places, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("case", "method"))
     budgets = sorted({r["budget"] for r in rows})
@@ -303,15 +302,6 @@ def sketch() -> str:
         return " / ".join(_cell(values, place, method, b) for b in budgets)
 
     parts.append(markdown(["", *places], [[m, *(line(p, m) for p in places)] for m in methods if m != "topk"]) + "\n")
-    if steps_taken:
-        first = steps_taken[0]
-        parts.append("## A step on a CPU\n\n"
-                     f"{first['machine']}; `{first['command']}` at {first['commit']}; {first['case']}, 1 % of the "
-                     f"tokens from 10 % candidates, bucket scores by mean keys. The least of {first['rounds']} rounds, "
-                     "in which the methods take turns; the median beside it says how busy the machine was.\n\n"
-                     + markdown(["", "ms", "median", "of torch's attention"], [
-                         [r["method"], f"{r['value']:.1f}", f"{r['median']:.1f}", f"{r['times_faster']:.1f} × as fast"]
-                         for r in steps_taken]) + "\n")
     scored = [r for r in load("quality") if r["metric"] == "score" and r["case"].startswith("ruler@")]
     steps = {"buckets alone": "router", "+ sketch, fixed": "sketch:fit=fixed", "+ fit to the request": "sketch",
              "exact top-k": "topk", "full attention": "full"}
