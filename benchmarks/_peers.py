@@ -10,8 +10,7 @@ SWEEP = {
     "pyramidkv": ("pyramidkv", "pyramidkv:observation_window=16:kernel_size=5:pooling=avg", "pyramidkv:beta=5",
                   "pyramidkv:beta=2"),
     "quest": ("quest", "quest:dense_first=2", "quest:page_size=8", "quest:page_size=8:dense_first=2"),
-    "token_select": ("token_select", "token_select:scaled=true", "token_select:theta=2",
-                     "token_select:scaled=true:theta=2"),
+    "token_select": ("token_select", "token_select:scaled=true", "token_select:theta=0.9", "token_select:theta=2"),
     "lfps": ("lfps", "lfps:fills=true", "lfps:alpha=0.1:fills=true", "lfps:fills=true:per_query_head=true"),
     "magicpig": ("magicpig:bits=10", "magicpig", "magicpig:tables=300"),
 }
@@ -22,7 +21,7 @@ PEERS = {
     "snapkv": "snapkv",
     "pyramidkv": "pyramidkv:beta=2",
     "quest": "quest:dense_first=2",
-    "token_select": "token_select:theta=2",
+    "token_select": "token_select",
     "lfps": "lfps:alpha=0.1:fills=true",
     "magicpig": "magicpig",
 }

@@ -97,8 +97,9 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
                 made[label] = cls(token_budget=BUDGET, artifact=bench_router(layer, scores))
             continue
         if name == "sketch":
-            for fit in ("fitted", "fixed"):
-                made[f"sketch-{fit}"] = cls(token_budget=BUDGET, artifact=bench_router(layer, "mean_key"), fit=fit)
+            for label, share, fit in (("sketch-1%", 0.01, "fitted"), ("sketch", BUDGET, "fitted"),
+                                      ("sketch-fixed", BUDGET, "fixed")):
+                made[label] = cls(token_budget=share, artifact=bench_router(layer, "mean_key"), fit=fit)
             continue
         if name == "faiss":
             for kind in ("flat", "ivf", "hnsw"):

@@ -74,7 +74,12 @@ def decode(codes: Tensor, rank: int) -> Tensor:
     """The numbers in codes, `[..., w] -> [..., r]` int8."""
     width = codes.shape[-1]
     alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
-    return torch.cat([alone, (pairs << 4) >> 4, (pairs + 8) >> 4], dim=-1)
+    return torch.cat([alone, _lower(pairs), (pairs + 8) >> 4], dim=-1)
+
+
+def _lower(pairs: Tensor) -> Tensor:
+    """The lower channels of bytes of two, int8."""
+    return ((pairs & 15) ^ 8) - 8
 
 
 def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
@@ -157,7 +162,7 @@ def _products(side: Tensor, codes: Tensor) -> Tensor:
     alone, low, high = side.split([2 * width - side.shape[-1], *[side.shape[-1] - width] * 2], dim=-1)
     found = torch.cat([alone, high / 16], dim=-1) @ codes.to(side.dtype).mT
     if low.shape[-1]:
-        found += (low - high / 16) @ ((codes[..., alone.shape[-1]:] << 4) >> 4).to(side.dtype).mT
+        found += (low - high / 16) @ _lower(codes[..., alone.shape[-1]:]).to(side.dtype).mT
     return found
 
 

@@ -46,7 +46,7 @@ class TokenSelect(Selector):
     (`core/prefill.py`). With `extrapolate` the keys that are read get contiguous positions, so that no distance exceeds
     what was read (length extrapolation).
 
-    `PUBLISHED` are the paper's own settings (§6.1), as arguments of `attach`; θ is given in no text, 0.9 is ours.
+    `PUBLISHED` are the paper's own settings (§6.1), as arguments of `attach`; θ is given in no text, 0.98 is ours.
     Equation 10 is printed without the `1/√d` of equation 4, which changes nothing in equations 8 and 9 but does here:
     `scaled` has both, as printed unless told otherwise.
     """
@@ -61,7 +61,7 @@ class TokenSelect(Selector):
 
     vote: str = option("soft", help="How heads agree: soft (sum of softmax), hard (count of top-k lists) or topk (sum "
                                     "of raw scores).")
-    theta: float = option(0.9, help="Cosine similarity with the cached query from which its selection is reused; above "
+    theta: float = option(0.98, help="Cosine similarity with the cached query from which its selection is reused; above "
                                     "1 never [cosine].")
     scaled: bool = option(False, help="The soft vote's softmax is of q·k/√d, as attention's, and not of q·k, as the "
                                       "paper prints it.")
