@@ -61,8 +61,8 @@ class TokenSelect(Selector):
 
     vote: str = option("soft", help="How heads agree: soft (sum of softmax), hard (count of top-k lists) or topk (sum "
                                     "of raw scores).")
-    theta: float = option(0.98, help="Cosine similarity with the cached query from which its selection is reused; above "
-                                    "1 never [cosine].")
+    theta: float = option(0.98, help="Cosine similarity with the cached query from which its selection is reused; "
+                                     "above 1 never [cosine].")
     scaled: bool = option(False, help="The soft vote's softmax is of q·k/√d, as attention's, and not of q·k, as the "
                                       "paper prints it.")
     prefill_chunk: int = option(0, help="Tokens of a prompt that select together, by their mean query; 0 reads prompts "
