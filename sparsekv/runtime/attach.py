@@ -243,7 +243,7 @@ class Attachment:
         except Exception as error:  # whatever the model, the compiler or the driver raises
             reason = f"its step failed: {first_line(error)}"
             cache.replay, self._seat.layers.failed = None, reason
-            warnings.warn(f"{type(self.model).__name__} decodes without CUDA graphs, {reason}", stacklevel=2)
+            warnings.warn(f"{type(self.model).__name__} decodes layer by layer, {reason}", stacklevel=2)
             return None
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:

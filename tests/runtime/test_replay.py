@@ -222,7 +222,7 @@ def test_a_step_that_fails_is_told_once_and_taken_as_it_is(model, monkeypatch: p
     before = state_of(model)
     wanted, _ = logits_of(model, True, "router", ids)
     monkeypatch.setattr("sparsekv.runtime.replay.sparse_step", lambda *a: 1 / 0)
-    with pytest.warns(UserWarning, match="without CUDA graphs, its step failed: division by zero") as told:
+    with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: division by zero") as told:
         found, report = logits_of(model, True, "router", ids)
     assert len(told) == 1 and report["replayed_steps"] == 0 and "division" in report["not_replayed"]
     close(found, wanted)
