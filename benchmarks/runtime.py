@@ -79,8 +79,9 @@ def bench_router(layer: Layer, scores: str = "mlp") -> OneLayer:
     weights = QueryModel(*(torch.randn(heads, *s, device=device) * 0.05 for s in (
         (dim, HIDDEN), (HIDDEN,), (HIDDEN, BUCKETS), (BUCKETS,))))
     middle = some.mean(1)
-    sketch = fit_sketch(second_moment(layer.recent.float(), heads)[0], middle,
-                        (some - middle[:, None]).mT @ (some - middle[:, None]) / BUCKETS, dim // 4, dim // 32)
+    away = some - middle[:, None]
+    sketch = fit_sketch(second_moment(layer.recent.float(), heads)[0], middle, away.mT @ away / BUCKETS, dim // 4,
+                        dim // 32)
     return OneLayer(RouterLayer(torch.nn.functional.normalize(some, dim=-1), weights, "rot", scores, sketch, dim // 4))
 
 
@@ -144,8 +145,6 @@ def check() -> None:
             selector.token_budget = 10_000
         if name == "pyramidkv":
             selector.beta = 1.0  # type: ignore[attr-defined]
-        if name == "faiss-ivf":
-            selector.nprobe = 10_000  # type: ignore[attr-defined]
         if name == "faiss-hnsw":
             continue
         build(view, selector, None)
