@@ -45,7 +45,7 @@ class MagicPIG(Selector):
     name: ClassVar[str] = "magicpig"
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
     scores_keys: ClassVar[bool] = True
-    row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits", "entries")
+    row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits", "asked")
     needs_budget: ClassVar[bool] = False
 
     bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 without one "
@@ -66,7 +66,7 @@ class MagicPIG(Selector):
         if fits:
             self.used_bits = self.fitting_bits(view)
         self.codes = self._hash_keys(view, 0)
-        self.entries: Tensor | None = None
+        self.asked: Tensor | None = None
 
     def fitting_bits(self, view: LayerView) -> Tensor:
         """The largest K, `[B, Hkv]`, with which the expected samples of the prompt's last queries use `FILLED` of the
@@ -107,13 +107,13 @@ class MagicPIG(Selector):
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """As the paper's hash tables are read, where ours compare codes: of every query head and table the tokens of
         one bucket and where they begin and end, four bytes each. Before the first step the codes of all keys."""
-        if self.entries is None:
+        if self.asked is None:
             return view.regions.mid_sizes * (view.num_kv_heads * self.tables * self.codes.element_size())
-        return 4.0 * (self.entries + 2 * view.num_query_heads * self.tables)
+        return 4.0 * (self._entries(view, self.asked) + 2 * view.num_query_heads * self.tables)
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         asked = self._hash(queries.rot.float(), self.used_bits.repeat_interleave(view.group, dim=1))
-        self.entries = self._entries(view, asked[:, :, -1])
+        self.asked = asked[:, :, -1]
         sampled = collisions(self.codes, asked)
         sampled &= view.regions.mid_mask(0, self.codes.shape[2])[:, None, None]
         tokens, share = self._list(view, sampled)
