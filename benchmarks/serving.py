@@ -143,6 +143,33 @@ def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[fl
     return max(started.values()) - began, steps[1:]
 
 
+def profile(engine: Any, length: int, rows: int) -> None:
+    """The kernels of a step in which all rows decode, most time first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    inner, started, steps = engine.llm_engine, set(), 3
+    for i in range(rows):
+        inner.add_request(f"profile-{length}-{rows}-{i}", {"prompt_token_ids": [3 + i] * length}, params)
+    while len(started) < rows:
+        started |= {out.request_id for out in inner.step()}
+    for _ in range(16):
+        inner.step()
+    with profiler(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            inner.step()
+        torch.cuda.synchronize()
+    times = sorted(((e.self_device_time_total / steps, e.count / steps, e.key) for e in found.key_averages()),
+                   reverse=True)
+    print(f"    {sum(t[1] for t in times):.0f} kernels, {sum(t[0] for t in times) / 1e3:.3f} ms")
+    for microseconds, count, name in times[:24]:
+        print(f"    {microseconds:9.1f} us {count:6.1f} {name[:100]}", flush=True)
+    while inner.has_unfinished_requests():
+        inner.step()
+
+
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     """One engine, in this process: says what it finds, a line a case."""
     began = time.perf_counter()
@@ -161,6 +188,8 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             found["beside_gb"] = beside(engine) / 1e9
         print(FOUND + json.dumps({"case": case, "found": found}), flush=True)
+        if options.profile:
+            profile(engine, length, rows)
 
 
 def group_of(case: str) -> tuple[str, ...]:
@@ -184,6 +213,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every case")
     parser.add_argument("--side-by-side", action="store_true", help="the methods at the same time, a device each")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -221,7 +251,8 @@ def _in_a_process(cases: list[str], method: str, device: int | None, options: ar
             env[VARIABLE] = str(folder / "settings.json")
         process = subprocess.Popen(
             [sys.executable, __file__, "--cases", *cases, "--methods", method, "--tokens", str(options.tokens),
-             "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder)],
+             "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder),
+             *(["--profile"] if options.profile else [])],
             env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for line in process.stdout:

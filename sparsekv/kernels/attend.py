@@ -43,32 +43,47 @@ COMPLETED_BYTES = 1024
 """The widest key, value and features of which `COMPLETED.block` are taken at once."""
 
 
+class Rows(NamedTuple):
+    """Where a result goes: out `[Q, Hq, d]`, of which the rows `written [Q]` (bool) are written and the others stay;
+    these may be another stream's that has been waited for."""
+
+    out: Tensor
+    written: Tensor
+
+
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
+    anchors: Tensor | None = None, into: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
     estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
 
     q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
     heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
-    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. Returns `(out [Q, Hq, d], lse [Q, Hq])`.
+    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. anchors `[Q, A]`: where tokens do not
+    lie in order (a paged cache), the anchors themselves, of which the first lengths[q] count. With `into` the result
+    goes there. Returns `(out [Q, Hq, d], lse [Q, Hq])`.
     """
     attend = launch_attend if on_device(q) else attend_tokens_reference
     return attend(q, k, v, tokens, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
-                  lengths=lengths, log_weights=log_weights, completion=completion)
+                  lengths=lengths, log_weights=log_weights, completion=completion, anchors=anchors, into=into)
 
 
 def attend_tokens_reference(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
+    anchors: Tensor | None = None, into: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tokens` in plain torch, the CPU's path: what is read is gathered once, the cache is never copied."""
     count, heads_kv, listed = q.shape[0], k.shape[1], tokens.shape[2]
     if tokens.shape[1] == 1:
         tokens = tokens.expand(-1, heads_kv, -1)
         log_weights = None if log_weights is None else log_weights.expand(-1, heads_kv, -1)
-    anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
+    if anchors is None:
+        anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
+    else:
+        anchors = anchors.where(torch.arange(anchors.shape[1], device=q.device) < lengths[:, None], -1)
     index = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1).to(tokens.dtype)], dim=-1)
     heads, width = index.shape[1:]
 
@@ -80,10 +95,12 @@ def attend_tokens_reference(
     if log_weights is not None:
         log_weights = torch.nn.functional.pad(log_weights, (0, width - listed))
     out, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
-    if completion is None:
-        return out, lse
-    rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
-    return merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
+    if completion is not None:
+        rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
+        out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
+    if into is not None:
+        out = into.out.copy_(torch.where(into.written[:, None, None], out.to(into.out.dtype), into.out))
+    return out, lse
 
 
 def attend_buckets(
@@ -125,10 +142,12 @@ def launch_of(lists: int, q: Tensor, completion: CompletionQuery | None) -> Laun
 def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
-    log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
+    log_weights: Tensor | None = None, completion: CompletionQuery | None = None, anchors: Tensor | None = None,
+    into: Rows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
-    launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
+    launch is prepared while the kernel ahead of it ends, unless a completion or the other rows of the output come from
+    another stream."""
     from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
@@ -147,7 +166,7 @@ def launch_attend(
     def fresh(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=device)
 
-    out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device)
+    out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if into is None else into.out
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
     taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
     if completion is not None:
@@ -156,20 +175,23 @@ def launch_attend(
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = (x.contiguous() for x in (starts, tail_starts, lengths))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
+    alone = completion is None and into is None
+    listed = (lengths if anchors is None else anchors.to(torch.int32)).contiguous()
     half = max(16 if completion is None else 8, power_of_two(group))
     split_kernel[(count * heads, splits)](
-        q, k, v, tokens, *index, weights, key_features, features, *edges, partial, partial_lse, taken,
-        taken_mass, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], *q.stride()[:2],
+        q, k, v, tokens, *index, weights, key_features, features, *edges, listed, partial, partial_lse,
+        taken, taken_mass, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], *q.stride()[:2],
         *k.stride()[:3], *v.stride()[:3], *tokens.stride()[:2], *(x for t in index for x in t.stride()[:2]),
-        *weights.stride()[:2], *key_features.stride()[:3],
+        *weights.stride()[:2], *key_features.stride()[:3], listed.stride(0),
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
-        num_warps=how.warps, num_stages=how.stages, **(pdl if completion is None else {}))
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and alone, BLOCK=how.block, AHEAD=how.stages == 1,
+        ANCHORED=anchors is not None, num_warps=how.warps, num_stages=how.stages, **(pdl if alone else {}))
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
-        out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
-        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
+        lse if into is None else into.written.contiguous(), out, lse, REST_EPS, *out.stride()[:2], heads_q, splits,
+        PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=completion is not None, CAPPED=cap is not None,
+        SOME=into is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

@@ -101,23 +101,30 @@ def top_buckets(probability: Tensor, counts: Tensor, probes: int) -> Tensor:
 
 def route_tokens(
     q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
+    seats: Tensor | None = None,
 ) -> Tensor:
     """The budget rule: buckets by descending density, probability summed over the group over tokens (ties: the lower
     number), whole until `budget [Q]` tokens are reached, the last one in part, its first tokens.
 
     q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
-    budget. Returns `[Q, Hkv, widest]` int32 in any order, padded with -1.
+    budget. seats `[Q]` int64: the rows of offsets, bucket means and budget that are the queries', where these are kept
+    by request; the order's rows stay the queries' own. Returns `[Q, Hkv, widest]` int32 in any order, padded with -1.
     """
     if routable(q, scores):
-        logits = launch_logits(q, scores, offsets, offsets=True)
-        return launch_choose(logits, order, offsets, budget, widest, logits=True)
-    return route_tokens_reference(q, scores, order, offsets, budget, widest)
+        logits = launch_logits(q, scores, offsets, offsets=True, seats=seats)
+        return launch_choose(logits, order, offsets, budget, widest, logits=True, seats=seats)
+    return route_tokens_reference(q, scores, order, offsets, budget, widest, seats)
 
 
 def route_tokens_reference(
     q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
+    seats: Tensor | None = None,
 ) -> Tensor:
     """`route_tokens` in plain torch."""
+    if seats is not None:
+        offsets, budget = offsets[seats], budget[seats]
+        if isinstance(scores, BucketMeans):
+            scores = scores._replace(means=scores.means[seats], spread=scores.spread[seats])
     counts = offsets.diff(dim=-1)
     probability = group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1])
     density = probability / per_query(counts, *probability.shape[:2]).clamp(min=1)
@@ -151,15 +158,18 @@ def routable(q: Tensor, scores: RouterScores) -> bool:
     return scores.w1.dtype == q.dtype and scores.w2.shape[2] <= MAX_BUCKETS
 
 
-def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool) -> Tensor:
+def launch_logits(
+    q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bool, seats: Tensor | None = None,
+) -> Tensor:
     """`bucket_logits_reference` through Triton. table: counts, or with `offsets` the offsets of the index. The first
     launch waits for everything before it, a second only for its inputs."""
     from sparsekv.kernels.routing_triton import hidden_kernel, mean_kernel, score_kernel
 
     q, table = dense_last(q), table.contiguous()
     count, heads_q, dim = q.shape
-    batch, heads_kv = table.shape[:2]
+    batch, heads_kv = table.shape[0] if seats is None else count, table.shape[1]
     buckets, group = table.shape[2] - offsets, heads_q // heads_kv
+    by_seat = seats_or(seats, table)
     by_model = isinstance(scores, QueryModel)
     # a product takes the queries of one row where the scores are the row's own, else any
     per_row = count if by_model else count // batch
@@ -175,9 +185,9 @@ def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bo
     if isinstance(scores, BucketMeans):
         means = dense_last(scores.means)
         mean_kernel[grid](
-            q, means, scores.spread.contiguous(), table, logits, scores.scale, heads_kv, per_row, *q.stride()[:2],
-            *means.stride()[:3], dim, buckets, **shape, BLOCK=block, WIDTH=padded(dim), OFFSETS=offsets,
-            num_warps=SCORE_WARPS)
+            q, means, scores.spread.contiguous(), table, by_seat, logits, scores.scale, heads_kv, per_row,
+            *q.stride()[:2], *means.stride()[:3], dim, buckets, **shape, BLOCK=block, WIDTH=padded(dim),
+            OFFSETS=offsets, SEATED=seats is not None, num_warps=SCORE_WARPS)
         return logits
     w1, b1, w2, b2 = (w.contiguous() for w in scores)
     hidden = w1.shape[2]
@@ -186,9 +196,9 @@ def launch_logits(q: Tensor, scores: RouterScores, table: Tensor, *, offsets: bo
         q, w1, b1, middle, heads_kv, count, *q.stride()[:2], dim, hidden, **shape, BLOCK=HIDDEN_BLOCK,
         DEPTH=padded(dim), num_warps=HIDDEN_WARPS)
     score_kernel[grid](
-        middle, w2, b2, table, logits, heads_kv, count, count // batch, hidden, buckets, **shape, BLOCK=block,
-        DEPTH=DEPTH_BLOCK, OFFSETS=offsets, num_warps=SCORE_WARPS, num_stages=STAGES * 2 // w2.element_size(),
-        **({"launch_pdl": True} if overlap else {}))
+        middle, w2, b2, table, by_seat, logits, heads_kv, count, count // batch, hidden, buckets, **shape, BLOCK=block,
+        DEPTH=DEPTH_BLOCK, OFFSETS=offsets, SEATED=seats is not None, num_warps=SCORE_WARPS,
+        num_stages=STAGES * 2 // w2.element_size(), **({"launch_pdl": True} if overlap else {}))
     return logits
 
 
@@ -209,36 +219,40 @@ def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -
     return chosen
 
 
-def launch_give(scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool) -> Tensor:
+def launch_give(
+    scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool, seats: Tensor | None = None,
+) -> Tensor:
     """The runs of slots that buckets fill, `[Q, H, 2, C]` int32 (`routing_triton.give`): scores `[Q, H, C]` are
     densities, or with `logits` logits of the query heads, normalised and summed over the group."""
     from sparsekv.kernels.routing_triton import give_kernel
 
     scores, offsets = scores.contiguous(), offsets.contiguous()
     count, heads, buckets = scores.shape
-    batch, heads_kv = offsets.shape[:2]
+    batch, heads_kv = offsets.shape[0] if seats is None else count, offsets.shape[1]
     group = heads // heads_kv if logits else 1
     heads //= group
     rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
     runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=scores.device)
     give_kernel[(count * heads,)](
-        scores, offsets, budget.contiguous(), runs, heads, count // batch, buckets, widest, LISTS=heads // heads_kv,
-        OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide, LOGITS=logits, num_warps=rank_warps(rows * wide),
+        scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, heads,
+        count // batch, buckets, widest, LISTS=heads // heads_kv, OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide,
+        LOGITS=logits, SEATED=seats is not None, num_warps=rank_warps(rows * wide),
         **({"launch_pdl": True} if logits and overlap else {}))
     return runs
 
 
 def launch_choose(
     scores: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool,
+    seats: Tensor | None = None,
 ) -> Tensor:
     """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`. How many tokens every bucket gives,
     then the tokens themselves."""
     from sparsekv.kernels.routing_triton import fill_kernel
 
-    runs = launch_give(scores, offsets, budget, widest, logits=logits)
+    runs = launch_give(scores, offsets, budget, widest, logits=logits, seats=seats)
     order = dense_last(order)
     count, heads, _, buckets = runs.shape
-    batch, heads_kv = offsets.shape[:2]
+    batch, heads_kv = order.shape[0], offsets.shape[1]
     overlap = overlaps(scores.device)
     tokens = torch.empty(count, heads, widest, dtype=torch.int32, device=scores.device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
@@ -248,6 +262,11 @@ def launch_choose(
             order, runs, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,
             PADDED=power_of_two(buckets), BLOCK=FILL_BLOCK, RUNS=RUNS, num_warps=FILL_WARPS, **pdl)
     return tokens
+
+
+def seats_or(seats: Tensor | None, other: Tensor) -> Tensor:
+    """Seats as a kernel takes them; without any a tensor that it does not read."""
+    return other if seats is None else seats.contiguous()
 
 
 def rank_warps(scores: int) -> int:

@@ -19,6 +19,15 @@ def sizes_of(table, at, bucket, num_buckets, mask, OFFSETS: tl.constexpr):
 
 
 @triton.jit
+def kept_row(seats, row, used, SEATED: tl.constexpr):
+    """The row in which what is kept of a request lies: its seat, or its own."""
+    if SEATED:
+        return tl.load(seats + row, mask=used, other=0).to(tl.int64)
+    else:
+        return row
+
+
+@triton.jit
 def hidden_kernel(
     x, w, b, y, heads, count, x_row, x_head, num_in, num_out,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
@@ -47,9 +56,9 @@ def hidden_kernel(
 
 @triton.jit
 def score_kernel(
-    y, w, b, table, logits, heads, count, per_row, num_in, num_out,
+    y, w, b, table, seats, logits, heads, count, per_row, num_in, num_out,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
+    OFFSETS: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`y W2 + b2`, -inf for empty buckets."""
     model = (tl.program_id(0) % heads).to(tl.int64)
@@ -64,7 +73,8 @@ def score_kernel(
     weights = w + model * num_in * num_out + unit[None, :]
     bias = tl.load(b + model * num_out + unit, mask=inside, other=0.0).to(tl.float32)
     there = used[:, None] & inside[None, :]
-    size = sizes_of(table, ((row // per_row) * heads + model)[:, None], unit[None, :], num_out, there, OFFSETS=OFFSETS)
+    kept = kept_row(seats, row // per_row, used, SEATED=SEATED)
+    size = sizes_of(table, (kept * heads + model)[:, None], unit[None, :], num_out, there, OFFSETS=OFFSETS)
     total = tl.zeros([ROWS, BLOCK], tl.float32) + bias[None, :]
     if OVERLAP:
         gdc_wait()
@@ -81,9 +91,10 @@ def score_kernel(
 
 @triton.jit
 def mean_kernel(
-    q, means, spreads, table, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim, num_buckets,
+    q, means, spreads, table, seats, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim,
+    num_buckets,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    OFFSETS: tl.constexpr, OVERLAP: tl.constexpr,
+    OFFSETS: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`mean_key_logits` for FOLD queries of one row of the cache."""
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -97,13 +108,14 @@ def mean_kernel(
     bucket = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = bucket < num_buckets
     width = tl.arange(0, WIDTH)
-    mean = tl.load(means + cache_row * m_row + head * m_head + bucket[None, :].to(tl.int64) * m_bucket + width[:, None],
+    kept = kept_row(seats, cache_row, True, SEATED=SEATED)
+    mean = tl.load(means + kept * m_row + head * m_head + bucket[None, :].to(tl.int64) * m_bucket + width[:, None],
                    mask=inside[None, :] & (width < dim)[:, None], other=0.0)
     query = tl.load(q + row[:, None] * q_row + head_q[:, None] * q_head + width[None, :],
                     mask=used[:, None] & (width < dim)[None, :], other=0.0)
-    size = sizes_of(table, cache_row * heads + head, bucket, num_buckets, inside, OFFSETS=OFFSETS)
+    size = sizes_of(table, kept * heads + head, bucket, num_buckets, inside, OFFSETS=OFFSETS)
     base = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
-    spread = tl.load(spreads + (cache_row * heads + head) * num_buckets + bucket, mask=inside, other=0.0)
+    spread = tl.load(spreads + (kept * heads + head) * num_buckets + bucket, mask=inside, other=0.0)
     scaled = query.to(tl.float32) * scale
     total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
     total += tl.sum(scaled * scaled, 1)[:, None] * spread[None, :]
@@ -155,31 +167,32 @@ def rank_kernel(
 
 @triton.jit
 def give_kernel(
-    scores, offsets, budget, runs, heads, per_row, num_buckets, width,
+    scores, offsets, budget, seats, runs, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """What the buckets give to the budget: one program a query and list."""
-    give(scores, offsets, budget, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
-         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, OVERLAP=OVERLAP)
+    give(scores, offsets, budget, seats, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
+         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, OVERLAP=OVERLAP)
 
 
 @triton.jit
 def give(
-    scores, offsets, budget, runs, at, heads, per_row, num_buckets, width,
+    scores, offsets, budget, seats, runs, at, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the
     slot behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of
     the index. Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
     row = at // heads
-    kv = row // per_row * (heads // LISTS) + at % heads // LISTS
+    kv = kept_row(seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
     inside = bucket < num_buckets
     begin = tl.load(offsets + kv * (num_buckets + 1) + bucket, mask=inside, other=0)
     size = sizes_of(offsets, kv, bucket, num_buckets, inside, OFFSETS=True)
-    wanted = tl.minimum(tl.minimum(tl.load(budget + row), width), tl.sum(size, 0)).to(tl.int32)
+    wanted = tl.minimum(tl.minimum(tl.load(budget + kept_row(seats, row, True, SEATED=SEATED)), width),
+                        tl.sum(size, 0)).to(tl.int32)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

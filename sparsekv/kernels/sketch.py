@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
-from sparsekv.kernels.routing import RUNS, launch_logits, rank_warps, routable, route_tokens_reference
+from sparsekv.kernels.routing import RUNS, launch_logits, rank_warps, routable, route_tokens_reference, seats_or
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
@@ -95,7 +95,7 @@ def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
 
 class Candidates(NamedTuple):
     """The tokens of the best buckets by the budget rule (`route_tokens`): q in the space of the scores, the scores, the
-    index, the budget `[Q]` and the largest of it."""
+    index, the budget `[Q]` and the largest of it, and seats, by which then the sketch and its budget are kept too."""
 
     q: Tensor
     scores: RouterScores
@@ -103,6 +103,7 @@ class Candidates(NamedTuple):
     offsets: Tensor
     budget: Tensor
     widest: int
+    seats: Tensor | None = None
 
 
 def sketch_tokens(
@@ -126,6 +127,8 @@ def sketch_tokens_reference(
 ) -> Tensor:
     """`sketch_tokens` in plain torch."""
     tokens = None if candidates is None else route_tokens_reference(*candidates)
+    if candidates is not None and candidates.seats is not None:
+        sketch, budget = sketch._replace(queries=sketch.queries[candidates.seats]), budget[candidates.seats]
     grades = grades_of(sketch_scores_reference(q, sketch, codes, scale, tokens, first, last))
     return best_tokens_reference(grades, tokens, budget, widest)
 
@@ -223,7 +226,8 @@ def launch_tokens(
 ) -> Tensor:
     """`sketch_tokens` through Triton: the buckets' scores; what every bucket gives, beside it the queries' sides; the
     products, the grades, the best. Each launch is prepared while the one before it ends."""
-    return launch_best(*launch_grades(q, sketch, codes, scale, widest, candidates, first, last), budget, widest)
+    graded = launch_grades(q, sketch, codes, scale, widest, candidates, first, last)
+    return launch_best(*graded, budget, widest, None if candidates is None else candidates.seats)
 
 
 class Asked(NamedTuple):
@@ -252,22 +256,22 @@ def launch_ask(
     side = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
     tallies = torch.empty(count, heads, tally, dtype=torch.int32, device=device)
-    given: tuple[Tensor, ...] = (steps,) * 4
-    lists, buckets, widest, runs, pdl = 0, 1, 0, None, {}
-    per_row = count // rows
+    given: tuple[Tensor, ...] = (steps,) * 5
+    lists, buckets, widest, runs, pdl, seats = 0, 1, 0, None, {}, None
+    per_row = max(1, count // rows)
     if candidates is not None:
-        offsets = candidates.offsets.contiguous()
-        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True)
+        offsets, seats = candidates.offsets.contiguous(), candidates.seats
+        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, seats=seats)
         lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
-        per_row = count // offsets.shape[0]
+        per_row = count // offsets.shape[0] if seats is None else 1
         runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=device)
-        given = logits, offsets, candidates.budget.contiguous(), runs
+        given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs
         pdl = {"launch_pdl": True} if overlap else {}
     most, wide = power_of_two(group), power_of_two(buckets)
     ask_kernel[(lists + count * heads_q,)](
         *given, q, maps, side, steps, tallies, scale, lists, heads, per_row, buckets, widest, dim,
         *q.stride()[:2], _by_row(maps, 4), tally, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
-        BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), OVERLAP=overlap,
+        BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)
     return Asked(side, steps, runs, tallies)
 
@@ -330,7 +334,9 @@ def best_blocks(width: int, widest: int) -> int:
     return -(-max(width, widest) // BEST_BLOCK)
 
 
-def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: Tensor, widest: int) -> Tensor:
+def launch_best(
+    grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: Tensor, widest: int, seats: Tensor | None = None,
+) -> Tensor:
     """`best_tokens_reference` through Triton; the zeros of the tallies are used up."""
     from sparsekv.kernels.sketch_triton import best_kernel
 
@@ -341,9 +347,9 @@ def launch_best(grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: 
     overlap = overlaps(grades.device)
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
-        grades, grades if tokens is None else tokens, tallies, budget.contiguous(), out, heads, width, widest,
-        tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
-        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
+        grades, grades if tokens is None else tokens, tallies, budget.contiguous(), seats_or(seats, tallies), out,
+        heads, width, widest, tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
+        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), SEATED=seats is not None, OVERLAP=overlap, num_warps=BEST_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsekv.kernels import sketch
-from sparsekv.kernels.routing_triton import give, tokens_of_block
+from sparsekv.kernels.routing_triton import give, kept_row, tokens_of_block
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
@@ -71,32 +71,33 @@ def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr)
 
 @triton.jit
 def ask_kernel(
-    scores, offsets, budget, runs, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets, listed,
-    dim, q_row, q_head, m_row, tally,
+    scores, offsets, budget, seats, runs, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets,
+    listed, dim, q_row, q_head, m_row, tally,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The first `lists` programs: what the buckets give to the candidates of a query and head. Then one program a query
     and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
     if tl.program_id(0) < lists:
-        give(scores, offsets, budget, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
-             LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, OVERLAP=OVERLAP)
+        give(scores, offsets, budget, seats, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
+             LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED, OVERLAP=OVERLAP)
     else:
-        sides(q, maps, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim, q_row,
-              q_head, m_row, tally, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM, OVERLAP=OVERLAP)
+        sides(q, maps, seats, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim,
+              q_row, q_head, m_row, tally, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM, SEATED=SEATED,
+              OVERLAP=OVERLAP)
 
 
 @triton.jit
 def sides(
-    q, maps, side, steps, tallies, at, scale, heads, per_row, dim, q_row, q_head, m_row, tally,
+    q, maps, seats, side, steps, tallies, at, scale, heads, per_row, dim, q_row, q_head, m_row, tally,
     GROUP: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`ask_kernel` for one query and query head."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     row, head = at // (heads * GROUP), at % (heads * GROUP)
     q += row * q_row + head * q_head
-    maps += row // per_row * m_row + head // GROUP * dim * RANK
+    maps += kept_row(seats, row // per_row, True, SEATED=SEATED) * m_row + head // GROUP * dim * RANK
     byte = tl.arange(0, WIDTH)
     low = channels(q, maps, byte, byte < BYTES, dim, RANK=RANK, DIM=DIM) * scale
     # a byte of two channels is 16 times the upper one and the lower one
@@ -216,8 +217,9 @@ def grade_kernel(
 
 @triton.jit
 def best_kernel(
-    grades, tokens, tallies, budget, out, heads, count, width, tally,
-    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    grades, tokens, tallies, budget, seats, out, heads, count, width, tally,
+    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, SEATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: the lowest
     grade that is chosen from the tally, and from what the blocks ahead, which start no later, say how many they
@@ -234,7 +236,8 @@ def best_kernel(
     for copy in tl.static_range(1, COPIES):
         size += tl.load(tallies + copy * GRADES + digit)
     there = tl.sum(tl.where(digit == 0, size, 0), 0)
-    wanted = tl.minimum(tl.minimum(tl.load(budget + at // heads), width), there).to(tl.int32)
+    allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
+    wanted = tl.minimum(tl.minimum(allowed, width), there).to(tl.int32)
     size = tl.where(digit > 1, size, 0)
     total = tl.sum(size, 0)
     above = total - tl.cumsum(size, 0)

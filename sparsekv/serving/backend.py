@@ -124,6 +124,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                    vllm_config.compilation_config.max_cudagraph_capture_size or 0)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.fixed: Lanes | None = None
+        self.other_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.unsorted: Unsorted | None = None
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
@@ -276,12 +277,22 @@ class SparseImpl(StockImpl):
             return stock(None)
         if self.home is None or found.lanes is None or not found.some_sparse:
             return stock(found.full)
-        if found.some_full:
-            stock(found.rest)
-        lanes = found.lanes
-        rows = lanes.sparse.shape[0]
-        ours = self.home.at(kv_cache).step(query[:rows], lanes)
-        output[:rows] = torch.where(lanes.sparse[:, None, None], ours, output[:rows]) if found.some_full else ours
+        lanes, rows = found.lanes, found.lanes.sparse.shape[0]
+        index, q, out = self.home.at(kv_cache), query[:rows], output[:rows]
+        other = self.home.builder.other_stream
+        if other is None:
+            if found.some_full:
+                stock(found.rest)
+            tokens = index.choose(q, lanes)
+        else:
+            # the rows that are attended to fully, which are few or none, while tokens are chosen for the others
+            own = torch.cuda.current_stream()
+            other.wait_stream(own)
+            with torch.cuda.stream(other):
+                stock(found.rest)
+            tokens = index.choose(q, lanes)
+            own.wait_stream(other)
+        index.attend(q, tokens, lanes, out)
         return output
 
 

@@ -19,6 +19,7 @@ from sparsekv.kernels import (
     Candidates,
     QueryModel,
     RouterScores,
+    Rows,
     Sketch,
     assign_buckets,
     attend_tokens,
@@ -53,15 +54,15 @@ class Rotation(NamedTuple):
 
 class Lanes(NamedTuple):
     """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index,
-    for the others nobody's; anchors `[R, A]`: slots of sink and tail, -1 where there is none; places `[R]`: position of
-    the query; rest `[R]` int32: lengths of the rows that are attended to fully, 0 for the others; zero `[R]` int64."""
+    for the others nobody's; anchors `[R, A]`: slots of sink and tail, the first `anchored [R]`, -1 behind them; places
+    `[R]`: position of the query; rest `[R]` int32: lengths of the rows that are attended to fully, 0 for the others."""
 
     sparse: Tensor
     seat: Tensor
     anchors: Tensor
     places: Tensor
     rest: Tensor
-    zero: Tensor
+    anchored: Tensor
 
 
 class Room(NamedTuple):
@@ -210,33 +211,34 @@ class LayerIndex:
         self.means[seat] = (sums / counts.clamp(min=1)[..., None]).to(self.means.dtype)
         self.squares[seat], self.spread[seat] = squares, half_variance(squares, sums, counts)
 
-    def step(self, q: Tensor, lanes: Lanes) -> Tensor:
-        """Attention of one query a row, q `[R, Hq, d]` with RoPE, over anchors and what the budget buys: `[R, Hq, d]`,
-        zero for rows that do not decode sparsely."""
-        rows, seat = q.shape[0], lanes.seat
-        order, offsets = self.order[None].expand(rows, -1, -1), self.offsets[seat]
+    def choose(self, q: Tensor, lanes: Lanes) -> Tensor:
+        """The slots that the budget buys, of one query a row, q `[R, Hq, d]` with RoPE: `[R, Hkv, n]`, padded with
+        -1, as are all of a row that does not decode sparsely."""
+        rows, seats = q.shape[0], lanes.seat
+        order, (budget, pool) = self.order[None].expand(rows, -1, -1), self.spent
         asking = q
         if self.weights is not None and self.space == "pre":
             assert self.rotation is not None
             asking = self.rotation.remove(q, lanes.places)
-        scores, (budget, pool) = self._scores(seat), self.spent[:, seat]
         if self.codes is None or self.sketch is None:
-            tokens = route_tokens(asking, scores, order, offsets, budget, self.widest)
-        else:
-            candidates = Candidates(asking, scores, order, offsets, pool, self.widest_pool)
-            sketch, codes = self.sketch._replace(queries=self.asks[seat]), self.codes.expand(rows, -1, -1, -1)
-            tokens = sketch_tokens(q, sketch, codes, self.scale, budget, self.widest, candidates)
-        anchors = lanes.anchors[:, None].expand(-1, self.heads, -1)
-        keys, values = (x[None].expand(rows, -1, -1, -1) for x in (self.keys, self.values))
-        return attend_tokens(q, keys, values,
-                             torch.cat([tokens, anchors], dim=-1), scale=self.scale, starts=lanes.zero, sink_size=0,
-                             tail_starts=lanes.zero, lengths=lanes.zero)[0]
+            return route_tokens(asking, self._scores(), order, self.offsets, budget, self.widest, seats)
+        candidates = Candidates(asking, self._scores(), order, self.offsets, pool, self.widest_pool, seats)
+        return sketch_tokens(q, self.sketch._replace(queries=self.asks), self.codes.expand(rows, -1, -1, -1),
+                             self.scale, budget, self.widest, candidates)
 
-    def _scores(self, seat: Tensor) -> RouterScores:
+    def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, out: Tensor) -> Tensor:
+        """Attention of one query a row, q `[R, Hq, d]` with RoPE, over the row's anchors and tokens `[R, Hkv, n]`, into
+        the rows of out `[R, Hq, d]` that decode sparsely."""
+        keys, values = (x[None].expand(q.shape[0], -1, -1, -1) for x in (self.keys, self.values))
+        used = lanes.anchored
+        return attend_tokens(q, keys, values, tokens, scale=self.scale, starts=used, sink_size=0, tail_starts=used,
+                             lengths=used, anchors=lanes.anchors, into=Rows(out, lanes.sparse))[0]
+
+    def _scores(self) -> RouterScores:
         if self.weights is not None:
             return self.weights
         assert self.means is not None
-        return BucketMeans(self.means[seat], self.scale, self.spread[seat])
+        return BucketMeans(self.means, self.scale, self.spread)
 
     def _seat(self, seat: int, order: Tensor, offsets: Tensor) -> None:
         first = seat * self.room.longest

@@ -173,7 +173,7 @@ class Seats:
         used = sparse[:, None] & (at < torch.where(sink, tail[:, None], lengths[:, None]))
         anchors = torch.where(used, slots_at(batch.table, at, places.page), -1).int()
         return Lanes(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
-                     torch.where(sparse, 0, lengths).int(), torch.zeros_like(lengths))
+                     torch.where(sparse, 0, lengths).int(), used.sum(1))
 
     def _asks(self, wanted: Tensor, rows: int) -> bool:
         """Whether the host serves now."""

@@ -23,7 +23,7 @@ from sparsekv.kernels import (
     sketch,
     top_buckets,
 )
-from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference, launch_attend
+from sparsekv.kernels.attend import Rows, attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
 from sparsekv.kernels.bucket_sums import (
@@ -153,6 +153,17 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
         found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completion[0])
         truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completion[1])
         agree(found, truth, limit, f"buckets, completed: {completion[0] is not None}")
+    # anchors that are listed themselves, into some rows of an output
+    count = s.q.shape[0]
+    used, written = torch.arange(count, device=device) % 8, torch.arange(count, device=device) % 2 == 0
+    anchors = torch.randint(-1, s.k.shape[2], (count, 7), device=device)
+    by_list = {"scale": s.regions["scale"], "sink_size": 0, **dict.fromkeys(("starts", "tail_starts", "lengths"), used)}
+    for listed in (none, tokens, per_head):
+        sides = (launch_attend, (s.q, s.k, s.v)), (attend_tokens_reference, s.wide())
+        mine, truth = (attend(*step, listed, **by_list, anchors=anchors,
+                              into=Rows(torch.full_like(step[0], 7), written)) for attend, step in sides)
+        agree(mine, truth, limit, "listed anchors")
+        assert (mine[0][~written] == 7).all()
 
 
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -420,6 +431,25 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
                 whole = sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, pool, edges.get("first"),
                                              edges.get("last"))
                 assert torch.equal(whole, found)
+    # what is kept of a request lies by seat: the rows the other way round
+    seats = 1 - torch.arange(2 * queries, device=device) // queries
+    by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, codes, own.queries, means.means, means.spread)]
+    kept = torch.tensor([listed, listed // 2], device=device)
+    for scores in (means, model):
+        there, here = scores, scores
+        if isinstance(scores, BucketMeans):
+            there = BucketMeans(means.means.flip(0), means.scale, means.spread.flip(0))
+            here = BucketMeans(by_row[4], means.scale, by_row[5])
+        seated = Candidates(q, there, by_row[0], offsets.flip(0), kept, listed, seats)
+        alone = Candidates(q, here, *by_row[:2], kept[seats], listed)
+        routed = [launch_choose(launch_logits(q, c.scores, c.offsets, offsets=True, seats=c.seats), c.order, c.offsets,
+                                c.budget, listed, logits=True, seats=c.seats) for c in (seated, alone)]
+        assert torch.equal(*routed) and bool((routed[0] >= 0).any())
+        maps = own._replace(queries=own.queries.flip(0)), own._replace(queries=by_row[3])
+        for tokens in (sketch.launch_tokens, sketch.sketch_tokens_reference):
+            both = [tokens(q, sides, by_row[2], 0.3, budget, listed + 7, pool, None, None)
+                    for sides, budget, pool in ((maps[0], kept // 2, seated), (maps[1], kept[seats] // 2, alone))]
+            assert torch.equal(*both)
 
 
 def side_of(asked: sketch.Asked, rank: int) -> Tensor:

@@ -8,7 +8,7 @@ from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention
-from sparsekv.serving.index import LayerIndex, Room, Rotation, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted
 from sparsekv.serving.pages import slots_at
 from sparsekv.serving.seats import Batch, Found, Places, Seats
 
@@ -105,9 +105,14 @@ class Engine:
         if not decode:
             return [None] * len(work)
         q = torch.stack([r.q[r.length - 1] for r, _ in work])
-        out = self.index.step(q, lanes)
+        out = step(self.index, q, lanes)
         assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths)).all())
         return [out[row] if lanes.sparse[row] else None for row in range(len(work))]
+
+
+def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes) -> torch.Tensor:
+    """A layer's sparse step into an output of sevens."""
+    return index.attend(q, index.choose(q, lanes), lanes, torch.full_like(q, 7.0))
 
 
 def full(request: Request) -> torch.Tensor:
