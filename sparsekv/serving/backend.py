@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
-from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted, bytes_of, heads_of
@@ -29,6 +28,12 @@ from sparsekv.serving.stock import (
     layouts,
     rotary_modules,
 )
+
+DENSE_BYTES = {"cpu": 32_000_000, "cuda": 190_000_000}
+"""What a layer's keys and values of a batch take from which on its decode step is faster sparse: on a CPU those of a
+request, on CUDA those of all requests together, measured on one H200 beside FlashAttention 3 with 32/8 heads of 128."""
+ALONE = 4
+"""On CUDA a request decodes sparsely, in a batch that does, if it holds one part in so many of those bytes."""
 
 _PLANS: dict[tuple[str, Any], Plan] = {}
 
@@ -112,9 +117,11 @@ class SparseBuilder(AttentionMetadataBuilder):
         serving, longest = self.plan.serving, vllm_config.model_config.max_model_len
         router, size = self.homes[0].router, kv_cache_spec.dtype.itemsize
         token = 2 * router.centroids.shape[0] * router.centroids.shape[2] * size
-        below = serving.dense_below
+        below, together = serving.dense_below, 0
         if below is None:
             below = -(-DENSE_BYTES.get(device.type, 0) // token)
+            if device.type == "cuda":
+                below, together = -(-below // ALONE), below
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
@@ -129,7 +136,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
-        TURN.lowest(below)
+        TURN.lowest(below, together)
         manager = graph_manager()
         if manager is not None:
             capture_twice(manager, full_graphs())
@@ -187,7 +194,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if self.unsorted is not None:
             self.unsorted.note(batch.slots if serves else batch.slots[:0], decode=common.max_query_len == 1)
-        short = serves and TURN.take(common.max_seq_len) and (self.eager or TURN.captured)
+        short = serves and TURN.take(lengths_of(common)) and (self.eager or TURN.captured)
         if self.seats.empty(short):
             return SparseMetadata(full)
         found = self.seats.follow(batch)
@@ -322,6 +329,14 @@ class SparseBackend(StockBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
+
+
+def lengths_of(common: Any) -> Tensor:
+    """Lengths of a step's requests on the CPU, at most."""
+    known = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if known is not None:
+        return known[:common.num_reqs]
+    return torch.full((common.num_reqs,), common.max_seq_len)
 
 
 def layer_number(name: str) -> int:

@@ -1,4 +1,4 @@
-"""vLLM's full CUDA graphs twice: as they are, and without sparse decoding for batches in which every request is short.
+"""vLLM's full CUDA graphs twice: as they are, and without sparse decoding for batches that are too short for it.
 
 A graph of a decode batch holds the launches of sparse steps whether a row wants them or not, some twenty a layer. vLLM
 finds a graph by the number of rows alone, so that which of two is replayed is chosen here, by what the metadata builder
@@ -11,23 +11,31 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
+
 
 class Turn:
-    """Of this process. below: requests shorter than this never decode sparsely [tokens]; short: whether the batch that
-    was prepared last has such requests alone; capturing: graphs of such batches; captured: there are some."""
+    """Of this process. least: requests shorter than this never decode sparsely [tokens]; together: what the others of a
+    batch hold at least where they do [tokens]; short: whether the batch that was prepared last has too little for it;
+    capturing: graphs of such batches; captured: there are some."""
 
-    below: int | None = None
+    least: int | None = None
+    together = 0
     short = False
     capturing = False
     captured = False
 
-    def lowest(self, below: int) -> None:
-        """A group of layers whose requests decode sparsely from this length on."""
-        self.below = below if self.below is None else min(self.below, below)
+    def lowest(self, least: int, together: int = 0) -> None:
+        """A group of layers whose requests decode sparsely from these lengths on."""
+        first = self.least is None
+        self.least = least if self.least is None else min(self.least, least)
+        self.together = together if first else min(self.together, together)
 
-    def take(self, longest: int) -> bool:
-        """Whether the batch that is being prepared, its longest request of at most `longest` tokens, is short."""
-        self.short = self.below is not None and longest < self.below
+    def take(self, lengths: Tensor) -> bool:
+        """Whether the batch that is being prepared, its requests of at most `lengths [R]` tokens (on the CPU), is
+        short."""
+        if self.least is not None:
+            self.short = int(lengths[lengths >= self.least].sum()) < max(1, self.together)
         return self.short
 
 
@@ -55,7 +63,7 @@ def capture_twice(manager: Any, full: Any) -> None:
     @wraps(once)
     def capture(self: Any, *args: Any, **kwargs: Any) -> None:
         once(self, *args, **kwargs)
-        if TURN.below is None or full not in self._capture_descs or not self.graphs:
+        if TURN.least is None or full not in self._capture_descs or not self.graphs:
             return
         sparse, wanted = self.graphs, self._capture_descs
         self.graphs, self._capture_descs, TURN.capturing = {}, {full: wanted[full]}, True

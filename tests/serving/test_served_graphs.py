@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from sparsekv.serving import graphs
 from sparsekv.serving.graphs import Either, Turn, capture_twice
@@ -60,9 +61,16 @@ def test_a_batch_of_short_requests_replays_the_graph_without_sparse_steps(turn: 
     assert turn.captured and not turn.capturing and manager.pieces == 2
     assert manager._capture_descs == {"piecewise": ["p1", "p2"], "full": ["f1", "f2"]}
     for longest, key in ((299, "f1"), (300, "f1"), (2, "f2")):
-        assert turn.take(longest) == (longest < 300)
+        assert turn.take(torch.tensor([longest, 1])) == (longest < 300)
         manager.graphs[key].replay()
     assert manager.log == ["x f1 short", "x f1 sparse", "x f2 short"]
+
+
+def test_short_is_what_the_long_requests_hold_together(turn: Turn) -> None:
+    turn.lowest(100, 400)
+    turn.lowest(120, 350)
+    for lengths, short in (([349], True), ([350], False), ([250, 99], True), ([250, 99, 100], False), ([0, 0], True)):
+        assert turn.take(torch.tensor(lengths)) is short is turn.short
 
 
 def test_without_sparse_layers_or_full_graphs_nothing_is_captured_twice(turn: Turn) -> None:
@@ -70,7 +78,7 @@ def test_without_sparse_layers_or_full_graphs_nothing_is_captured_twice(turn: Tu
     capture_twice(kind, "full")
     manager = kind()
     manager.capture("x")
-    assert not turn.take(1) and not any(isinstance(g, Either) for g in manager.graphs.values())
+    assert not turn.take(torch.tensor([1])) and not any(isinstance(g, Either) for g in manager.graphs.values())
     turn.lowest(300)
     other = kind()
     del other._capture_descs["full"]
