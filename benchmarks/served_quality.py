@@ -45,7 +45,7 @@ def by_vllm(options: argparse.Namespace) -> Answer:
     longest = options.length + 192
     more: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
     if torch.cuda.is_available():
-        more = {"dtype": "bfloat16", "attention_config": backend_of(options.method), "gpu_memory_utilization": 0.3,
+        more = {"dtype": "bfloat16", "attention_config": backend_of(options.method), "gpu_memory_utilization": 0.15,
                 "compilation_config": {"cudagraph_capture_sizes": [1]}}
     engine = LLM(model=str(options.model), skip_tokenizer_init=True, max_model_len=longest, max_num_seqs=1,
                  max_num_batched_tokens=longest, num_gpu_blocks_override=-(-longest // 16) + 16, block_size=16,

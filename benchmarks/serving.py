@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ BUCKETS, BYTES, WIDE, SINK, WINDOW = 1024, 24, 3, 4, 64
 SETTINGS = {"router": "router", "token_budget": 0.01, "candidates": 0.1, "decode_window": 1024, "dense_layers": [0]}
 SMALL = {"tiny": {"dense_below": 400}}
 """What a trial has beside them: one case short, one long."""
-TOKENS, LAST, CHUNK, WARM = 200, 100, 8192, 32_768
+TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 32_768, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
 UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second"}
@@ -97,6 +98,7 @@ def environment() -> dict[str, str]:
     """Of an engine's process: the engine in it, nothing fetched, no settings yet."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
+           "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
     return env
@@ -121,8 +123,11 @@ def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argpar
                seed=0, **more)
 
 
-def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[float, list[float]]:
-    """Seconds to the first token of the last row, and of every step after it."""
+def run(
+    engine: Any, length: int, rows: int, tokens: int, seed: int, profiled: bool = False,
+) -> tuple[float, list[float]]:
+    """Seconds to the first token of the last row, and of every step after it; the kernels of the last but a few are
+    printed where it is `profiled`."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(seed)
@@ -139,35 +144,27 @@ def run(engine: Any, length: int, rows: int, tokens: int, seed: int) -> tuple[fl
         now = time.perf_counter()
         if len(started) == rows:
             steps.append(now - last)
+        if profiled and len(steps) == tokens - PROFILED - 8:
+            kernels_of(inner.step, PROFILED)
+            now = time.perf_counter()
         last = now
     return max(started.values()) - began, steps[1:]
 
 
-def profile(engine: Any, length: int, rows: int) -> None:
-    """The kernels of a step in which all rows decode, most time first."""
+def kernels_of(step: Callable[[], Any], steps: int) -> None:
+    """Print the kernels of some steps, most time first, a step's share each."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
-    from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-    inner, started, steps = engine.llm_engine, set(), 3
-    for i in range(rows):
-        inner.add_request(f"profile-{length}-{rows}-{i}", {"prompt_token_ids": [3 + i] * length}, params)
-    while len(started) < rows:
-        started |= {out.request_id for out in inner.step()}
-    for _ in range(16):
-        inner.step()
     with profiler(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
-            inner.step()
+            step()
         torch.cuda.synchronize()
     times = sorted(((e.self_device_time_total / steps, e.count / steps, e.key) for e in found.key_averages()),
                    reverse=True)
     print(f"    {sum(t[1] for t in times):.0f} kernels, {sum(t[0] for t in times) / 1e3:.3f} ms")
-    for microseconds, count, name in times[:24]:
-        print(f"    {microseconds:9.1f} us {count:6.1f} {name[:100]}", flush=True)
-    while inner.has_unfinished_requests():
-        inner.step()
+    for microseconds, count, name in times[:32]:
+        print(f"    {microseconds:9.1f} us {count:6.1f} {name[:110]}", flush=True)
 
 
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
@@ -180,7 +177,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     print(f"{method}: started in {started - began:.0f} s, warm in {time.perf_counter() - started:.0f} s", flush=True)
     for case in options.cases:
         _, length, rows = CASES[case]
-        first, steps = run(engine, length, rows, options.tokens, seed=0)
+        first, steps = run(engine, length, rows, options.tokens, seed=0, profiled=options.profile)
         step = statistics.median(steps[-min(LAST, len(steps) // 2):])
         found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
         if torch.cuda.is_available():
@@ -188,8 +185,6 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             found["beside_gb"] = beside(engine) / 1e9
         print(FOUND + json.dumps({"case": case, "found": found}), flush=True)
-        if options.profile:
-            profile(engine, length, rows)
 
 
 def group_of(case: str) -> tuple[str, ...]:
