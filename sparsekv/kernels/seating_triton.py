@@ -65,11 +65,12 @@ def follow_kernel(
         tl.load(seat_last + s, mask=there, other=NOWHERE) == before)
     chosen = tl.min(tl.where(hit, s, SEATS), 0)
     written = tl.zeros([BLOCK], tl.int32)
+    new = tl.where(row == 0, noted, 0)
     for first in range(0, tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)
         slot = tl.load(slots + at, mask=at < tokens, other=-1)
         written |= (slot == before).to(tl.int32)
-        tl.store(unsorted + tl.where(slot < 0, nobody, slot), 1, mask=(at < noted) & (row == 0))
+        tl.store(unsorted + tl.where(slot < 0, nobody, slot), 1, mask=at < new)
     matched = alone & (chosen < SEATS) & (tl.max(written, 0) == 0)
     chosen = tl.where(matched, chosen, 0)
     # the pages of its index
@@ -110,10 +111,11 @@ def lanes_kernel(
     tl.store(lane + row, tl.where(taken, where, count))
     tl.store(places + row, tl.maximum(length - 1, 0))
     tl.store(rest + row, tl.where(taken, 1, tl.maximum(length, 1)).to(tl.int32))
+    sink_end, end = tl.where(taken, first_of_tail, 0), tl.where(taken, length, 0)
     for first in range(0, size, BLOCK):
         step = first + tl.arange(0, BLOCK)
         place = tl.where(step < sink, step, first_of_tail + step - sink)
-        used = taken & (step < size) & (place < tl.where(step < sink, first_of_tail, length))
+        used = (step < size) & (place < tl.where(step < sink, sink_end, end))
         page = tl.load(table + row * table_row + tl.minimum(place // PAGE, width - 1), mask=used, other=0)
         slot = page.to(tl.int64) * PAGE + place % PAGE
         tl.store(anchors + row * size + step, tl.where(used, slot, -1).to(tl.int32), mask=step < size)
