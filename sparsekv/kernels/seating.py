@@ -13,8 +13,8 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import power_of_two
 
-BLOCK, BLOCKS, ANCHORS = 64, 4096, 1024
-"""Slots and rows, blocks of a page table, and anchors that a program looks at together."""
+BLOCK, PAGES, TILE = 1024, 4096, 64
+"""Slots or anchors, entries of a page table, and rows beside all seats that a program looks at together."""
 WARPS = 4
 
 
@@ -49,7 +49,7 @@ def launch_follow(
         lengths, starts, slots, table, at, *state, *found, rows, slots.shape[0], 0 if unsorted is None else noted, step,
         count, at.shape[0] - 1, table.stride(0), state.table.stride(0), table.shape[1],
         min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page, SEATS=power_of_two(count + 1),
-        BLOCK=BLOCK, BLOCKS=min(BLOCKS, power_of_two(state.table.shape[1])), num_warps=WARPS)
+        TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), num_warps=WARPS)
 
 
 def launch_lanes(
@@ -64,4 +64,4 @@ def launch_lanes(
     if rows:
         lanes_kernel[(rows,)](
             lengths, table, known, seat, tail, *lanes, tail.shape[0] - 1, table.stride(0), table.shape[1], dense_below,
-            sink, longest, size, PAGE=page, BLOCK=min(ANCHORS, power_of_two(size)), num_warps=WARPS)
+            sink, longest, size, PAGE=page, BLOCK=min(BLOCK, power_of_two(size)), num_warps=WARPS)

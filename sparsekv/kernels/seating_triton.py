@@ -10,7 +10,7 @@ NOWHERE: tl.constexpr = tl.constexpr(-2)
 @triton.jit
 def settle(
     lengths, slots, known, own, seat, seat_length, seat_last, seat_used, rows, tokens, step, count,
-    SEATS: tl.constexpr, BLOCK: tl.constexpr,
+    SEATS: tl.constexpr, TILE: tl.constexpr,
 ):
     """How far the seats are after this step: those found have the row's length, those in whose last slot a token is
     written have none. Of several rows with one seat the last one counts. What other programs have just written is read
@@ -20,13 +20,13 @@ def settle(
     length = tl.load(seat_length + s, mask=there, other=0)
     last = tl.load(seat_last + s, mask=there, other=NOWHERE)
     gone = tl.zeros([SEATS], tl.int32)
-    for first in range(0, tokens, BLOCK):
-        at = first + tl.arange(0, BLOCK)
+    for first in range(0, tokens, TILE):
+        at = first + tl.arange(0, TILE)
         slot = tl.load(slots + at, mask=at < tokens, other=-1)
         gone = tl.maximum(gone, tl.max((slot[:, None] == last[None, :]).to(tl.int32), 0))
     owner = tl.full([SEATS], -1, tl.int32)
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
+    for first in range(0, rows, TILE):
+        row = first + tl.arange(0, TILE)
         inside = row < rows
         found = tl.load(known + row, mask=inside, other=0, cache_modifier=".cg").to(tl.int1)
         where = tl.load(seat + row, mask=inside, other=-1, cache_modifier=".cg")
@@ -47,7 +47,7 @@ def follow_kernel(
     lengths, starts, slots, table, unsorted, seat_length, seat_last, seat_tail, seat_used, seat_table, arrived,
     single, own, known, seat, wants, rows, tokens, noted, step, count, nobody, table_row, seat_row, width, blocks,
     dense_below, room,
-    PAGE: tl.constexpr, SEATS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr, SEATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr,
 ):
     """One program a row; the one that comes last of all, when nobody reads the seats any more, writes them."""
     row = tl.program_id(0)
@@ -77,9 +77,9 @@ def follow_kernel(
     tail = tl.load(seat_tail + chosen)
     compared = tl.where(matched, tl.minimum(blocks, tl.cdiv(tail, PAGE)), 0).to(tl.int32)
     own_pages = seat_table + chosen.to(tl.int64) * seat_row
-    other = tl.zeros([BLOCKS], tl.int32)
-    for first in range(0, compared, BLOCKS):
-        at = first + tl.arange(0, BLOCKS)
+    other = tl.zeros([PAGES], tl.int32)
+    for first in range(0, compared, PAGES):
+        at = first + tl.arange(0, PAGES)
         inside = at < compared
         page = tl.load(pages + at, mask=inside, other=0)
         other |= (page != tl.load(own_pages + at, mask=inside, other=0)).to(tl.int32)
@@ -92,7 +92,7 @@ def follow_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == rows - 1:
         settle(lengths, slots, known, own, seat, seat_length, seat_last, seat_used, rows, tokens, step, count,
-               SEATS=SEATS, BLOCK=BLOCK)
+               SEATS=SEATS, TILE=TILE)
         tl.store(arrived, 0)
 
 

@@ -113,9 +113,8 @@ def test_launches_do_what_torch_does(
     seed: int, count: int, most: int, width: int, below: int, steps: int, device: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if seed:
-        monkeypatch.setattr(seating, "BLOCK", 4)
-        monkeypatch.setattr(seating, "BLOCKS", 8)
-        monkeypatch.setattr(seating, "ANCHORS", 16)
+        for name, size in (("BLOCK", 4), ("PAGES", 8), ("TILE", 4)):
+            monkeypatch.setattr(seating, name, size)
     monkeypatch.setattr(Seats, "_asks", lambda self, wants: self.steps >= self.quiet_until and bool(wants.any()))
     places = Places(3, 6, 5, below, PAGE)
     one, two = (Seats(count, places, LONGEST, torch.device(d), most + 5) for d in ("cpu", device))
