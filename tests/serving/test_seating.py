@@ -49,7 +49,7 @@ class Traffic:
         if self.requests and r.random() < 0.1:
             self.requests.pop(r.randrange(len(self.requests)))
         if len(self.requests) < self.most and r.random() < 0.5:
-            self.requests.append(Request(self.pages(LONGEST // PAGE), r.choice([1, 2, 9, 23, 30, 41, 64])))
+            self.requests.append(Request(self.pages(LONGEST // PAGE), r.choice([0, 1, 9, 23, 30, 41, 64])))
         if self.requests and r.random() < 0.1:
             dead = r.choice(self.requests)
             self.requests.remove(dead)
@@ -80,8 +80,10 @@ class Traffic:
             held = q.pages[:min(width, -(-q.length // PAGE))]
             table[row, :len(held)] = torch.tensor(held, dtype=torch.int32)
         slots = [q.pages[(q.length - 1) // PAGE] * PAGE + (q.length - 1) % PAGE for q in rows]
-        if slots and r.random() < 0.05:  # a row whose token has no place, or another's
-            slots[r.randrange(len(slots))] = r.choice([-1, slots[0]])
+        if slots and r.random() < 0.1:  # a row whose token has no place, or another's, or where another's last one lies
+            q = r.choice(rows)
+            last = max(0, q.length - 2)
+            slots[r.randrange(len(slots))] = r.choice([-1, slots[0], q.pages[last // PAGE] * PAGE + last % PAGE])
         starts = list(range(len(rows) + 1)) + [len(rows)] * padded
         if rows and r.random() < 0.05:  # a row without a token
             starts[len(rows):] = [len(rows) - 1] * (padded + 1)
@@ -106,12 +108,13 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("seed", "count", "most", "width", "below", "steps"), [
-    (0, 3, 5, 30, 0, 150), (1, 1, 3, 33, 25, 100), (2, 8, 13, 31, 20, 50), (3, 64, 5, 30, 12, 60),
+    (0, 3, 5, 30, 0, 150), (1, 1, 3, 33, 25, 100), (2, 8, 13, 31, 20, 50), (3, 64, 5, 12, 12, 60),
     (4, 2, 70, 28, 0, 15),
 ])
 def test_launches_do_what_torch_does(
     seed: int, count: int, most: int, width: int, below: int, steps: int, device: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sparsekv.serving.seats.SLACK", 8)
     if seed:
         for name, size in (("BLOCK", 4), ("PAGES", 8), ("TILE", 4)):
             monkeypatch.setattr(seating, name, size)
@@ -131,8 +134,9 @@ def test_launches_do_what_torch_does(
         if step % 7 == 0:
             for seats in (one, two):
                 seats.unsorted.at.fill_(False)
-        # the host serves most steps, and does not see some
-        serves, new = traffic.random.random() < 0.8, batch.slots[:0] if step % 10 == 9 else batch.slots
+        # the host serves many steps or few, and does not see some
+        serves = traffic.random.random() < (0.2 if seed % 2 else 0.8)
+        new = batch.slots[:0] if step % 10 == 9 else batch.slots
         told: list[list[torch.Tensor]] = []
         for seats, own in ((one, batch), (two, there)):
             found = seats.follow(own, new=new.to(seats.device), decode=True)
@@ -154,7 +158,7 @@ def test_launches_do_what_torch_does(
         assert all(bool((x[rows:] == junk(x)).all()) for x in written(two)), "rows behind the batch's"
         sparse += int(told[0][7].sum())
         many += int(torch.bincount(told[0][3][told[0][2]], minlength=1).max() > 1)
-    assert sparse > steps / 2, "hardly a row decodes sparsely"
+    assert sparse > steps / 10, "hardly a row decodes sparsely"
     assert many or seed, "no two rows are ever found in one seat"
 
 
