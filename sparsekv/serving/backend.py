@@ -125,12 +125,12 @@ class SparseBuilder(AttentionMetadataBuilder):
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
-        self.seats = Seats(self.room.seats, places, longest, device)
+        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self.seats = Seats(self.room.seats, places, longest, device,
+                           max(vllm_config.scheduler_config.max_num_seqs, graphs))
         self.rotation = rotation_of() if any(h.router.key_space == "pre" for h in self.homes) else None
-        most = max(vllm_config.scheduler_config.max_num_batched_tokens,
-                   vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.fixed: Lanes | None = None
         self.other_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.unsorted: Unsorted | None = None
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
@@ -192,12 +192,13 @@ class SparseBuilder(AttentionMetadataBuilder):
         if self.rotation is not None:
             self._note_positions(common, batch)
         indices = [index for h in self.homes if (index := h.ready()) is not None]
-        if self.unsorted is not None:
-            self.unsorted.note(batch.slots if serves else batch.slots[:0], decode=common.max_query_len == 1)
+        new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         short = serves and TURN.take(lengths_of(common)) and (self.eager or TURN.captured)
         if self.seats.empty(short):
+            if self.unsorted is not None:
+                self.unsorted.note(new, decode=decode)
             return SparseMetadata(full)
-        found = self.seats.follow(batch)
+        found = self.seats.follow(batch, new=new, decode=decode)
         if short or common.max_query_len > 1:
             self.seats.other_batch()
             return SparseMetadata(full)
@@ -205,8 +206,6 @@ class SparseBuilder(AttentionMetadataBuilder):
             found = self.seats.serve(batch, found, indices)
         lanes = self.seats.lanes(batch, found)
         if lanes.rest.is_cuda:
-            # FlashAttention shares its programs out by the batch's keys: none at all would be a division by zero
-            lanes = self._keep(lanes._replace(rest=lanes.rest.clamp(min=1)))
             some_sparse = some_full = True
         else:
             some_sparse, some_full = bool(lanes.sparse.any()), bool((lanes.rest > 0).any())
@@ -224,18 +223,6 @@ class SparseBuilder(AttentionMetadataBuilder):
         ends = batch.starts[1:].long()
         row = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
         self.positions[:count] = batch.lengths.long()[row] - (ends[row] - token)
-
-    def _keep(self, lanes: Lanes) -> Lanes:
-        """The same in buffers whose places a graph may know."""
-        rows = lanes.sparse.shape[0]
-        if self.fixed is None:
-            most = max(self.vllm_config.scheduler_config.max_num_seqs,
-                       self.vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-            self.fixed = Lanes(*(x.new_zeros(most, *x.shape[1:]) for x in lanes))
-        kept = Lanes(*(x[:rows] for x in self.fixed))
-        for place, x in zip(kept, lanes, strict=True):
-            place.copy_(x)
-        return kept
 
 
 class SparseImpl(StockImpl):

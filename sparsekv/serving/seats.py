@@ -6,6 +6,8 @@ request; unless somebody else has written there since, which ends the seat, or t
 it is compared on the device, for every row with every seat, and a row that is not found is attended to fully: a wrong
 guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once on a CPU; on a
 CUDA device it looks at the first decode batch after another one, and else at what the step before left behind.
+
+What is written here in plain torch is done for a decode batch on a CUDA device by two launches (`kernels.seating`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.regions import Regions
+from sparsekv.kernels.seating import SeatState, launch_follow, launch_lanes
 from sparsekv.serving.index import Lanes, Unsorted
 from sparsekv.serving.pages import slots_at
 
@@ -68,25 +71,30 @@ class Batch(NamedTuple):
 
 class Found(NamedTuple):
     """single `[R]`: rows of one new token that decode; own `[R]`: its slot; known `[R]`, seat `[R]`: who has an index,
-    and which."""
+    and which; wants `[R]`: who wants a seat or a longer index, where that has been found too."""
 
     single: Tensor
     own: Tensor
     known: Tensor
     seat: Tensor
+    wants: Tensor | None = None
 
 
 class Seats:
-    """Seats `0 … count − 1`; seat `count` is where rows without one write to."""
+    """Seats `0 … count − 1`; seat `count` is where rows without one write to. most: the most rows of a decode batch on
+    a CUDA device, whose lanes lie in buffers that stay."""
 
-    def __init__(self, count: int, places: Places, longest: int, device: torch.device):
-        self.count, self.places, self.device = count, places, device
+    def __init__(self, count: int, places: Places, longest: int, device: torch.device, most: int = 0):
+        self.count, self.places, self.device, self.most = count, places, device, most
+        self.launches = device.type == "cuda"
+        self.kept: dict[int, tuple[Found, Lanes]] = {}
 
         def full(value: int, *shape: int) -> Tensor:
             return torch.full((count + 1, *shape), value, dtype=torch.int64, device=device)
 
         self.length, self.last, self.tail, self.used = full(0), full(NOWHERE), full(0), full(-1)
         self.table = torch.zeros(count + 1, -(-longest // places.page), dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.steps = 0
         self.asked, self.quiet_until = False, 0
         self.waiting: tuple[Tensor, torch.cuda.Event] | None = None
@@ -108,24 +116,30 @@ class Seats:
         self.last.fill_(NOWHERE)
         self.taken, self.asked = False, False
 
-    def follow(self, batch: Batch) -> Found:
-        """Find the rows of a batch among the seats, whatever else is in it, and note how far they are."""
+    def follow(self, batch: Batch, *, new: Tensor | None = None, decode: bool = False) -> Found:
+        """Find the rows of a batch among the seats, whatever else is in it, and note how far they are. new: the first
+        of the batch's slots, those that get keys; decode: no row has more than one."""
         self.steps += 1
+        going_on = batch.prefilling is not None and bool(batch.prefilling.any())
+        if self.launches and decode and not going_on:
+            return self._launch_follow(batch, 0 if new is None else new.shape[0])
+        if self.unsorted is not None and new is not None:
+            self.unsorted.note(new, decode=decode)
         lengths = batch.lengths.long()
         slots, rows = batch.slots.long(), lengths.shape[0]
         # somebody else writes where a seat's request has its last token: that one is gone
         gone = (slots[:, None] == self.last[None]).any(0)
-        self.length = torch.where(gone, 0, self.length)
-        self.last = torch.where(gone, NOWHERE, self.last)
+        self.length.masked_fill_(gone, 0)
+        self.last.masked_fill_(gone, NOWHERE)
         counts = batch.starts.diff()
         if slots.shape[0]:
             own = slots[(batch.starts[1:].long() - 1).clamp(0, slots.shape[0] - 1)]
         else:
             own = torch.full((rows,), -1, device=self.device)
         single = (counts == 1) & (lengths >= 2) & (own >= 0)
-        if batch.prefilling is not None and batch.prefilling.any():
-            going_on = torch.nn.functional.pad(batch.prefilling[:rows], (0, max(0, rows - batch.prefilling.shape[0])))
-            single = single & ~going_on.to(self.device, non_blocking=True)
+        if batch.prefilling is not None and going_on:
+            prefills = torch.nn.functional.pad(batch.prefilling[:rows], (0, max(0, rows - batch.prefilling.shape[0])))
+            single = single & ~prefills.to(self.device, non_blocking=True)
         before = slots_at(batch.table, (lengths - 2).clamp(min=0)[:, None], self.places.page)
         match = single[:, None] & (self.length[None] == lengths[:, None] - 1) & (self.last[None] == before)
         match[:, self.count] = False
@@ -139,19 +153,16 @@ class Seats:
 
     def serve(self, batch: Batch, found: Found, indices: Sequence[Index]) -> Found:
         """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
-        lengths = batch.lengths.long()
-        tail = self.tail[found.seat]
-        long = found.single & (lengths >= self.places.dense_below)
-        outgrown = found.known & (lengths - 1 >= tail + self.places.room)
-        newcomers = long & ~found.known
-        if not self._asks(newcomers.any() | outgrown.any(), lengths.shape[0]):
+        wants = self._wants(batch, found) if found.wants is None else found.wants
+        if not self._asks(wants):
             return found
+        lengths = batch.lengths.long()
         known, seat = found.known.clone(), found.seat.clone()
         sizes = lengths.tolist()
-        for row in (outgrown & ~newcomers).nonzero()[:, 0].tolist():
+        for row in (wants & found.known).nonzero()[:, 0].tolist():
             self._move(int(seat[row]), batch.table[row:row + 1], sizes[row], indices)
         free = self._free()
-        for row in newcomers.nonzero()[:, 0].tolist():
+        for row in (wants & ~found.known).nonzero()[:, 0].tolist():
             if not free:
                 self.quiet_until = self.steps + PATIENCE
                 break
@@ -163,9 +174,15 @@ class Seats:
 
     def lanes(self, batch: Batch, found: Found) -> Lanes:
         """What the layers need to know of the rows of a decode batch."""
-        lengths, places = batch.lengths.long(), self.places
-        tail = self.tail[found.seat]
+        places = self.places
         width = places.room + SLACK
+        if self.launches:
+            kept = self._kept(batch.lengths.shape[0])[1]
+            launch_lanes(batch.lengths, batch.table, found.known, found.seat, self.tail, kept, page=places.page,
+                         dense_below=places.dense_below, sink=places.sink_size, longest=width)
+            return kept
+        lengths = batch.lengths.long()
+        tail = self.tail[found.seat]
         sparse = found.known & (lengths >= places.dense_below) & (lengths - tail <= width)
         step = torch.arange(places.sink_size + width, device=self.device)
         sink = step < places.sink_size
@@ -175,25 +192,62 @@ class Seats:
         return Lanes(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
                      torch.where(sparse, 0, lengths).int(), used.sum(1))
 
-    def _asks(self, wanted: Tensor, rows: int) -> bool:
-        """Whether the host serves now."""
+    def _launch_follow(self, batch: Batch, new: int) -> Found:
+        rows, places, unsorted = batch.lengths.shape[0], self.places, self.unsorted
+        found = self._kept(rows)[0]
+        if unsorted is not None:
+            unsorted.now = False
+        assert found.wants is not None
+        launch_follow(batch.lengths, batch.starts, batch.table, batch.slots,
+                      SeatState(self.length, self.last, self.tail, self.used, self.table, self.arrived),
+                      None if unsorted is None else unsorted.at, (*found[:4], found.wants), noted=new, step=self.steps,
+                      page=places.page, dense_below=places.dense_below, room=places.room)
+        return found
+
+    def _kept(self, rows: int) -> tuple[Found, Lanes]:
+        """Where a decode batch of so many rows is described, in places that a graph may know."""
+        assert rows <= self.most, f"{rows} rows, buffers for {self.most}"
+
+        def full(kind: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(self.most, *shape, dtype=kind, device=self.device)
+
+        if not self.kept:
+            bit, whole, half = torch.bool, torch.int64, torch.int32
+            anchors = self.places.sink_size + self.places.room + SLACK
+            self.kept[self.most] = (
+                Found(full(bit), full(whole), full(bit), full(whole), full(bit)),
+                Lanes(full(bit), full(whole), full(half, anchors), full(whole), full(half), full(whole)))
+        if rows not in self.kept:
+            found, lanes = self.kept[self.most]
+            self.kept[rows] = (Found(*(x[:rows] for x in found if x is not None)), Lanes(*(x[:rows] for x in lanes)))
+        return self.kept[rows]
+
+    def _wants(self, batch: Batch, found: Found) -> Tensor:
+        """Rows that want a seat, and rows whose tail has outgrown its room."""
+        lengths = batch.lengths.long()
+        outgrown = lengths - 1 >= self.tail[found.seat] + self.places.room
+        return torch.where(found.known, outgrown, found.single & (lengths >= self.places.dense_below))
+
+    def _asks(self, wants: Tensor) -> bool:
+        """Whether the host serves now the rows that want it, `[R]`."""
         if self.steps < self.quiet_until:
             return False
         if self.device.type != "cuda":
-            return bool(wanted)
+            return bool(wants.any())
+        rows = wants.shape[0]
         fresh = not self.asked or rows != self.rows
         self.asked, self.rows = True, rows
         if fresh:
             self.waiting = None
-            return bool(wanted)
-        late = self.waiting is not None and self.waiting[1].query() and bool(self.waiting[0])
+            return bool(wants.any())
+        late = self.waiting is not None and self.waiting[1].query() and bool(self.waiting[0].any())
         if late or self.waiting is None or self.waiting[1].query():
-            copy = torch.empty((), dtype=torch.bool, pin_memory=True)
-            copy.copy_(wanted, non_blocking=True)
+            copy = torch.empty(rows, dtype=torch.bool, pin_memory=True)
+            copy.copy_(wants, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self.waiting = (copy, event)
-        return late and bool(wanted)
+        return late and bool(wants.any())
 
     def other_batch(self) -> None:
         """A batch that is not all decode: the next one that is may have rows that nobody has seen."""

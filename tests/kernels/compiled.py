@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, sketch, stored
+from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, seating, sketch, stored
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
@@ -19,6 +19,7 @@ from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
+from sparsekv.kernels import seating_triton as se
 from sparsekv.kernels import sketch_triton as sk
 from sparsekv.kernels import stored_triton as d
 from sparsekv.kernels.bucket_mass import ROWS
@@ -47,6 +48,13 @@ OWN: dict[Any, dict[str, str]] = {
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.ask_kernel: {"maps": "*fp32"},
+    se.follow_kernel: {
+        **dict.fromkeys("slots seat_length seat_last seat_tail seat_used own seat".split(), "*i64"),
+        **dict.fromkeys("lengths starts table seat_table arrived".split(), "*i32"),
+        **dict.fromkeys("unsorted single known wants".split(), "*i1"), "tokens": "i32"},
+    se.lanes_kernel: {
+        **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
+        **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
 }
 
@@ -145,6 +153,10 @@ def main() -> None:
     for half in ("bf16", "fp32"):
         check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
                                  "DEPTH": sketch.ENCODE_DEPTH}, sketch.ENCODE_WARPS, half, SHARED)
+    for seats in (2, 128):
+        check(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.TILE, "BLOCK": seating.BLOCK,
+                                 "PAGES": seating.PAGES}, seating.WARPS, "bf16")
+    check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.GRADE_PARTS):
         check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK, "COPIES": 4,
                                 "BLOCK": sketch.GRADE_BLOCK},

@@ -94,11 +94,10 @@ class Engine:
         prefilling = None if prefill is None else torch.full((len(work),), prefill)
         batch = Batch(lengths, starts, table, torch.cat(slots), prefilling)
         decode = max(n for _, n in work) == 1
-        self.unsorted.note(batch.slots, decode=decode)
-        self.found = found = self.seats.follow(batch)
+        self.found = found = self.seats.follow(batch, new=batch.slots, decode=decode)
         if decode:
             self.found = found = self.seats.serve(batch, found, [self.index])
-        lanes = self.seats.lanes(batch, found)
+            lanes = self.seats.lanes(batch, found)
         flat = self.pool.transpose(1, 2).flatten(0, 1)
         flat[batch.slots] = torch.cat([torch.cat(keys), torch.cat(values)], -1)
         self.index.write(torch.cat(keys), batch.slots, torch.cat(places))
@@ -106,7 +105,8 @@ class Engine:
             return [None] * len(work)
         q = torch.stack([r.q[r.length - 1] for r, _ in work])
         out = step(self.index, q, lanes)
-        assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths)).all())
+        least = 1 if self.seats.launches else 0
+        assert bool((lanes.rest == torch.where(lanes.sparse, least, lengths)).all())
         return [out[row] if lanes.sparse[row] else None for row in range(len(work))]
 
 
