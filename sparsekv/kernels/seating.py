@@ -57,7 +57,8 @@ def launch_lanes(
     lanes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], *, page: int, dense_below: int, sink: int, longest: int,
 ) -> None:
     """`Seats.lanes` of rows that sit where `known [R]` and `seat [R]` say, `tail [S + 1]`: writes lanes: sparse `[R]`,
-    seat `[R]`, anchors `[R, A]`, places `[R]` and rest `[R]`, the last at least 1."""
+    seat `[R]`, anchors `[R, A]`, places `[R]` and rest `[R]`, the last at least 1: FlashAttention shares its programs
+    out by the batch's keys, and none at all would be a division by zero."""
     from sparsekv.kernels.seating_triton import lanes_kernel
 
     rows, size = lengths.shape[0], lanes[2].shape[1]
