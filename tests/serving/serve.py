@@ -31,7 +31,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     def add(name: str, number: int = 1) -> None:
         seen[name] += number
 
-    counted(LayerIndex, "step", lambda q, lanes: (add("steps"), add("sparse_rows", int(lanes.sparse.sum()))))
+    counted(LayerIndex, "choose", lambda q, lanes: (add("steps"), add("sparse_rows", int(lanes.sparse.sum()))))
     counted(LayerIndex, "build", lambda *_: add("built"))
     counted(LayerIndex, "extend", lambda *_: add("moved"))
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))
