@@ -18,7 +18,7 @@ Conventions (all functions):
   a token in both is read once. What lies between is the mid region.
 """
 
-from sparsekv.kernels.attend import Rows, attend_buckets, attend_tokens
+from sparsekv.kernels.attend import Pages, attend_buckets, attend_tokens
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
@@ -67,12 +67,13 @@ from sparsekv.kernels.types import (
 )
 
 __all__ = [
-    "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "KeyMap", "PhiCache", "PhiState",
-    "QueryModel", "RouterScores", "Rows", "ScoreMoments", "Sketch", "add_centre", "against_bucket", "anchor_indices",
-    "append_token", "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens", "away_from",
-    "bucket_counts", "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens", "collisions",
-    "decode", "decode_attention", "dense_attention", "encode", "extend_index", "factored", "gather_from_host",
-    "gather_rows", "group_probability", "half_variance", "key_map", "log_phi", "log_phi_keys", "mass_cap", "merge",
-    "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "products", "query_statistics",
-    "read_bound", "remainder", "route", "route_tokens", "sketch_tokens", "square_sums", "top_buckets",
+    "RANK", "BucketMeans", "Candidates", "CompletionQuery", "FeatureMapWeights", "KeyMap", "Pages", "PhiCache",
+    "PhiState", "QueryModel", "RouterScores", "ScoreMoments", "Sketch", "add_centre", "against_bucket",
+    "anchor_indices", "append_token", "assign_buckets", "attend_buckets", "attend_gathered", "attend_tokens",
+    "away_from", "bucket_counts", "bucket_mass", "bucket_sums", "bucket_tokens", "build_index", "choose_tokens",
+    "collisions", "decode", "decode_attention", "dense_attention", "encode", "extend_index", "factored",
+    "gather_from_host", "gather_rows", "group_probability", "half_variance", "key_map", "log_phi", "log_phi_keys",
+    "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "products",
+    "query_statistics", "read_bound", "remainder", "route", "route_tokens", "sketch_tokens", "square_sums",
+    "top_buckets",
 ]

@@ -21,6 +21,8 @@ from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, pa
 from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
+PAGED_SPLITS = 8
+"""Splits at least where a row may read all its tokens."""
 MERGE_WIDTH, MERGE_WARPS = 32, 2
 """Columns and warps of a program of the merge."""
 
@@ -43,47 +45,49 @@ COMPLETED_BYTES = 1024
 """The widest key, value and features of which `COMPLETED.block` are taken at once."""
 
 
-class Rows(NamedTuple):
-    """Where a result goes: out `[Q, Hq, d]`, of which the rows `written [Q]` (bool) are written and the others stay;
-    these may be another stream's that has been waited for."""
+class Pages(NamedTuple):
+    """A cache whose tokens lie in pages, slot `table[q, i // page] · page + i % page` for token i of a row, and what a
+    row reads of it beside its list, by slots. anchors `[Q, A]`: the anchors, in place of sink and tail; the first
+    lengths[q] count. whole `[Q]`: where it is not zero the row reads its first whole[q] tokens, and nothing else."""
 
-    out: Tensor
-    written: Tensor
+    anchors: Tensor
+    whole: Tensor
+    table: Tensor
+    page: int
 
 
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
-    anchors: Tensor | None = None, into: Rows | None = None,
+    pages: Pages | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
     estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
 
     q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
     heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
-    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. anchors `[Q, A]`: where tokens do not
-    lie in order (a paged cache), the anchors themselves, of which the first lengths[q] count. With `into` the result
-    goes there. Returns `(out [Q, Hq, d], lse [Q, Hq])`.
+    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. With `pages` all tokens are slots.
+    Returns `(out [Q, Hq, d], lse [Q, Hq])`, the first into `out` where that is given.
     """
     attend = launch_attend if on_device(q) else attend_tokens_reference
     return attend(q, k, v, tokens, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
-                  lengths=lengths, log_weights=log_weights, completion=completion, anchors=anchors, into=into)
+                  lengths=lengths, log_weights=log_weights, completion=completion, pages=pages, out=out)
 
 
 def attend_tokens_reference(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
-    anchors: Tensor | None = None, into: Rows | None = None,
+    pages: Pages | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tokens` in plain torch, the CPU's path: what is read is gathered once, the cache is never copied."""
     count, heads_kv, listed = q.shape[0], k.shape[1], tokens.shape[2]
     if tokens.shape[1] == 1:
         tokens = tokens.expand(-1, heads_kv, -1)
         log_weights = None if log_weights is None else log_weights.expand(-1, heads_kv, -1)
-    if anchors is None:
+    if pages is None:
         anchors = anchor_indices(starts, sink_size, tail_starts, lengths)
     else:
-        anchors = anchors.where(torch.arange(anchors.shape[1], device=q.device) < lengths[:, None], -1)
+        anchors = pages.anchors.where(torch.arange(pages.anchors.shape[1], device=q.device) < lengths[:, None], -1)
     index = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1).to(tokens.dtype)], dim=-1)
     heads, width = index.shape[1:]
 
@@ -94,13 +98,25 @@ def attend_tokens_reference(
     keys, values = gathered(k, index), gathered(v, index)
     if log_weights is not None:
         log_weights = torch.nn.functional.pad(log_weights, (0, width - listed))
-    out, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
+    found, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
     if completion is not None:
         rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
-        out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
-    if into is not None:
-        out = into.out.copy_(torch.where(into.written[:, None, None], out.to(into.out.dtype), into.out))
-    return out, lse
+        found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
+    for row, slots in [] if pages is None else slots_of(pages):
+        keys, values = (x[row * k.shape[0] // count, :, slots][None] for x in (k, v))
+        used = torch.ones(1, heads_kv, len(slots), dtype=torch.bool, device=q.device)
+        found[row:row + 1], lse[row:row + 1] = attend_gathered(q[row:row + 1], keys, values, used, scale)
+    return (found if out is None else out.copy_(found)), lse
+
+
+def slots_of(pages: Pages) -> list[tuple[int, Tensor]]:
+    """The rows that read all they have, and their slots."""
+    found = []
+    for row, count in enumerate(pages.whole.tolist()):
+        if count:
+            token = torch.arange(count, device=pages.table.device)
+            found.append((row, pages.table[row, token // pages.page].long() * pages.page + token % pages.page))
+    return found
 
 
 def attend_buckets(
@@ -142,12 +158,11 @@ def launch_of(lists: int, q: Tensor, completion: CompletionQuery | None) -> Laun
 def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
-    log_weights: Tensor | None = None, completion: CompletionQuery | None = None, anchors: Tensor | None = None,
-    into: Rows | None = None,
+    log_weights: Tensor | None = None, completion: CompletionQuery | None = None, pages: Pages | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
-    launch is prepared while the kernel ahead of it ends, unless a completion or the other rows of the output come from
-    another stream."""
+    launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
     from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
@@ -161,12 +176,12 @@ def launch_attend(
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
     how = launch_of(count * heads, q, completion)
-    splits = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
+    splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=device)
 
-    out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if into is None else into.out
+    out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if out is None else out
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
     taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
     if completion is not None:
@@ -175,23 +190,22 @@ def launch_attend(
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = (x.contiguous() for x in (starts, tail_starts, lengths))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
-    alone = completion is None and into is None
-    listed = (lengths if anchors is None else anchors.to(torch.int32)).contiguous()
+    paged = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
     half = max(16 if completion is None else 8, power_of_two(group))
     split_kernel[(count * heads, splits)](
-        q, k, v, tokens, *index, weights, key_features, features, *edges, listed, partial, partial_lse,
+        q, k, v, tokens, *index, weights, key_features, features, *edges, *paged, partial, partial_lse,
         taken, taken_mass, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], *q.stride()[:2],
         *k.stride()[:3], *v.stride()[:3], *tokens.stride()[:2], *(x for t in index for x in t.stride()[:2]),
-        *weights.stride()[:2], *key_features.stride()[:3], listed.stride(0),
+        *weights.stride()[:2], *key_features.stride()[:3], paged[0].stride(0), paged[2].stride(0),
         PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
         ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and alone, BLOCK=how.block, AHEAD=how.stages == 1,
-        ANCHORED=anchors is not None, num_warps=how.warps, num_stages=how.stages, **(pdl if alone else {}))
+        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
+        PAGE=0 if pages is None else pages.page, num_warps=how.warps, num_stages=how.stages,
+        **(pdl if completion is None else {}))
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
-        lse if into is None else into.written.contiguous(), out, lse, REST_EPS, *out.stride()[:2], heads_q, splits,
-        PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=completion is not None, CAPPED=cap is not None,
-        SOME=into is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
+        out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
+        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

@@ -7,11 +7,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def locate(
-    slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, PROBES: tl.constexpr,
-    ANCHORED: tl.constexpr,
+    slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole, table, PROBES: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
-    """The tokens of a block of slots, -1 where there is none: first the list, then the anchors, listed themselves or
-    sink and tail."""
+    """The tokens of a block of slots, -1 where there is none: first the list, then the anchors, sink and tail or with
+    PAGE listed themselves; or, where `whole` is not zero, all tokens in their pages."""
     listed = slot < tl.minimum(num_listed, last)
     place = slot
     if PROBES > 0:
@@ -19,8 +19,10 @@ def locate(
         place += tl.sum(tl.where(inside, shift[None, :], 0), 1)
     token = tl.load(tokens + place, mask=listed, other=-1).to(tl.int32)
     anchor = slot - num_listed
-    if ANCHORED:
+    if PAGE > 0:
         anchor = tl.load(anchors + anchor, mask=(anchor >= 0) & (slot < last), other=-1).to(tl.int32)
+        page = tl.load(table + slot // PAGE, mask=slot < tl.minimum(whole, last), other=0).to(tl.int32)
+        anchor = tl.where(whole > 0, page * PAGE + slot % PAGE, anchor)
     else:
         anchor = tl.where(anchor < sinks, start + anchor, tail + anchor - sinks)
     return tl.where(listed, token, tl.where((slot >= num_listed) & (slot < last), anchor, -1))
@@ -29,13 +31,13 @@ def locate(
 @triton.jit
 def split_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, key_features, features, starts, tail_starts, lengths, anchors,
-    partial, partial_lse, taken, taken_mass, scale, num_listed, sink_size, heads, per_row,
+    wholes, table, partial, partial_lse, taken, taken_mass, scale, num_listed, sink_size, heads, per_row,
     q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, t_row, t_head, f_row, f_head, b_row, b_head,
-    w_row, w_head, p_row, p_head, p_token, a_row,
+    w_row, w_head, p_row, p_head, p_token, a_row, table_row,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
-    WAITS: tl.constexpr, AHEAD: tl.constexpr, ANCHORED: tl.constexpr,
+    WAITS: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
 ):
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
     the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
@@ -81,8 +83,14 @@ def split_kernel(
             features + ((row * heads + head) * GROUP + group - HALF)[:, None] * FEATURES + feature[None, :],
             mask=(estimates & (group < HALF + GROUP))[:, None] & there, other=0.0)
     sinks = tl.minimum(sink_size, tl.maximum(tl.minimum(tail, length) - start, 0))
-    total = num_listed + (length if ANCHORED else sinks + tl.maximum(length - tail, 0))
-    anchors += row * a_row
+    total = num_listed + sinks + tl.maximum(length - tail, 0)
+    whole = 0
+    if PAGE > 0:
+        whole = tl.load(wholes + row).to(tl.int32)
+        anchors += row * a_row
+        table += row * table_row
+        num_listed = tl.where(whole > 0, 0, num_listed)
+        total = tl.where(whole > 0, whole, num_listed + length)
     parts = tl.num_programs(1)
     per_split = tl.cdiv(total, parts)
     last = tl.minimum(split * per_split + per_split, total)
@@ -92,13 +100,13 @@ def split_kernel(
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     if AHEAD:
         slot = split * per_split + tl.arange(0, BLOCK)
-        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors,
-                       PROBES=PROBES, ANCHORED=ANCHORED)
+        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+                       table, PROBES=PROBES, PAGE=PAGE)
     for at in range(split * per_split, last, BLOCK):
         if not AHEAD:
             slot = at + tl.arange(0, BLOCK)
-            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors,
-                           PROBES=PROBES, ANCHORED=ANCHORED)
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+                           table, PROBES=PROBES, PAGE=PAGE)
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
         mask = valid[:, None] & wide
@@ -113,8 +121,8 @@ def split_kernel(
             added = tl.load(log_weights + slot, mask=listed, other=0.0).to(tl.float32)
         if AHEAD:
             slot = at + BLOCK + tl.arange(0, BLOCK)
-            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors,
-                           PROBES=PROBES, ANCHORED=ANCHORED)
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+                           table, PROBES=PROBES, PAGE=PAGE)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
         if WEIGHTED:
             score += added[None, :]
@@ -154,12 +162,12 @@ def split_kernel(
 
 @triton.jit
 def merge_kernel(
-    partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, cap, written, out, out_lse, eps, o_row, o_head,
-    heads_q, parts,
+    partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, cap, out, out_lse, eps, o_row, o_head, heads_q,
+    parts,
     PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr, CAPPED: tl.constexpr,
-    SOME: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One program a query head and WIDTH of its columns. SOME: only rows that are written change the output."""
+    """One program a query head and WIDTH of its columns."""
     row = (tl.program_id(0) // heads_q).to(tl.int64)
     head = (tl.program_id(0) % heads_q).to(tl.int64)
     at = row * heads_q + head
@@ -195,8 +203,6 @@ def merge_kernel(
         total += left * tl.exp(log - safe)
         result += estimate * tl.exp(log - safe)
     result = result / tl.where(total > 0, total, 1.0)
-    if SOME:
-        wide = width < DIM * tl.load(written + row).to(tl.int32)
     tl.store(out + row * o_row + head * o_head + width, result.to(out.dtype.element_ty), mask=wide)
     if tl.program_id(1) == 0:
         tl.store(out_lse + at, tl.where(total > 0, tl.log(tl.maximum(total, 1e-38)) + safe, float("-inf")))

@@ -58,8 +58,7 @@ def launch_lanes(
     longest: int,
 ) -> None:
     """`Seats.lanes` of rows that sit where `known [R]` and `seat [R]` say, `tail [S + 1]`: writes lanes: sparse `[R]`,
-    seat `[R]`, anchors `[R, A]`, places `[R]`, rest `[R]`, at least 1, and anchored `[R]`. FlashAttention shares its
-    programs out by the keys of the rest, and none at all would be a division by zero."""
+    seat `[R]`, anchors `[R, A]`, places `[R]`, rest `[R]` and anchored `[R]`."""
     from sparsekv.kernels.seating_triton import lanes_kernel
 
     rows, size = lengths.shape[0], lanes[2].shape[1]

@@ -110,7 +110,7 @@ def lanes_kernel(
     tl.store(sparse + row, taken)
     tl.store(lane + row, tl.where(taken, where, count))
     tl.store(places + row, tl.maximum(length - 1, 0))
-    tl.store(rest + row, tl.where(taken, 1, tl.maximum(length, 1)).to(tl.int32))
+    tl.store(rest + row, tl.where(taken, 0, length).to(tl.int32))
     sink_end, end = tl.where(taken, first_of_tail, 0), tl.where(taken, length, 0)
     anchors_used = tl.zeros([BLOCK], tl.int32)
     for first in range(0, size, BLOCK):

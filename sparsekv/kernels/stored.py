@@ -102,7 +102,7 @@ def launch_decode(
         STAGES=stages_of(dim, k.element_size()), num_warps=WARPS)
     columns = min(padded(dim), MERGE_WIDTH)
     merge_kernel[(batch * heads_q, -(-dim // columns))](
-        partial, partial_lse, partial, partial_lse, lse, lse, lse, lse, lse, out, lse, 0.0, *out.stride()[:2],
-        heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False, SOME=False,
-        OVERLAP=False, num_warps=MERGE_WARPS)
+        partial, partial_lse, partial, partial_lse, lse, lse, lse, lse, out, lse, 0.0, *out.stride()[:2], heads_q,
+        splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False, OVERLAP=False,
+        num_warps=MERGE_WARPS)
     return out, lse

@@ -53,15 +53,12 @@ def plan_for(config: Any) -> Plan:
 
 @dataclass
 class SparseMetadata:
-    """full: the stock backend's metadata of all rows. Of a decode batch also rest: those of the rows that are attended
-    to fully (on CUDA the others attend to one token), and lanes: of the others; some_sparse and some_full say on a CPU
-    whether there are any."""
+    """full: the stock backend's metadata. Of a decode batch in which some rows may be sparse also lanes, and table
+    `[R, blocks]`: the rows' pages."""
 
     full: Any
-    rest: Any = None
     lanes: Lanes | None = None
-    some_sparse: bool = True
-    some_full: bool = True
+    table: Tensor | None = None
 
 
 class Home:
@@ -102,7 +99,6 @@ class SparseBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.full = StockBuilder(kv_cache_spec, layer_names, vllm_config, device)
-        self.rest = StockBuilder(kv_cache_spec, layer_names, vllm_config, device)
         self.plan = plan_for(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self.homes: list[Home] = []
@@ -131,7 +127,6 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.rotation = rotation_of() if any(h.router.key_space == "pre" for h in self.homes) else None
         most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
-        self.other_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.unsorted: Unsorted | None = None
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
@@ -205,12 +200,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         if serves and len(indices) == len(self.homes):
             found = self.seats.serve(batch, found, indices)
         lanes = self.seats.lanes(batch, found)
-        if lanes.rest.is_cuda:
-            some_sparse = some_full = True
-        else:
-            some_sparse, some_full = bool(lanes.sparse.any()), bool((lanes.rest > 0).any())
-        rest = self.rest.build(0, common.replace(seq_lens=lanes.rest)) if some_full else None
-        return SparseMetadata(full, rest, lanes, some_sparse, some_full)
+        if not lanes.sparse.is_cuda and not lanes.sparse.any():
+            return SparseMetadata(full)
+        return SparseMetadata(full, lanes, batch.table)
 
     def _note_positions(self, common: Any, batch: Batch) -> None:
         """The position of every new token, where the layers' writes find it."""
@@ -262,31 +254,14 @@ class SparseImpl(StockImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        def stock(metadata: Any) -> Tensor:
-            return super(SparseImpl, self).forward(layer, query, key, value, kv_cache, metadata, output, output_scale,
-                                                   output_block_scale)
-
         found: SparseMetadata | None = attn_metadata
-        if found is None:
-            return stock(None)
-        if self.home is None or found.lanes is None or not found.some_sparse:
-            return stock(found.full)
+        if self.home is None or found is None or found.lanes is None:
+            return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
+                                   output_scale, output_block_scale)
+        assert found.table is not None
         lanes, rows = found.lanes, found.lanes.sparse.shape[0]
-        index, q, out = self.home.at(kv_cache), query[:rows], output[:rows]
-        other = self.home.builder.other_stream
-        if other is None:
-            if found.some_full:
-                stock(found.rest)
-            tokens = index.choose(q, lanes)
-        else:
-            # the rows that are attended to fully, which are few or none, while tokens are chosen for the others
-            own = torch.cuda.current_stream()
-            other.wait_stream(own)
-            with torch.cuda.stream(other):
-                stock(found.rest)
-            tokens = index.choose(q, lanes)
-            own.wait_stream(other)
-        index.attend(q, tokens, lanes, out)
+        index, q = self.home.at(kv_cache), query[:rows]
+        index.attend(q, index.choose(q, lanes), lanes, found.table, output[:rows])
         return output
 
 

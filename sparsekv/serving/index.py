@@ -17,9 +17,9 @@ from sparsekv.core.sketch import fit_queries
 from sparsekv.kernels import (
     BucketMeans,
     Candidates,
+    Pages,
     QueryModel,
     RouterScores,
-    Rows,
     Sketch,
     assign_buckets,
     attend_tokens,
@@ -112,7 +112,7 @@ class LayerIndex:
         self.unsorted = unsorted
         dtype, device = pool.dtype, pool.device
         self.keys, self.values = by_slot(pool)
-        self.slots = self.keys.shape[1]
+        self.slots, self.page = self.keys.shape[1], pool.shape[2]
         self.room, self.scale, self.rotation = room, scale, rotation
         self.token_budget, self.candidates = budget, candidates
         self.heads, self.buckets, self.dim = router.centroids.shape
@@ -226,13 +226,13 @@ class LayerIndex:
         return sketch_tokens(q, self.sketch._replace(queries=self.asks), self.codes.expand(rows, -1, -1, -1),
                              self.scale, budget, self.widest, candidates)
 
-    def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, out: Tensor) -> Tensor:
-        """Attention of one query a row, q `[R, Hq, d]` with RoPE, over the row's anchors and tokens `[R, Hkv, n]`, into
-        the rows of out `[R, Hq, d]` that decode sparsely."""
+    def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
+        """Attention of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
+        tokens `[R, Hkv, n]`, or over all it has in its pages, table `[R, blocks]`."""
         keys, values = (x[None].expand(q.shape[0], -1, -1, -1) for x in (self.keys, self.values))
         used = lanes.anchored
         return attend_tokens(q, keys, values, tokens, scale=self.scale, starts=used, sink_size=0, tail_starts=used,
-                             lengths=used, anchors=lanes.anchors, into=Rows(out, lanes.sparse))[0]
+                             lengths=used, pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
 
     def _scores(self) -> RouterScores:
         if self.weights is not None:

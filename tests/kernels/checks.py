@@ -18,12 +18,13 @@ from sparsekv.kernels import (
     Sketch,
     bucket_tokens,
     build_index,
+    dense_attention,
     group_probability,
     routing,
     sketch,
     top_buckets,
 )
-from sparsekv.kernels.attend import Rows, attend_buckets_reference, attend_tokens_reference, launch_attend
+from sparsekv.kernels.attend import Pages, attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
 from sparsekv.kernels.bucket_sums import (
@@ -153,17 +154,26 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
         found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completion[0])
         truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completion[1])
         agree(found, truth, limit, f"buckets, completed: {completion[0] is not None}")
-    # anchors that are listed themselves, into some rows of an output
-    count = s.q.shape[0]
-    used, written = torch.arange(count, device=device) % 8, torch.arange(count, device=device) % 2 == 0
-    anchors = torch.randint(-1, s.k.shape[2], (count, 7), device=device)
+    # a paged cache: listed anchors, rows that read all they have, a row without anything
+    count, page = s.q.shape[0], 5
+    blocks = -(-s.k.shape[2] // page)
+    used, whole = torch.arange(count, device=device) % 8, torch.zeros(count, dtype=torch.int32, device=device)
+    whole[1::2] = torch.randint(1, s.k.shape[2] + 1, (count // 2,), device=device)
+    pool = [torch.nn.functional.pad(x, (0, 0, 0, blocks * page - x.shape[2])) for x in (s.k, s.v)]
+    table = torch.rand(count, blocks, device=device).argsort(-1)[:, :blocks].int()
+    anchors = torch.randint(0, s.k.shape[2], (count, 7), device=device).int()
     by_list = {"scale": s.regions["scale"], "sink_size": 0, **dict.fromkeys(("starts", "tail_starts", "lengths"), used)}
-    for listed in (none, tokens, per_head):
-        sides = (launch_attend, (s.q, s.k, s.v)), (attend_tokens_reference, s.wide())
-        mine, truth = (attend(*step, listed, **by_list, anchors=anchors,
-                              into=Rows(torch.full_like(step[0], 7), written)) for attend, step in sides)
-        agree(mine, truth, limit, "listed anchors")
-        assert (mine[0][~written] == 7).all()
+    for listed in (none, tokens):
+        listed = torch.where(whole[:, None, None] > 0, -1, listed)
+        sides = (launch_attend, (s.q, *pool)), (attend_tokens_reference, [x.double() for x in (s.q, *pool)])
+        mine, truth = (attend(*step, listed, **by_list, pages=Pages(anchors, whole, table, page),
+                              out=torch.full_like(step[0], 7)) for attend, step in sides)
+        agree(mine, truth, limit, "pages")
+        row, first = int(whole.argmax()), int(whole.max())
+        slots = (table[row, :, None] * page + torch.arange(page, device=device)).flatten()[:first]
+        own = [x[row * 2 // count, :, slots][None] for x in sides[1][1][1:]]
+        exact = dense_attention(sides[1][1][0][row:row + 1, :, None], *own, scale=s.regions["scale"])[0, :, 0]
+        assert error(truth[0][row], exact) < 1e-12
 
 
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -32,7 +32,7 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last seats",
     "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
-            "positions tallies anchors",
+            "positions tallies anchors wholes",
     "*i8": "side",
     "*i16": "codes queries grades",
     "*fp32": "steps partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
@@ -44,7 +44,7 @@ KINDS = {
 }
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
-    a.merge_kernel: {"written": "*i1"}, c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
+    c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.ask_kernel: {"maps": "*fp32"},
@@ -81,13 +81,13 @@ def check(
 
 def split(
     dim: int, group: int, how: attend.Launch, *, probes: int = 0, phi: bool = False, weighted: bool = False,
-    anchored: bool = False,
+    page: int = 0,
 ) -> dict[str, Any]:
     half = max(8 if phi else 16, group)
     return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
             "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
             "PADDED_FEATURES": 128, "PHI": phi, "WEIGHTED": weighted,
-            "BLOCK": how.block, "AHEAD": how.stages == 1, "ANCHORED": anchored}
+            "BLOCK": how.block, "AHEAD": how.stages == 1, "PAGE": page}
 
 
 def main() -> None:
@@ -100,10 +100,9 @@ def main() -> None:
     check(a.split_kernel, split(128, 4, many, phi=True), many.warps, "bf16", SHARED, stages=many.stages)
     check(a.split_kernel, split(80, 1, completed, probes=32, phi=True), completed.warps, "bf16", (89,))
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
-    check(a.split_kernel, split(128, 4, plain, anchored=True), plain.warps, "bf16", (90,))
-    for some in (False, True):
-        merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True, "SOME": some}
-        check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
+    check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
+    merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
+    check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
     shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}
     check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
     wide = {**shape, "BLOCK": 64, "OFFSETS": True}

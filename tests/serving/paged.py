@@ -104,15 +104,17 @@ class Engine:
         if not decode:
             return [None] * len(work)
         q = torch.stack([r.q[r.length - 1] for r, _ in work])
-        out = step(self.index, q, lanes)
-        least = 1 if self.seats.launches else 0
-        assert bool((lanes.rest == torch.where(lanes.sparse, least, lengths)).all())
+        out = step(self.index, q, lanes, table)
+        assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths)).all())
+        for row, (request, _) in enumerate(work):
+            if not lanes.sparse[row]:
+                torch.testing.assert_close(out[row], full(request), rtol=1e-4, atol=1e-4)
         return [out[row] if lanes.sparse[row] else None for row in range(len(work))]
 
 
-def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes) -> torch.Tensor:
-    """A layer's sparse step into an output of sevens."""
-    return index.attend(q, index.choose(q, lanes), lanes, torch.full_like(q, 7.0))
+def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> torch.Tensor:
+    """A layer's sparse step."""
+    return index.attend(q, index.choose(q, lanes), lanes, table, torch.full_like(q, float("nan")))
 
 
 def full(request: Request) -> torch.Tensor:
