@@ -128,6 +128,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
         self.positions = torch.zeros(most, dtype=torch.int64, device=device)
         self.unsorted: Unsorted | None = None
+        self.warm = False
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
@@ -187,6 +188,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         if self.rotation is not None:
             self._note_positions(common, batch)
         indices = [index for h in self.homes if (index := h.ready()) is not None]
+        if indices and not self.warm:
+            indices[0].warm(self.seats.places.sink_size)
+            self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         short = serves and TURN.take(lengths_of(common)) and (self.eager or TURN.captured)
         if self.seats.empty(short):

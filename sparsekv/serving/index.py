@@ -36,7 +36,7 @@ from sparsekv.serving.pages import by_slot
 
 LATER = 64
 """New keys of a step up to which their buckets and codes wait."""
-KEYS_AT_ONCE, SUMMED_AT_ONCE = 8192, 65_536
+KEYS_AT_ONCE, SUMMED_AT_ONCE, WARM = 8192, 65_536, 64
 
 
 class Rotation(NamedTuple):
@@ -144,6 +144,15 @@ class LayerIndex:
             self.codes = zeros(1, heads, self.slots + 1, self.width, kind=torch.int8)
             self.asks = zeros(seats + 1, heads, dim, self.sketch.rank, kind=torch.float32)
         self.fitted = [0] * seats
+
+    def warm(self, sink_size: int) -> None:
+        """Run once what prompts and new requests launch, for lengths that 16 divides and for others, so that no request
+        waits until it is compiled. Leaves nothing that is read: no seat is taken, and no slot is known."""
+        for count in (WARM, WARM - 1):
+            slots = torch.arange(min(count, self.slots, self.room.longest), device=self.keys.device)
+            ends = torch.full((1,), sink_size + slots.shape[0])
+            self._sketch(self.keys[:, slots].transpose(0, 1), slots, slots)
+            self.build(0, slots, Regions(torch.zeros_like(ends), ends, int(ends), sink_size))
 
     def write(self, keys: Tensor, slots: Tensor, places: Tensor) -> None:
         """Bucket and code of new keys `[n, Hkv, d]` with RoPE, at places `[n]`, into their slots `[n]`; a negative slot

@@ -67,6 +67,7 @@ class Engine:
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
         self.seats.unsorted = self.unsorted
+        self.index.warm(SINK)
         self.width = width
         self.free = list(range(1, blocks))
         self.found: Found | None = None
