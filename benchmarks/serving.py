@@ -7,7 +7,7 @@ a process of its own that is warmed up with one request; every row of a case has
 and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. On a CPU `vllm_fa3` is vLLM's
 CPU attention and the cases are `tiny-*`: a trial of the script.
 
-- `token_ms`: median of the last steps; `tokens_per_second`: rows over that.
+- `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index and means are
   made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without asynchronous
   scheduling in `second_s`.
@@ -126,8 +126,8 @@ def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argpar
 def run(
     engine: Any, length: int, rows: int, tokens: int, seed: int, profiled: bool = False,
 ) -> tuple[float, list[float]]:
-    """Seconds to the first token of the last row, and of every step after it; the kernels of the last but a few are
-    printed where it is `profiled`."""
+    """Seconds to the first token of the last row, and of every step in which all rows decode; `profiled` prints the
+    kernels of some."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(seed)
@@ -137,14 +137,15 @@ def run(
     for i in range(rows):
         prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
         inner.add_request(f"{length}-{rows}-{seed}-{i}", {"prompt_token_ids": prompt}, params)
-    last = began
+    last, all_run = began, True
     while inner.has_unfinished_requests():
         for out in inner.step():
             started.setdefault(out.request_id, time.perf_counter())
+            all_run &= not out.finished
         now = time.perf_counter()
-        if len(started) == rows:
+        if len(started) == rows and all_run:
             steps.append(now - last)
-        if profiled and len(steps) == tokens - PROFILED - 8:
+        if profiled and len(steps) == tokens // 4:
             kernels_of(inner.step, PROFILED)
             now = time.perf_counter()
         last = now
