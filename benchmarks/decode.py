@@ -18,6 +18,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
@@ -73,7 +74,7 @@ BANDWIDTH = 4.3e12
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
     ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1), ("32x8-512k-b1", 32, 8, 524_288, 1),
-    ("32x8-128k-b8", 32, 8, 131_072, 8), ("32x8-1M-b1", 32, 8, 1_048_576, 1),
+    ("32x8-128k-b4", 32, 8, 131_072, 4), ("32x8-128k-b8", 32, 8, 131_072, 8), ("32x8-1M-b1", 32, 8, 1_048_576, 1),
 ]
 
 
@@ -361,6 +362,7 @@ def sketch_differences(
     return gaps(step, truth, reached)
 
 
+OPTIONS = argparse.Namespace(cases=(), methods=None, profile=False)
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
 FLEX_SHAPES = ("32x8-128k-b1", "32x8-171k-b1")
 ROWS: list[dict[str, Any]] = []
@@ -387,8 +389,34 @@ def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
     print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
 
 
+def profile(sets: list[Buffers], method: str) -> None:
+    """Print the kernels of a step, most time first, each alone: without launches that are prepared while the one before
+    ends."""
+    modules = [import_module(f"sparsekv.kernels.{name}") for name in ("attend", "completion", "routing", "sketch")]
+    before = [(m, m.overlaps) for m in modules if hasattr(m, "overlaps")]
+    for module, _ in before:
+        module.overlaps = lambda _: False  # type: ignore[attr-defined]
+    try:
+        for b in sets:
+            getattr(b, method)()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            for b in sets:
+                getattr(b, method)()
+            torch.cuda.synchronize()
+    finally:
+        for module, overlaps in before:
+            module.overlaps = overlaps  # type: ignore[attr-defined]
+    times = sorted(((e.self_device_time_total / len(sets), e.count // len(sets), e.key) for e in found.key_averages()),
+                   reverse=True)
+    print(f"    {method}: {sum(t[1] for t in times)} launches, {sum(t[0] for t in times):.1f} us one after another")
+    for microseconds, count, name in times[:12]:
+        print(f"    {microseconds:9.1f} us {count:5d} {name[:90]}", flush=True)
+
+
 def steps() -> None:
     for case, heads_q, heads, length, batch in SHAPES:
+        if case not in OPTIONS.cases:
+            continue
         sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
                                     "sparse_sketch", "sdpa_flash", "sdpa_cudnn")
@@ -396,10 +424,12 @@ def steps() -> None:
             methods += ("flashinfer",)
         if case in FLEX_SHAPES:
             methods += ("flex",)
-        measure(case, sets, methods)
+        measure(case, sets, wanted(methods))
+        for method in wanted(("sparse", "sparse_sketch")) if OPTIONS.profile else ():
+            profile(sets, method)
         for b in sets[3:]:
             b.__dict__.clear()
-        measure(case, sets[:3], ("sparse_phi", "sparse_sketch_phi"))
+        measure(case, sets[:3], wanted(("sparse_phi", "sparse_sketch_phi")))
         del sets, b
         torch.cuda.empty_cache()
 
@@ -513,19 +543,27 @@ def parts() -> None:
         print(f"layer-128k {name} {value:.3f} ms", flush=True)
 
 
+def wanted(methods: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(m for m in methods if OPTIONS.methods is None or m in OPTIONS.methods)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--parts", nargs="+", default=["steps", "whale", "growth", "parts"],
                         choices=["steps", "whale", "growth", "parts"])
-    options = parser.parse_args()
+    parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
+                        help="steps: only these")
+    parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
+    parser.add_argument("--profile", action="store_true", help="steps: print the kernels of a step, each alone")
+    options = parser.parse_args(namespace=OPTIONS)
     torch.manual_seed(0)
     check()
     for part in options.parts:
         {"steps": steps, "whale": whale, "growth": growth, "parts": parts}[part]()
         torch.cuda.empty_cache()
-        write_rows("decode", ROWS, options.output)
-    print(write_rows("decode", ROWS, options.output))
+        add_rows("decode", ROWS, options.output)
+    print(add_rows("decode", ROWS, options.output))
 
 
 if __name__ == "__main__":
