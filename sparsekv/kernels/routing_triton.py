@@ -109,6 +109,11 @@ def mean_kernel(
     inside = bucket < num_buckets
     width = tl.arange(0, WIDTH)
     kept = kept_row(seats, cache_row, True, SEATED=SEATED)
+    if SEATED:
+        # nobody's seat: nothing reads the scores of a row without tokens
+        edge = table + (kept * heads + head) * (num_buckets + 1)
+        if tl.load(edge + num_buckets) == tl.load(edge):
+            return
     mean = tl.load(means + kept * m_row + head * m_head + bucket[None, :].to(tl.int64) * m_bucket + width[:, None],
                    mask=inside[None, :] & (width < dim)[:, None], other=0.0)
     query = tl.load(q + row[:, None] * q_row + head_q[:, None] * q_head + width[None, :],
@@ -172,19 +177,21 @@ def give_kernel(
     SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """What the buckets give to the budget: one program a query and list."""
-    give(scores, offsets, budget, seats, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
-         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, OVERLAP=OVERLAP)
+    give(scores, offsets, budget, seats, runs, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
+         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, COUNTED=False,
+         OVERLAP=OVERLAP)
 
 
 @triton.jit
 def give(
-    scores, offsets, budget, seats, runs, at, heads, per_row, num_buckets, width,
+    scores, offsets, budget, seats, runs, counts, at, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
-    SEATED: tl.constexpr, OVERLAP: tl.constexpr,
+    SEATED: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the
     slot behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of
-    the index. Densities are compared as the bits of positive floats, plus one: zero is an empty bucket."""
+    the index. COUNTED: how many tokens that are is written down. Densities are compared as the bits of positive floats,
+    plus one: zero is an empty bucket."""
     row = at // heads
     kv = kept_row(seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
@@ -196,6 +203,8 @@ def give(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    if COUNTED:
+        tl.store(counts + at, wanted)
     if LOGITS:
         score = probability(scores, at, bucket, size > 0, num_buckets, GROUP=GROUP, ROWS=ROWS)
         density = score / tl.maximum(size, 1).to(tl.float32)

@@ -213,11 +213,13 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 class Graded(NamedTuple):
     """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
     each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, tally_of(K, widest)]`: as many
-    copies, to be added up, as `tally_copies` says; behind them zeros, one for every block of `best_kernel`."""
+    copies, to be added up, as `tally_copies` says; behind them zeros, one for every block of `best_kernel`. counts
+    `[Q, Hkv]`: how many tokens are listed, behind which grades and tokens are not written."""
 
     grades: Tensor
     tokens: Tensor | None
     tallies: Tensor
+    counts: Tensor | None = None
 
 
 def launch_tokens(
@@ -232,7 +234,8 @@ def launch_tokens(
 
 class Asked(NamedTuple):
     """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; the
-    runs of candidates that buckets give `[Q, Hkv, 2, C]`; tallies of zeros, as of `Graded`.
+    runs of candidates that buckets give `[Q, Hkv, 2, C]` and how many these are `[Q, Hkv]`; tallies of zeros, as of
+    `Graded`.
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
@@ -241,6 +244,7 @@ class Asked(NamedTuple):
     steps: Tensor
     runs: Tensor | None
     tallies: Tensor
+    counts: Tensor | None = None
 
 
 def launch_ask(
@@ -256,8 +260,8 @@ def launch_ask(
     side = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
     tallies = torch.empty(count, heads, tally, dtype=torch.int32, device=device)
-    given: tuple[Tensor, ...] = (steps,) * 5
-    lists, buckets, widest, runs, pdl, seats = 0, 1, 0, None, {}, None
+    given: tuple[Tensor, ...] = (steps,) * 6
+    lists, buckets, widest, runs, counts, pdl, seats = 0, 1, 0, None, None, {}, None
     per_row = max(1, count // rows)
     if candidates is not None:
         offsets, seats = candidates.offsets.contiguous(), candidates.seats
@@ -265,7 +269,8 @@ def launch_ask(
         lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
         per_row = count // offsets.shape[0] if seats is None else 1
         runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=device)
-        given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs
+        counts = torch.empty(count, heads, dtype=torch.int32, device=device)
+        given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts
         pdl = {"launch_pdl": True} if overlap else {}
     most, wide = power_of_two(group), power_of_two(buckets)
     ask_kernel[(lists + count * heads_q,)](
@@ -273,7 +278,7 @@ def launch_ask(
         *q.stride()[:2], _by_row(maps, 4), tally, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
         BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)
-    return Asked(side, steps, runs, tallies)
+    return Asked(side, steps, runs, tallies, counts)
 
 
 def launch_grades(
@@ -291,16 +296,16 @@ def launch_grades(
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
     grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
     if not width:
-        return Graded(grades, tokens, asked.tallies)
+        return Graded(grades, tokens, asked.tallies, asked.counts)
     if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
-        lists, buckets, strides = (edges[0],) * 2, 1, (0, 0)
+        lists, buckets, strides = (edges[0],) * 3, 1, (0, 0)
     else:
-        assert asked.runs is not None
+        assert asked.runs is not None and asked.counts is not None
         order = dense_last(candidates.order)
         buckets, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
-        lists = order, asked.runs
+        lists = order, asked.runs, asked.counts
     blocks, group = -(-width // SCORE_BLOCK), heads_q // heads
     weights = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
@@ -313,10 +318,11 @@ def launch_grades(
         WIDTH=max(32, power_of_two(bytes_)), GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
         num_warps=SCORE_WARPS, **pdl)
     grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
-        weights, tops, masses, grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
+        weights, tops, masses, lists[2], grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
         ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK,
-        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
-    return Graded(grades, tokens, asked.tallies)
+        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, LISTED=tokens is not None, OVERLAP=overlap,
+        num_warps=GRADE_WARPS, **pdl)
+    return Graded(grades, tokens, asked.tallies, asked.counts)
 
 
 def tally_copies(width: int) -> int:
@@ -335,7 +341,8 @@ def best_blocks(width: int, widest: int) -> int:
 
 
 def launch_best(
-    grades: Tensor, tokens: Tensor | None, tallies: Tensor, budget: Tensor, widest: int, seats: Tensor | None = None,
+    grades: Tensor, tokens: Tensor | None, tallies: Tensor, counts: Tensor | None, budget: Tensor, widest: int,
+    seats: Tensor | None = None,
 ) -> Tensor:
     """`best_tokens_reference` through Triton; the zeros of the tallies are used up."""
     from sparsekv.kernels.sketch_triton import best_kernel
@@ -347,8 +354,9 @@ def launch_best(
     overlap = overlaps(grades.device)
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
-        grades, grades if tokens is None else tokens, tallies, budget.contiguous(), seats_or(seats, tallies), out,
-        heads, width, widest, tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
+        grades, grades if tokens is None else tokens, tallies, budget.contiguous(),
+        tallies if counts is None else counts, seats_or(seats, tallies), out, heads, width, widest, tallies.shape[2],
+        LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
         AHEAD=min(BEST_AHEAD, power_of_two(blocks)), SEATED=seats is not None, OVERLAP=overlap, num_warps=BEST_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out

@@ -71,16 +71,17 @@ def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr)
 
 @triton.jit
 def ask_kernel(
-    scores, offsets, budget, seats, runs, q, maps, side, steps, tallies, scale, lists, heads, per_row, num_buckets,
-    listed, dim, q_row, q_head, m_row, tally,
+    scores, offsets, budget, seats, runs, counts, q, maps, side, steps, tallies, scale, lists, heads, per_row,
+    num_buckets, listed, dim, q_row, q_head, m_row, tally,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
     WIDTH: tl.constexpr, DIM: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The first `lists` programs: what the buckets give to the candidates of a query and head. Then one program a query
     and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
     if tl.program_id(0) < lists:
-        give(scores, offsets, budget, seats, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed,
-             LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED, OVERLAP=OVERLAP)
+        give(scores, offsets, budget, seats, runs, counts, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets,
+             listed, LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED, COUNTED=True,
+             OVERLAP=OVERLAP)
     else:
         sides(q, maps, seats, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim,
               q_row, q_head, m_row, tally, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM, SEATED=SEATED,
@@ -124,14 +125,14 @@ def sides(
 
 @triton.jit
 def score_kernel(
-    side, steps, codes, order, runs, first, last, tokens, weights, tops, masses, heads, per_row, count,
+    side, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
     num_buckets, c_row, c_head, c_token, o_row, o_head,
     LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
     where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
-    give, and are written down."""
+    give, and are written down; blocks behind the last stay as they are."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
@@ -142,6 +143,8 @@ def score_kernel(
         gdc_wait()
         gdc_launch_dependents()
     if LISTED:
+        if tl.program_id(1) * BLOCK >= tl.load(counts + at):
+            return
         token = tokens_of_block(order + cache_row * o_row + head * o_head, runs + at * 2 * num_buckets,
                                 tl.program_id(1) * BLOCK, num_buckets, BLOCK=BLOCK, PADDED=PADDED, RUNS=RUNS)
         used = token >= 0
@@ -173,9 +176,9 @@ def score_kernel(
 
 @triton.jit
 def grade_kernel(
-    weights, tops, masses, grades, tallies, count, parts, tally,
+    weights, tops, masses, counts, grades, tallies, count, parts, tally,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates,
     summed over the group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
@@ -186,15 +189,21 @@ def grade_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    weight = tl.load(weights + head_q[:, None] * count + place[None, :],
-                     mask=(group < GROUP)[:, None] & (place < count)[None, :], other=-1.0)
+    written = parts
+    if LISTED:
+        there = tl.load(counts + at)
+        if tl.program_id(1) * BLOCK >= there:
+            return
+        written = tl.cdiv(there, PART)
+    held = (group < GROUP)[:, None] & (place < tl.minimum(count, written * PART))[None, :]
+    weight = tl.load(weights + head_q[:, None] * count + place[None, :], mask=held, other=-1.0)
     highest = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, PARTS], tl.float32)
-    for start in range(0, parts, PARTS):
+    for start in range(0, written, PARTS):
         part = start + tl.arange(0, PARTS)
-        there = (group < GROUP)[:, None] & (part < parts)[None, :]
-        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=there, other=float("-inf"))
-        mass = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=there, other=0.0)
+        inside = (group < GROUP)[:, None] & (part < written)[None, :]
+        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=inside, other=float("-inf"))
+        mass = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=inside, other=0.0)
         higher = tl.maximum(highest, each)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(highest - shift) + mass * tl.exp(each - shift)
@@ -202,8 +211,7 @@ def grade_kernel(
     top = tl.max(highest, 1)
     top = tl.where(top == float("-inf"), 0.0, top)
     mass = tl.sum(sums * tl.exp(highest - top[:, None]), 1)
-    own = tl.load(tops + head_q[:, None] * parts + (place // PART)[None, :],
-                  mask=(group < GROUP)[:, None] & (place < count)[None, :], other=float("-inf"))
+    own = tl.load(tops + head_q[:, None] * parts + (place // PART)[None, :], mask=held, other=float("-inf"))
     factor = tl.exp(own - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
     share = tl.sum(tl.maximum(weight, 0.0) * factor, 0)
     used = tl.max(weight, 0) >= 0
@@ -217,7 +225,7 @@ def grade_kernel(
 
 @triton.jit
 def best_kernel(
-    grades, tokens, tallies, budget, seats, out, heads, count, width, tally,
+    grades, tokens, tallies, budget, counts, seats, out, heads, count, width, tally,
     LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, SEATED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -230,7 +238,11 @@ def best_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    grade = tl.load(grades + at * count + place, mask=place < count, other=0).to(tl.int32)
+    if LISTED:
+        count_here = tl.load(counts + at)
+    else:
+        count_here = count
+    grade = tl.load(grades + at * count + place, mask=place < count_here, other=0).to(tl.int32)
     digit = tl.arange(0, GRADES)
     size = tl.load(tallies + digit)
     for copy in tl.static_range(1, COPIES):

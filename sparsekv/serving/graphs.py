@@ -14,6 +14,10 @@ from typing import Any
 from torch import Tensor
 
 
+BESIDE = 64
+"""So many short requests in a batch, whose rows the sparse steps' launches pass by, ask for as much again."""
+
+
 class Turn:
     """Of this process. least: requests shorter than this never decode sparsely [tokens]; together: what the others of a
     batch hold at least where they do [tokens]; short: whether the batch that was prepared last has too little for it;
@@ -35,7 +39,9 @@ class Turn:
         """Whether the batch that is being prepared, its requests of at most `lengths [R]` tokens (on the CPU), is
         short."""
         if self.least is not None:
-            self.short = int(lengths[lengths >= self.least].sum()) < max(1, self.together)
+            long = lengths[lengths >= self.least]
+            beside = lengths.shape[0] - long.shape[0]
+            self.short = int(long.sum()) < max(1, self.together * (BESIDE + beside) // BESIDE)
         return self.short
 
 

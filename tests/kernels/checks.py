@@ -428,7 +428,11 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             else:
                 logits = launch_logits(pool.q, pool.scores, offsets, offsets=True)
                 listing = launch_choose(logits, order, offsets, budget, listed, logits=True)
-                assert mine.tokens is not None and torch.equal(mine.tokens, listing)
+                assert mine.tokens is not None and mine.counts is not None
+                place = torch.arange(listed, device=device)
+                assert torch.equal(mine.counts, (listing >= 0).sum(-1)) and torch.equal(
+                    mine.tokens.where(place < mine.counts[..., None], -1), listing)
+                mine = mine._replace(tokens=listing, grades=mine.grades.where(listing >= 0, 0))
             scores = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, mine.tokens, **edges)
             truth = sketch.grades_of(scores)
             assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
@@ -513,7 +517,8 @@ def check_best_tokens(width: int, device: str) -> None:
         for widest in {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
-                found = sketch.launch_best(grades, listed, tallied(grades, widest), given, widest)
+                counts = torch.full((rows, heads), width, dtype=torch.int32, device=device)
+                found = sketch.launch_best(grades, listed, tallied(grades, widest), counts, given, widest)
                 truth = sketch.best_tokens_reference(grades, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)

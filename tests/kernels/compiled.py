@@ -158,7 +158,7 @@ def main() -> None:
     check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.GRADE_PARTS):
         check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK, "COPIES": 4,
-                                "BLOCK": sketch.GRADE_BLOCK},
+                                "BLOCK": sketch.GRADE_BLOCK, "LISTED": parts > 1},
               sketch.GRADE_WARPS, "bf16", (90,))
     for listed in (True, False):
         check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed, "COPIES": 4},

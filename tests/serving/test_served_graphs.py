@@ -69,7 +69,9 @@ def test_a_batch_of_short_requests_replays_the_graph_without_sparse_steps(turn: 
 def test_short_is_what_the_long_requests_hold_together(turn: Turn) -> None:
     turn.lowest(100, 400)
     turn.lowest(120, 350)
-    for lengths, short in (([349], True), ([350], False), ([250, 99], True), ([250, 99, 100], False), ([0, 0], True)):
+    some = [10] * graphs.BESIDE
+    for lengths, short in (([349], True), ([350], False), ([250, 99], True), ([252, 99, 103], False), ([0, 0], True),
+                           ([699, *some], True), ([700, *some], False)):
         assert turn.take(torch.tensor(lengths)) is short is turn.short
 
 
