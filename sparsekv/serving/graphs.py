@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-
 BESIDE = 64
 """So many short requests in a batch, whose rows the sparse steps' launches pass by, ask for as much again."""
 
