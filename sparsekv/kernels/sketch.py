@@ -12,6 +12,7 @@ others two each, in 4 bits: byte j is the sum of channel j and 16 times channel 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -288,9 +289,11 @@ def launch_grades(
     """The grades of the candidates through Triton, of which at most `widest` will be chosen."""
     from sparsekv.kernels.sketch_triton import grade_kernel, score_kernel
 
-    codes, device = dense_last(codes), q.device
+    device = q.device
     count, heads_q, _ = q.shape
     heads, length, bytes_ = codes.shape[1:]
+    if codes.stride()[2:] != (bytes_, 1) or codes.stride(0) % bytes_ or codes.stride(1) % bytes_:
+        codes = codes.contiguous()
     width = length if candidates is None else candidates.widest
     asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
@@ -313,10 +316,10 @@ def launch_grades(
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     score_kernel[(count * heads, blocks)](
         asked.side, asked.steps, codes, *lists, *edges, grades if tokens is None else tokens, weights, tops, masses,
-        heads, count // codes.shape[0], width, buckets, *codes.stride()[:3], *strides,
+        heads, count // codes.shape[0], width, buckets, *codes.stride()[:2], *strides,
         LISTED=tokens is not None, PADDED=power_of_two(buckets), RUNS=RUNS, RANK=sketch.rank, BYTES=bytes_,
-        WIDTH=max(32, power_of_two(bytes_)), GROUP=group, ROWS=padded(group), BLOCK=SCORE_BLOCK, OVERLAP=overlap,
-        num_warps=SCORE_WARPS, **pdl)
+        ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)), GROUP=group, HEADS=power_of_two(group),
+        ROWS=padded(2 * power_of_two(group)), BLOCK=SCORE_BLOCK, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
     grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
         weights, tops, masses, lists[2], grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
         ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK,

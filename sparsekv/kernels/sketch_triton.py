@@ -126,9 +126,10 @@ def sides(
 @triton.jit
 def score_kernel(
     side, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
-    num_buckets, c_row, c_head, c_token, o_row, o_head,
+    num_buckets, c_row, c_head, o_row, o_head,
     LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
     where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
@@ -137,7 +138,7 @@ def score_kernel(
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
     cache_row = row // per_row
-    group, byte = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    group, byte = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
@@ -152,19 +153,23 @@ def score_kernel(
     else:
         token = place
         used = (place < count) & (place >= tl.load(first + row)) & (place < tl.load(last + row))
-    held = tl.load(codes + cache_row * c_row + head * c_head + token[None, :].to(tl.int64) * c_token
-                   + byte[:, None], mask=used[None, :] & (byte < BYTES)[:, None], other=0)
-    head_q = at * GROUP + group
-    plane = side + head_q[:, None] * 4 * BYTES + byte[None, :]
-    inside = (group < GROUP)[:, None] & (byte < BYTES)[None, :]
-    upper = tl.dot(tl.load(plane, mask=inside, other=0), held, out_dtype=tl.int32)
-    lower = tl.dot(tl.load(plane + BYTES, mask=inside, other=0), held, out_dtype=tl.int32)
+    # codes lie one behind the other: as many bytes are loaded at once as divide all places
+    own = codes + tl.multiple_of(cache_row * c_row + head * c_head, ALIGNED)
+    held = tl.load(own + token[None, :].to(tl.int64) * BYTES + byte[:, None],
+                   mask=used[None, :] & (byte < BYTES)[:, None], other=0)
+    # both planes of a group's heads are the rows of one product
+    row_of, half = tl.arange(0, ROWS) % HEADS, tl.arange(0, ROWS) // HEADS
+    plane = side + ((at * GROUP + row_of)[:, None] * 4 + half[:, None]) * BYTES + byte[None, :]
+    inside = ((row_of < GROUP) & (half < 2))[:, None] & (byte < BYTES)[None, :]
+    sums = tl.dot(tl.load(plane, mask=inside, other=0), held, out_dtype=tl.int32)
     if WHOLE < BYTES:
         low = (held << 4).to(tl.int8)
-        upper = tl.dot(tl.load(plane + 2 * BYTES, mask=inside, other=0), low, upper, out_dtype=tl.int32)
-        lower = tl.dot(tl.load(plane + 3 * BYTES, mask=inside, other=0), low, lower, out_dtype=tl.int32)
+        sums = tl.dot(tl.load(plane + 2 * BYTES, mask=inside, other=0), low, sums, out_dtype=tl.int32)
+    sums = tl.where((half == 0)[:, None], 256 * sums, sums)
+    sums = tl.sum(tl.reshape(sums, [ROWS // HEADS, HEADS, BLOCK]), 0)
+    head_q = at * GROUP + group
     step = tl.load(steps + head_q, mask=group < GROUP, other=1.0)
-    total = tl.where(used[None, :], (256 * upper + lower).to(tl.float32) * step[:, None], float("-inf"))
+    total = tl.where(used[None, :], sums.to(tl.float32) * step[:, None], float("-inf"))
     top = tl.max(total, 1)
     weight = tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[:, None])
     part = head_q * tl.num_programs(1) + tl.program_id(1)

@@ -146,8 +146,8 @@ def main() -> None:
         check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DEPTH": sketch.ENCODE_DEPTH},
               sketch.ENCODE_WARPS, "bf16")
         check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "LISTED": width == 32, "PADDED": 1024, "RUNS": routing.RUNS,
-                                "BLOCK": sketch.SCORE_BLOCK},
+        check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "LISTED": width == 32, "PADDED": 1024,
+                                "RUNS": routing.RUNS, "BLOCK": sketch.SCORE_BLOCK},
               sketch.SCORE_WARPS, "bf16")
     for half in ("bf16", "fp32"):
         check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
