@@ -27,6 +27,8 @@ ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
 SCORE_BLOCK, SCORE_WARPS = 512, 8
 GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
+ROW = 16
+"""What the lengths of rows of candidates are multiples of."""
 TALLY_COPIES, TALLIED = 8, 16_384
 """Copies of a tally at most, and candidates of each."""
 GRADES, FLOOR = 4096, 13_056
@@ -215,7 +217,7 @@ class Graded(NamedTuple):
     """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
     each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, tally_of(K, widest)]`: as many
     copies, to be added up, as `tally_copies` says; behind them zeros, one for every block of `best_kernel`. counts
-    `[Q, Hkv]`: how many tokens are listed, behind which grades and tokens are not written."""
+    `[Q, Hkv]`: how many tokens are listed; behind them grades and tokens are not written, and K is a multiple of ROW."""
 
     grades: Tensor
     tokens: Tensor | None
@@ -294,7 +296,8 @@ def launch_grades(
     heads, length, bytes_ = codes.shape[1:]
     if codes.stride()[2:] != (bytes_, 1) or codes.stride(0) % bytes_ or codes.stride(1) % bytes_:
         codes = codes.contiguous()
-    width = length if candidates is None else candidates.widest
+    # rows of whole vectors
+    width = length if candidates is None else ROW * -(-candidates.widest // ROW)
     asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
     grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)

@@ -429,10 +429,10 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
                 logits = launch_logits(pool.q, pool.scores, offsets, offsets=True)
                 listing = launch_choose(logits, order, offsets, budget, listed, logits=True)
                 assert mine.tokens is not None and mine.counts is not None
-                place = torch.arange(listed, device=device)
-                assert torch.equal(mine.counts, (listing >= 0).sum(-1)) and torch.equal(
-                    mine.tokens.where(place < mine.counts[..., None], -1), listing)
-                mine = mine._replace(tokens=listing, grades=mine.grades.where(listing >= 0, 0))
+                used = torch.arange(mine.grades.shape[2], device=device) < mine.counts[..., None]
+                mine = mine._replace(tokens=mine.tokens.where(used, -1), grades=mine.grades.where(used, 0))
+                assert torch.equal(mine.counts, (listing >= 0).sum(-1))
+                assert torch.equal(mine.tokens[..., :listed], listing)
             scores = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, mine.tokens, **edges)
             truth = sketch.grades_of(scores)
             assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
