@@ -28,7 +28,7 @@ SCORE_BLOCK, SCORE_WARPS = 512, 8
 GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
 ROW = 16
-"""What the lengths of rows of candidates are multiples of."""
+"""What the lengths of rows of candidates, and of tallies, are multiples of."""
 TALLY_COPIES, TALLIED = 8, 16_384
 """Copies of a tally at most, and candidates of each."""
 GRADES, FLOOR = 4096, 13_056
@@ -216,8 +216,8 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 class Graded(NamedTuple):
     """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
     each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, tally_of(K, widest)]`: as many
-    copies, to be added up, as `tally_copies` says; behind them zeros, one for every block of `best_kernel`. counts
-    `[Q, Hkv]`: how many tokens are listed; behind them grades and tokens are not written, and K is a multiple of ROW."""
+    copies, to be added up, as `tally_copies` says; behind them zeros, one at least for a block of `best_kernel`. counts
+    `[Q, Hkv]`: how many tokens are listed; behind them nothing is written, and K is a multiple of ROW."""
 
     grades: Tensor
     tokens: Tensor | None
@@ -338,7 +338,7 @@ def tally_copies(width: int) -> int:
 
 def tally_of(width: int, widest: int) -> int:
     """Numbers in the tallies of a query and head."""
-    return tally_copies(width) * GRADES + best_blocks(width, widest)
+    return tally_copies(width) * GRADES + ROW * -(-best_blocks(width, widest) // ROW)
 
 
 def best_blocks(width: int, widest: int) -> int:
