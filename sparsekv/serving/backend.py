@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
+from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted, bytes_of, heads_of
@@ -29,11 +30,10 @@ from sparsekv.serving.stock import (
     rotary_modules,
 )
 
-DENSE_BYTES = {"cpu": 32_000_000, "cuda": 190_000_000}
-"""What a layer's keys and values of a batch take from which on its decode step is faster sparse: on a CPU those of a
-request, on CUDA those of all requests together, measured on one H200 beside FlashAttention 3 with 32/8 heads of 128."""
-ALONE = 4
-"""On CUDA a request decodes sparsely, in a batch that does, if it holds one part in so many of those bytes."""
+SERVED_BYTES, ALONE = 190_000_000, 4
+"""On CUDA: what a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests
+together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
+ALONE of that. On a CPU `decoding.DENSE_BYTES`, of every request."""
 
 _PLANS: dict[tuple[str, Any], Plan] = {}
 
@@ -117,7 +117,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         if below is None:
             below = -(-DENSE_BYTES.get(device.type, 0) // token)
             if device.type == "cuda":
-                below, together = -(-below // ALONE), below
+                below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
