@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
@@ -45,6 +46,7 @@ from sparsekv.kernels import (
     RouterScores,
     ScoreMoments,
     assign_buckets,
+    attend,
     attend_buckets,
     attend_tokens,
     build_index,
@@ -57,6 +59,8 @@ from sparsekv.kernels import (
     phi_cache,
     read_bound,
     route_tokens,
+    routing,
+    sketch,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
@@ -362,7 +366,6 @@ def sketch_differences(
     return gaps(step, truth, reached)
 
 
-OPTIONS = argparse.Namespace(cases=(), methods=None, profile=False)
 PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
 FLEX_SHAPES = ("32x8-128k-b1", "32x8-171k-b1")
 ROWS: list[dict[str, Any]] = []
@@ -390,32 +393,28 @@ def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
 
 
 def profile(sets: list[Buffers], method: str) -> None:
-    """Print the kernels of a step, most time first, each alone: without launches that are prepared while the one before
-    ends."""
-    modules = [import_module(f"sparsekv.kernels.{name}") for name in ("attend", "completion", "routing", "sketch")]
-    before = [(m, m.overlaps) for m in modules if hasattr(m, "overlaps")]
-    for module, _ in before:
-        module.overlaps = lambda _: False  # type: ignore[attr-defined]
+    """Print the kernels of a step, each alone: without launches that are prepared while the one before ends."""
+    ours = (attend, routing, sketch)
+    before = [module.overlaps for module in ours]
+    rotated = itertools.cycle(sets)
     try:
+        for module in ours:
+            module.overlaps = lambda _: False  # type: ignore[assignment]
         for b in sets:
             getattr(b, method)()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            for b in sets:
-                getattr(b, method)()
-            torch.cuda.synchronize()
+        print(f"    {method}, one kernel after another:")
+        print_kernels(lambda: getattr(next(rotated), method)(), len(sets))
     finally:
-        for module, overlaps in before:
-            module.overlaps = overlaps  # type: ignore[attr-defined]
-    times = sorted(((e.self_device_time_total / len(sets), e.count // len(sets), e.key) for e in found.key_averages()),
-                   reverse=True)
-    print(f"    {method}: {sum(t[1] for t in times)} launches, {sum(t[0] for t in times):.1f} us one after another")
-    for microseconds, count, name in times[:12]:
-        print(f"    {microseconds:9.1f} us {count:5d} {name[:90]}", flush=True)
+        for module, overlaps in zip(ours, before, strict=True):
+            module.overlaps = overlaps
 
 
-def steps() -> None:
+def steps(options: argparse.Namespace) -> None:
+    def wanted(methods: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(m for m in methods if options.methods is None or m in options.methods)
+
     for case, heads_q, heads, length, batch in SHAPES:
-        if case not in OPTIONS.cases:
+        if case not in options.cases:
             continue
         sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
@@ -425,7 +424,7 @@ def steps() -> None:
         if case in FLEX_SHAPES:
             methods += ("flex",)
         measure(case, sets, wanted(methods))
-        for method in wanted(("sparse", "sparse_sketch")) if OPTIONS.profile else ():
+        for method in wanted(("sparse", "sparse_sketch")) if options.profile else ():
             profile(sets, method)
         for b in sets[3:]:
             b.__dict__.clear()
@@ -543,10 +542,6 @@ def parts() -> None:
         print(f"layer-128k {name} {value:.3f} ms", flush=True)
 
 
-def wanted(methods: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(m for m in methods if OPTIONS.methods is None or m in OPTIONS.methods)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -556,11 +551,11 @@ def main() -> None:
                         help="steps: only these")
     parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
     parser.add_argument("--profile", action="store_true", help="steps: print the kernels of a step, each alone")
-    options = parser.parse_args(namespace=OPTIONS)
+    options = parser.parse_args()
     torch.manual_seed(0)
     check()
     for part in options.parts:
-        {"steps": steps, "whale": whale, "growth": growth, "parts": parts}[part]()
+        {"steps": lambda: steps(options), "whale": whale, "growth": growth, "parts": parts}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))

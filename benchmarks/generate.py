@@ -34,6 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
+from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
@@ -148,20 +149,9 @@ def synchronize(x: Tensor) -> None:
 
 
 def profile(cache: SparseCache) -> None:
-    """The kernels of one replayed step, most time first; the cache is of no use afterwards."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    if cache.replay is None or cache.replay.graph is None:
-        return
-    with profiler(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            cache.replay.graph.replay()
-        torch.cuda.synchronize()
-    rows = sorted(((e.self_device_time_total / 3, e.count // 3, e.key) for e in found.key_averages()), reverse=True)
-    print(f"    {sum(r[1] for r in rows)} kernels, {sum(r[0] for r in rows) / 1e3:.3f} ms")
-    for microseconds, count, name in rows[:16]:
-        print(f"    {microseconds:9.1f} us {count:5d} {name[:90]}", flush=True)
+    """The kernels of one replayed step; the cache is of no use afterwards."""
+    if cache.replay is not None and cache.replay.graph is not None:
+        print_kernels(cache.replay.graph.replay, 3)
 
 
 def ours(

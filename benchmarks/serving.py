@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import SHAPES
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
@@ -146,26 +146,10 @@ def run(
         if len(started) == rows and all_run:
             steps.append(now - last)
         if profiled and len(steps) == tokens // 4:
-            kernels_of(inner.step, PROFILED)
+            print_kernels(inner.step, PROFILED)
             now = time.perf_counter()
         last = now
     return max(started.values()) - began, steps[1:]
-
-
-def kernels_of(step: Callable[[], Any], steps: int) -> None:
-    """Print the kernels of some steps, most time first, a step's share each."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    with profiler(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    times = sorted(((e.self_device_time_total / steps, e.count / steps, e.key) for e in found.key_averages()),
-                   reverse=True)
-    print(f"    {sum(t[1] for t in times):.0f} kernels, {sum(t[0] for t in times) / 1e3:.3f} ms")
-    for microseconds, count, name in times[:32]:
-        print(f"    {microseconds:9.1f} us {count:6.1f} {name[:110]}", flush=True)
 
 
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
