@@ -194,13 +194,13 @@ def grade_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    written = parts
+    there = count
     if LISTED:
         there = tl.load(counts + at)
         if tl.program_id(1) * BLOCK >= there:
             return
-        written = tl.cdiv(there, PART)
-    held = (group < GROUP)[:, None] & (place < tl.minimum(count, written * PART))[None, :]
+    written = tl.cdiv(there, PART)
+    held = (group < GROUP)[:, None] & (place < there)[None, :]
     weight = tl.load(weights + head_q[:, None] * count + place[None, :], mask=held, other=-1.0)
     highest = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
     sums = tl.zeros([ROWS, PARTS], tl.float32)
@@ -243,11 +243,10 @@ def best_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
+    listed = count
     if LISTED:
-        count_here = tl.load(counts + at)
-    else:
-        count_here = count
-    grade = tl.load(grades + at * count + place, mask=place < count_here, other=0).to(tl.int32)
+        listed = tl.load(counts + at)
+    grade = tl.load(grades + at * count + place, mask=place < listed, other=0).to(tl.int32)
     digit = tl.arange(0, GRADES)
     size = tl.load(tallies + digit)
     for copy in tl.static_range(1, COPIES):
