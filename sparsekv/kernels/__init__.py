@@ -41,7 +41,7 @@ from sparsekv.kernels.completion import (
     remainder,
 )
 from sparsekv.kernels.dense import dense_attention
-from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge
+from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge, slots_at
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
 from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.routing import (
@@ -74,6 +74,6 @@ __all__ = [
     "collisions", "decode", "decode_attention", "dense_attention", "encode", "extend_index", "factored",
     "gather_from_host", "gather_rows", "group_probability", "half_variance", "key_map", "log_phi", "log_phi_keys",
     "mass_cap", "merge", "paged_scores", "phi_cache", "phi_extend", "phi_features", "phi_query", "products",
-    "query_statistics", "read_bound", "remainder", "route", "route_tokens", "sketch_tokens", "square_sums",
+    "query_statistics", "read_bound", "remainder", "route", "route_tokens", "sketch_tokens", "slots_at", "square_sums",
     "top_buckets",
 ]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.completion import REST_EPS, remainder
-from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge
+from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge, slots_at
 from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, padded, power_of_two
 from sparsekv.kernels.types import CompletionQuery
@@ -102,21 +102,14 @@ def attend_tokens_reference(
     if completion is not None:
         rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
-    for row, slots in [] if pages is None else slots_of(pages):
-        keys, values = (x[row * k.shape[0] // count, :, slots][None] for x in (k, v))
-        used = torch.ones(1, heads_kv, len(slots), dtype=torch.bool, device=q.device)
-        found[row:row + 1], lse[row:row + 1] = attend_gathered(q[row:row + 1], keys, values, used, scale)
+    if pages is not None:
+        for row in pages.whole.nonzero()[:, 0].tolist():
+            places = torch.arange(int(pages.whole[row]), device=q.device)
+            slots = slots_at(pages.table[row:row + 1], places[None], pages.page)[0]
+            keys, values = (x[row * k.shape[0] // count, :, slots][None] for x in (k, v))
+            used = torch.ones(1, heads_kv, len(slots), dtype=torch.bool, device=q.device)
+            found[row:row + 1], lse[row:row + 1] = attend_gathered(q[row:row + 1], keys, values, used, scale)
     return (found if out is None else out.copy_(found)), lse
-
-
-def slots_of(pages: Pages) -> list[tuple[int, Tensor]]:
-    """The rows that read all they have, and their slots."""
-    found = []
-    for row, count in enumerate(pages.whole.tolist()):
-        if count:
-            token = torch.arange(count, device=pages.table.device)
-            found.append((row, pages.table[row, token // pages.page].long() * pages.page + token % pages.page))
-    return found
 
 
 def attend_buckets(

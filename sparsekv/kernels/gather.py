@@ -65,6 +65,13 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
     return torch.cat([sink, tail], dim=1)
 
 
+def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
+    """Slots of tokens by their places: table `[R, blocks]`, places `[R, n]` ≥ 0 -> `[R, n]` int64. Places past the
+    table give those of its last block."""
+    block = (places // page).clamp(max=table.shape[1] - 1)
+    return table.gather(1, block).long() * page + places % page
+
+
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Combine partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
     lse = torch.logsumexp(lses, dim=0)

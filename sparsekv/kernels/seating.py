@@ -16,6 +16,8 @@ from sparsekv.kernels.launch import power_of_two
 BLOCK, PAGES, TILE = 1024, 4096, 64
 """Slots or anchors, entries of a page table, and rows beside all seats that a program looks at together."""
 WARPS = 4
+NOWHERE = -2
+"""The last slot of a seat that nobody has: no token's slot, and not that of one that has none."""
 
 
 class SeatState(NamedTuple):

@@ -4,7 +4,9 @@ specialised on: nothing is compiled while requests are served."""
 import triton
 import triton.language as tl
 
-NOWHERE: tl.constexpr = tl.constexpr(-2)
+from sparsekv.kernels import seating
+
+NOWHERE: tl.constexpr = tl.constexpr(seating.NOWHERE)
 
 
 @triton.jit

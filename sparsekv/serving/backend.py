@@ -114,10 +114,10 @@ class SparseBuilder(AttentionMetadataBuilder):
         router, size = self.homes[0].router, kv_cache_spec.dtype.itemsize
         token = 2 * router.centroids.shape[0] * router.centroids.shape[2] * size
         below, together = serving.dense_below, 0
-        if below is None:
+        if below is None and device.type == "cuda":
+            below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
+        elif below is None:
             below = -(-DENSE_BYTES.get(device.type, 0) // token)
-            if device.type == "cuda":
-                below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.errors import SparseKVError
-from sparsekv.kernels import dense_attention
+from sparsekv.kernels import dense_attention, slots_at
 
 
 def by_slot(pool: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,13 +20,6 @@ def by_slot(pool: Tensor) -> tuple[Tensor, Tensor]:
                             "NHD, one group of layers); serve it with vLLM's own attention")
     flat = rows.flatten(0, 1).transpose(0, 1)
     return flat[..., :dim], flat[..., dim:]
-
-
-def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
-    """Slots of tokens by their places: table `[R, blocks]`, places `[R, n]` ≥ 0 -> `[R, n]` int64. Places past the
-    table give those of its last block."""
-    block = (places // page).clamp(max=table.shape[1] - 1)
-    return table.gather(1, block).long() * page + places % page
 
 
 def write(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.regions import Regions
-from sparsekv.kernels.seating import SeatState, launch_follow, launch_lanes
+from sparsekv.kernels import slots_at
+from sparsekv.kernels.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 from sparsekv.serving.index import Lanes, Unsorted
-from sparsekv.serving.pages import slots_at
 
 SLACK = 64
 """Tokens that a tail may grow beyond its room before the row is attended to fully: the host learns late on CUDA."""
@@ -30,7 +30,6 @@ PATIENCE = 16
 """Steps for which nobody asks again when all seats were taken."""
 IDLE = 64
 """Batches of short requests in a row after which the seats are given up."""
-NOWHERE = -2
 
 
 class Index(Protocol):
@@ -71,13 +70,13 @@ class Batch(NamedTuple):
 
 class Found(NamedTuple):
     """single `[R]`: rows of one new token that decode; own `[R]`: its slot; known `[R]`, seat `[R]`: who has an index,
-    and which; wants `[R]`: who wants a seat or a longer index, where that has been found too."""
+    and which; wants `[R]`: who wants a seat or a longer index."""
 
     single: Tensor
     own: Tensor
     known: Tensor
     seat: Tensor
-    wants: Tensor | None = None
+    wants: Tensor
 
 
 class Seats:
@@ -149,20 +148,21 @@ class Seats:
         same = (self.table[seat, :width] == batch.table[:, :width]) | ~inside
         known = known & same.all(1)
         self._note(torch.where(known, seat, self.count), lengths, own)
-        return Found(single, own, known, seat)
+        outgrown = lengths - 1 >= self.tail[seat] + self.places.room
+        wants = torch.where(known, outgrown, single & (lengths >= self.places.dense_below))
+        return Found(single, own, known, seat, wants)
 
     def serve(self, batch: Batch, found: Found, indices: Sequence[Index]) -> Found:
         """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
-        wants = self._wants(batch, found) if found.wants is None else found.wants
-        if not self._asks(wants):
+        if not self._asks(found.wants):
             return found
         lengths = batch.lengths.long()
         known, seat = found.known.clone(), found.seat.clone()
         sizes = lengths.tolist()
-        for row in (wants & found.known).nonzero()[:, 0].tolist():
+        for row in (found.wants & found.known).nonzero()[:, 0].tolist():
             self._move(int(seat[row]), batch.table[row:row + 1], sizes[row], indices)
         free = self._free()
-        for row in (wants & ~found.known).nonzero()[:, 0].tolist():
+        for row in (found.wants & ~found.known).nonzero()[:, 0].tolist():
             if not free:
                 self.quiet_until = self.steps + PATIENCE
                 break
@@ -197,10 +197,9 @@ class Seats:
         found = self._kept(rows)[0]
         if unsorted is not None:
             unsorted.now = False
-        assert found.wants is not None
         launch_follow(batch.lengths, batch.starts, batch.table, batch.slots,
                       SeatState(self.length, self.last, self.tail, self.used, self.table, self.arrived),
-                      None if unsorted is None else unsorted.at, (*found[:4], found.wants), noted=new, step=self.steps,
+                      None if unsorted is None else unsorted.at, found, noted=new, step=self.steps,
                       page=places.page, dense_below=places.dense_below, room=places.room)
         return found
 
@@ -219,14 +218,8 @@ class Seats:
                 Lanes(full(bit), full(whole), full(half, anchors), full(whole), full(half), full(whole)))
         if rows not in self.kept:
             found, lanes = self.kept[self.most]
-            self.kept[rows] = (Found(*(x[:rows] for x in found if x is not None)), Lanes(*(x[:rows] for x in lanes)))
+            self.kept[rows] = (Found(*(x[:rows] for x in found)), Lanes(*(x[:rows] for x in lanes)))
         return self.kept[rows]
-
-    def _wants(self, batch: Batch, found: Found) -> Tensor:
-        """Rows that want a seat, and rows whose tail has outgrown its room."""
-        lengths = batch.lengths.long()
-        outgrown = lengths - 1 >= self.tail[found.seat] + self.places.room
-        return torch.where(found.known, outgrown, found.single & (lengths >= self.places.dense_below))
 
     def _asks(self, wants: Tensor) -> bool:
         """Whether the host serves now the rows that want it, `[R]`."""

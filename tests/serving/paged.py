@@ -7,9 +7,8 @@ import torch
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
 from sparsekv.core.sketch import fit_sketch, second_moment
-from sparsekv.kernels import QueryModel, dense_attention
+from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted
-from sparsekv.serving.pages import slots_at
 from sparsekv.serving.seats import Batch, Found, Places, Seats
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8

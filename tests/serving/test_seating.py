@@ -140,8 +140,7 @@ def test_launches_do_what_torch_does(
         told: list[list[torch.Tensor]] = []
         for seats, own in ((one, batch), (two, there)):
             found = seats.follow(own, new=new.to(seats.device), decode=True)
-            wants = seats._wants(own, found) if found.wants is None else found.wants
-            first = [x.clone() for x in (*found[:4], wants)]
+            first = [x.clone() for x in found]
             if serves:
                 found = seats.serve(own, found, [Nothing()])
             told.append([*first, found.known, found.seat, *seats.lanes(own, found)])

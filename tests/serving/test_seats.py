@@ -8,8 +8,8 @@ import pytest
 import torch
 from paged import DECODE_WINDOW, GROUP, HEADS, PAGE, Engine, Request, full, step
 
+from sparsekv.kernels import slots_at
 from sparsekv.serving.index import LATER
-from sparsekv.serving.pages import slots_at
 from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Batch, Seats
 
 
