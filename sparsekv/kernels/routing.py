@@ -33,8 +33,6 @@ DEPTH_BLOCK, STAGES = 128, 5
 """Stages in half precision; wider numbers take as many fewer, so that they fit the shared memory."""
 RANK_WARPS = 8
 FILL_BLOCK, FILL_WARPS = 256, 4
-RUNS = 16
-"""Runs of slots that are looked at together."""
 MAX_ROWS = 64
 MAX_BUCKETS = 4096
 
@@ -221,9 +219,9 @@ def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -
 
 def launch_give(
     scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool, seats: Tensor | None = None,
-) -> Tensor:
-    """The runs of slots that buckets fill, `[Q, H, 2, C]` int32 (`routing_triton.give`): scores `[Q, H, C]` are
-    densities, or with `logits` logits of the query heads, normalised and summed over the group."""
+) -> tuple[Tensor, Tensor]:
+    """The runs of slots that buckets fill (`empty_runs`), and how many tokens these are, `[Q, H]`: scores `[Q, H, C]`
+    are densities, or with `logits` logits of the query heads, normalised and summed over the group."""
     from sparsekv.kernels.routing_triton import give_kernel
 
     scores, offsets = scores.contiguous(), offsets.contiguous()
@@ -232,13 +230,20 @@ def launch_give(
     group = heads // heads_kv if logits else 1
     heads //= group
     rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
-    runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=scores.device)
+    runs, counts = empty_runs(count, heads, buckets, scores.device)
     give_kernel[(count * heads,)](
-        scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, heads,
-        count // batch, buckets, widest, LISTS=heads // heads_kv, OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide,
+        scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, counts, heads, count // batch, buckets,
+        widest, LISTS=heads // heads_kv, OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide,
         LOGITS=logits, SEATED=seats is not None, num_warps=rank_warps(rows * wide),
         **({"launch_pdl": True} if logits and overlap else {}))
-    return runs
+    return runs, counts
+
+
+def empty_runs(count: int, heads: int, buckets: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Place for the runs of lists, `[Q, H, 2, C]` int32 with C the next power of two (`routing_triton.give`), and for
+    the numbers of their tokens, `[Q, H]`."""
+    runs = torch.empty(count, heads, 2, power_of_two(buckets), dtype=torch.int32, device=device)
+    return runs, torch.empty(count, heads, dtype=torch.int32, device=device)
 
 
 def launch_choose(
@@ -249,9 +254,9 @@ def launch_choose(
     then the tokens themselves."""
     from sparsekv.kernels.routing_triton import fill_kernel
 
-    runs = launch_give(scores, offsets, budget, widest, logits=logits, seats=seats)
+    runs, counts = launch_give(scores, offsets, budget, widest, logits=logits, seats=seats)
     order = dense_last(order)
-    count, heads, _, buckets = runs.shape
+    count, heads, _, wide = runs.shape
     batch, heads_kv = order.shape[0], offsets.shape[1]
     overlap = overlaps(scores.device)
     tokens = torch.empty(count, heads, widest, dtype=torch.int32, device=scores.device)
@@ -259,8 +264,8 @@ def launch_choose(
     lists: dict[str, Any] = {"LISTS": heads // heads_kv, "OVERLAP": overlap}
     if tokens.numel():
         fill_kernel[(count * heads, -(-widest // FILL_BLOCK))](
-            order, runs, tokens, heads, count // batch, buckets, widest, *order.stride()[:2], **lists,
-            PADDED=power_of_two(buckets), BLOCK=FILL_BLOCK, RUNS=RUNS, num_warps=FILL_WARPS, **pdl)
+            order, runs, counts, tokens, heads, count // batch, widest, *order.stride()[:2], **lists, PADDED=wide,
+            BLOCK=FILL_BLOCK, num_warps=FILL_WARPS, **pdl)
     return tokens
 
 

@@ -172,26 +172,25 @@ def rank_kernel(
 
 @triton.jit
 def give_kernel(
-    scores, offsets, budget, seats, runs, heads, per_row, num_buckets, width,
+    scores, offsets, budget, seats, runs, counts, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """What the buckets give to the budget: one program a query and list."""
-    give(scores, offsets, budget, seats, runs, runs, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width,
-         LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, COUNTED=False,
-         OVERLAP=OVERLAP)
+    give(scores, offsets, budget, seats, runs, counts, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets,
+         width, LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, OVERLAP=OVERLAP)
 
 
 @triton.jit
 def give(
     scores, offsets, budget, seats, runs, counts, at, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
-    SEATED: tl.constexpr, COUNTED: tl.constexpr, OVERLAP: tl.constexpr,
+    SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """`give_kernel` for one query and list: the runs of slots that buckets fill, in the buckets' order; of each the
-    slot behind its last, LAST behind the last run, and in the second half of `runs` what turns its slots into places of
-    the index. COUNTED: how many tokens that are is written down. Densities are compared as the bits of positive floats,
-    plus one: zero is an empty bucket."""
+    """`give_kernel` for one query and list: how many tokens there are, and the runs of slots that buckets fill, in the
+    buckets' order; of each the slot behind its last, LAST behind the last run, and in the second half of `runs` what
+    turns its slots into places of the index. Densities are compared as the bits of positive floats, plus one: zero is
+    an empty bucket."""
     row = at // heads
     kv = kept_row(seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
@@ -203,8 +202,7 @@ def give(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    if COUNTED:
-        tl.store(counts + at, wanted)
+    tl.store(counts + at, wanted)
     if LOGITS:
         score = probability(scores, at, bucket, size > 0, num_buckets, GROUP=GROUP, ROWS=ROWS)
         density = score / tl.maximum(size, 1).to(tl.float32)
@@ -224,48 +222,36 @@ def give(
     end = tl.cumsum(given, 0)
     there = (given > 0).to(tl.int32)
     run = tl.cumsum(there, 0) - 1
-    runs += at * 2 * num_buckets
+    runs += at * 2 * PADDED
     tl.store(runs + run, end, mask=there > 0)
-    tl.store(runs + num_buckets + run, begin.to(tl.int32) + given - end, mask=there > 0)
-    tl.store(runs + bucket, LAST, mask=inside & (bucket >= tl.sum(there, 0)))
+    tl.store(runs + PADDED + run, begin.to(tl.int32) + given - end, mask=there > 0)
+    tl.store(runs + bucket, LAST, mask=bucket >= tl.sum(there, 0))
 
 
 @triton.jit
-def tokens_of_block(
-    order, runs, first, num_buckets, BLOCK: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr,
-):
-    """The tokens of the BLOCK slots of one list from `first` on, int32, -1 behind its last: of the runs that reach into
-    the block, RUNS at a time."""
-    slot = first + tl.arange(0, BLOCK)
-    run = tl.arange(0, PADDED)
-    end = tl.load(runs + run, mask=run < num_buckets, other=LAST)
-    from_run = tl.sum((end <= first).to(tl.int32), 0)
-    last_run = tl.sum((end < first + BLOCK).to(tl.int32), 0)
-    place = tl.zeros([BLOCK], tl.int32)
-    for at in range(from_run, last_run + 1, RUNS):
-        each = at + tl.arange(0, RUNS)
-        stop = tl.load(runs + each, mask=each < num_buckets, other=LAST)
-        filled = stop < LAST
-        start = tl.load(runs + each - 1, mask=filled & (each > 0), other=0)
-        shift = tl.load(runs + num_buckets + each, mask=filled, other=0)
-        hit = (slot[None, :] >= start[:, None]) & (slot[None, :] < tl.where(filled, stop, 0)[:, None])
-        place += tl.sum(tl.where(hit, slot[None, :] + shift[:, None] + 1, 0), 0)
-    return tl.load(order + place - 1, mask=place > 0, other=-1).to(tl.int32)
+def tokens_of(order, runs, slot, used, PADDED: tl.constexpr):
+    """The tokens of some slots of one list, int32, -1 where a slot is not used: of the first run that ends behind the
+    slot, found by halves."""
+    run, half = tl.zeros_like(slot), PADDED // 2
+    while half > 0:
+        run = tl.where(tl.load(runs + run + half - 1) <= slot, run + half, run)
+        half //= 2
+    shift = tl.load(runs + PADDED + run, mask=used, other=0)
+    return tl.load(order + slot + shift, mask=used, other=-1).to(tl.int32)
 
 
 @triton.jit
 def fill_kernel(
-    order, runs, tokens, heads, per_row, num_buckets, width, o_row, o_head,
-    LISTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, OVERLAP: tl.constexpr,
+    order, runs, counts, tokens, heads, per_row, width, o_row, o_head,
+    LISTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """BLOCK slots of one list."""
     at = tl.program_id(0).to(tl.int64)
     cache_row, head = at // heads // per_row, at % heads // LISTS
-    first = tl.program_id(1) * BLOCK
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    token = tokens_of_block(order + cache_row * o_row + head * o_head, runs + at * 2 * num_buckets, first, num_buckets,
-                            BLOCK=BLOCK, PADDED=PADDED, RUNS=RUNS)
-    slot = first + tl.arange(0, BLOCK)
+    token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, slot,
+                      slot < tl.load(counts + at), PADDED=PADDED)
     tl.store(tokens + at * width + slot, token, mask=slot < width)

@@ -20,12 +20,20 @@ from torch import Tensor
 
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
-from sparsekv.kernels.routing import RUNS, launch_logits, rank_warps, routable, route_tokens_reference, seats_or
+from sparsekv.kernels.routing import (
+    empty_runs,
+    launch_logits,
+    rank_warps,
+    routable,
+    route_tokens_reference,
+    seats_or,
+)
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
-SCORE_BLOCK, SCORE_WARPS = 512, 8
-GRADE_BLOCK, GRADE_PARTS, GRADE_WARPS = 512, 256, 4
+BLOCK, SCORE_WARPS, GRADE_WARPS = 256, 4, 2
+"""Candidates that are scored, and graded, together."""
+GRADE_PARTS = 256
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
 ROW = 16
 """What the lengths of rows of candidates, and of tallies, are multiples of."""
@@ -237,8 +245,7 @@ def launch_tokens(
 
 class Asked(NamedTuple):
     """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; the
-    runs of candidates that buckets give `[Q, Hkv, 2, C]` and how many these are `[Q, Hkv]`; tallies of zeros, as of
-    `Graded`.
+    runs of candidates that buckets give and how many these are (`empty_runs`); tallies of zeros, as of `Graded`.
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
@@ -271,8 +278,7 @@ def launch_ask(
         logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, seats=seats)
         lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
         per_row = count // offsets.shape[0] if seats is None else 1
-        runs = torch.empty(count, heads, 2, buckets, dtype=torch.int32, device=device)
-        counts = torch.empty(count, heads, dtype=torch.int32, device=device)
+        runs, counts = empty_runs(count, heads, buckets, device)
         given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts
         pdl = {"launch_pdl": True} if overlap else {}
     most, wide = power_of_two(group), power_of_two(buckets)
@@ -306,28 +312,26 @@ def launch_grades(
     if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
-        lists, buckets, strides = (edges[0],) * 3, 1, (0, 0)
+        lists, wide, strides = (edges[0],) * 3, 1, (0, 0)
     else:
         assert asked.runs is not None and asked.counts is not None
         order = dense_last(candidates.order)
-        buckets, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
+        wide, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
         lists = order, asked.runs, asked.counts
-    blocks, group = -(-width // SCORE_BLOCK), heads_q // heads
-    weights = torch.empty(count, heads_q, width, dtype=torch.float32, device=device)
-    tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=device) for _ in range(2))
+    blocks, group = -(-width // BLOCK), heads_q // heads
+    weights = torch.empty(count, heads, width, group, dtype=torch.float32, device=device)
+    tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
     overlap = overlaps(device)
     pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     score_kernel[(count * heads, blocks)](
         asked.side, asked.steps, codes, *lists, *edges, grades if tokens is None else tokens, weights, tops, masses,
-        heads, count // codes.shape[0], width, buckets, *codes.stride()[:2], *strides,
-        LISTED=tokens is not None, PADDED=power_of_two(buckets), RUNS=RUNS, RANK=sketch.rank, BYTES=bytes_,
-        ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)), GROUP=group, HEADS=power_of_two(group),
-        ROWS=padded(2 * power_of_two(group)), BLOCK=SCORE_BLOCK, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
-    grade_kernel[(count * heads, -(-width // GRADE_BLOCK))](
+        heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None, PADDED=wide,
+        RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)), GROUP=group,
+        HEADS=power_of_two(group), BLOCK=BLOCK, PACKED=codes.is_cuda, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
+    grade_kernel[(count * heads, blocks)](
         weights, tops, masses, lists[2], grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
-        ROWS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), PART=SCORE_BLOCK,
-        COPIES=tally_copies(width), BLOCK=GRADE_BLOCK, LISTED=tokens is not None, OVERLAP=overlap,
-        num_warps=GRADE_WARPS, **pdl)
+        HEADS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), COPIES=tally_copies(width),
+        BLOCK=BLOCK, LISTED=tokens is not None, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
     return Graded(grades, tokens, asked.tallies, asked.counts)
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsekv.kernels import sketch
-from sparsekv.kernels.routing_triton import give, kept_row, tokens_of_block
+from sparsekv.kernels.routing_triton import give, kept_row, tokens_of
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
@@ -80,7 +80,7 @@ def ask_kernel(
     and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
     if tl.program_id(0) < lists:
         give(scores, offsets, budget, seats, runs, counts, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets,
-             listed, LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED, COUNTED=True,
+             listed, LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED,
              OVERLAP=OVERLAP)
     else:
         sides(q, maps, seats, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim,
@@ -124,12 +124,23 @@ def sides(
 
 
 @triton.jit
+def lower_of(held, PACKED: tl.constexpr):
+    """16 times the lower channels of bytes of two, int8; PACKED four bytes at a time, which PTX does not do by
+    itself."""
+    if PACKED:
+        return tl.inline_asm_elementwise("{shl.b32 $0, $1, 4; and.b32 $0, $0, 0xF0F0F0F0;}", "=r,r", [held],
+                                         dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        return (held << 4).to(tl.int8)
+
+
+@triton.jit
 def score_kernel(
     side, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
-    num_buckets, c_row, c_head, o_row, o_head,
-    LISTED: tl.constexpr, PADDED: tl.constexpr, RUNS: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    c_row, c_head, o_row, o_head,
+    LISTED: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
     where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
@@ -138,59 +149,56 @@ def score_kernel(
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
     cache_row = row // per_row
-    group, byte = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    byte, group = tl.arange(0, WIDTH), tl.arange(0, HEADS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     if LISTED:
-        if tl.program_id(1) * BLOCK >= tl.load(counts + at):
+        there = tl.load(counts + at)
+        if tl.program_id(1) * BLOCK >= there:
             return
-        token = tokens_of_block(order + cache_row * o_row + head * o_head, runs + at * 2 * num_buckets,
-                                tl.program_id(1) * BLOCK, num_buckets, BLOCK=BLOCK, PADDED=PADDED, RUNS=RUNS)
-        used = token >= 0
+        used = place < there
+        token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, place, used, PADDED=PADDED)
         tl.store(tokens + at * count + place, token, mask=place < count)
     else:
         token = place
         used = (place < count) & (place >= tl.load(first + row)) & (place < tl.load(last + row))
     # codes lie one behind the other: as many bytes are loaded at once as divide all places
     own = codes + tl.multiple_of(cache_row * c_row + head * c_head, ALIGNED)
-    held = tl.load(own + token[None, :].to(tl.int64) * BYTES + byte[:, None],
-                   mask=used[None, :] & (byte < BYTES)[:, None], other=0)
-    # both planes of a group's heads are the rows of one product
-    row_of, half = tl.arange(0, ROWS) % HEADS, tl.arange(0, ROWS) // HEADS
-    plane = side + ((at * GROUP + row_of)[:, None] * 4 + half[:, None]) * BYTES + byte[None, :]
-    inside = ((row_of < GROUP) & (half < 2))[:, None] & (byte < BYTES)[None, :]
-    sums = tl.dot(tl.load(plane, mask=inside, other=0), held, out_dtype=tl.int32)
+    held = tl.load(own + token[:, None].to(tl.int64) * BYTES + byte[None, :],
+                   mask=used[:, None] & (byte < BYTES)[None, :], other=0)
+    # both planes of a head are columns side by side: their products end in the same thread
+    column = tl.arange(0, 2 * HEADS)
+    plane = side + ((at * GROUP + column // 2)[None, :] * 4 + (column % 2)[None, :]) * BYTES + byte[:, None]
+    inside = (column // 2 < GROUP)[None, :] & (byte < BYTES)[:, None]
+    sums = tl.dot(held, tl.load(plane, mask=inside, other=0), out_dtype=tl.int32)
     if WHOLE < BYTES:
-        low = (held << 4).to(tl.int8)
-        sums = tl.dot(tl.load(plane + 2 * BYTES, mask=inside, other=0), low, sums, out_dtype=tl.int32)
-    sums = tl.where((half == 0)[:, None], 256 * sums, sums)
-    sums = tl.sum(tl.reshape(sums, [ROWS // HEADS, HEADS, BLOCK]), 0)
-    head_q = at * GROUP + group
-    step = tl.load(steps + head_q, mask=group < GROUP, other=1.0)
-    total = tl.where(used[None, :], sums.to(tl.float32) * step[:, None], float("-inf"))
-    top = tl.max(total, 1)
-    weight = tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[:, None])
-    part = head_q * tl.num_programs(1) + tl.program_id(1)
+        sums = tl.dot(lower_of(held, PACKED=PACKED), tl.load(plane + 2 * BYTES, mask=inside, other=0), sums,
+                      out_dtype=tl.int32)
+    upper, lower = tl.split(tl.reshape(sums, [BLOCK, HEADS, 2]))
+    step = tl.load(steps + at * GROUP + group, mask=group < GROUP, other=1.0)
+    total = tl.where(used[:, None], (256 * upper + lower).to(tl.float32) * step[None, :], float("-inf"))
+    top = tl.max(total, 0)
+    weight = tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[None, :])
+    part = (at * tl.num_programs(1) + tl.program_id(1)) * GROUP + group
     tl.store(tops + part, top, mask=group < GROUP)
-    tl.store(masses + part, tl.sum(weight, 1), mask=group < GROUP)
-    tl.store(weights + head_q[:, None] * count + place[None, :], tl.where(used[None, :], weight, -1.0),
-             mask=(group < GROUP)[:, None] & (place < count)[None, :])
+    tl.store(masses + part, tl.sum(weight, 0), mask=group < GROUP)
+    tl.store(weights + (at * count + place)[:, None] * GROUP + group[None, :], tl.where(used[:, None], weight, -1.0),
+             mask=(place < count)[:, None] & (group < GROUP)[None, :])
 
 
 @triton.jit
 def grade_kernel(
     weights, tops, masses, counts, grades, tallies, count, parts, tally,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, COPIES: tl.constexpr,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    LISTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The grades of some blocks of PART slots of `score_kernel` from the softmax of every head over all candidates,
-    summed over the group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
+    """The grades of a block of `score_kernel` from the softmax of every head over all candidates, summed over the
+    group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
     at = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, ROWS)
+    group = tl.arange(0, HEADS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    head_q = at * GROUP + group
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
@@ -199,27 +207,29 @@ def grade_kernel(
         there = tl.load(counts + at)
         if tl.program_id(1) * BLOCK >= there:
             return
-    written = tl.cdiv(there, PART)
-    held = (group < GROUP)[:, None] & (place < there)[None, :]
-    weight = tl.load(weights + head_q[:, None] * count + place[None, :], mask=held, other=-1.0)
-    highest = tl.full([ROWS, PARTS], float("-inf"), tl.float32)
-    sums = tl.zeros([ROWS, PARTS], tl.float32)
+    weight = tl.load(weights + (at * count + place)[:, None] * GROUP + group[None, :],
+                     mask=(place < there)[:, None] & (group < GROUP)[None, :], other=-1.0)
+    written = tl.cdiv(there, BLOCK)
+    tops += at * parts * GROUP + group
+    masses += at * parts * GROUP + group
+    highest = tl.full([PARTS, HEADS], float("-inf"), tl.float32)
+    sums = tl.zeros([PARTS, HEADS], tl.float32)
     for start in range(0, written, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (group < GROUP)[:, None] & (part < written)[None, :]
-        each = tl.load(tops + head_q[:, None] * parts + part[None, :], mask=inside, other=float("-inf"))
-        mass = tl.load(masses + head_q[:, None] * parts + part[None, :], mask=inside, other=0.0)
+        part = (start + tl.arange(0, PARTS))[:, None]
+        inside = (part < written) & (group < GROUP)[None, :]
+        each = tl.load(tops[None, :] + part * GROUP, mask=inside, other=float("-inf"))
+        mass = tl.load(masses[None, :] + part * GROUP, mask=inside, other=0.0)
         higher = tl.maximum(highest, each)
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(highest - shift) + mass * tl.exp(each - shift)
         highest = higher
-    top = tl.max(highest, 1)
+    top = tl.max(highest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(sums * tl.exp(highest - top[:, None]), 1)
-    own = tl.load(tops + head_q[:, None] * parts + (place // PART)[None, :], mask=held, other=float("-inf"))
-    factor = tl.exp(own - top[:, None]) / tl.where(mass > 0, mass, 1.0)[:, None]
-    share = tl.sum(tl.maximum(weight, 0.0) * factor, 0)
-    used = tl.max(weight, 0) >= 0
+    mass = tl.sum(sums * tl.exp(highest - top[None, :]), 0)
+    own = tl.load(tops + tl.program_id(1) * GROUP, mask=group < GROUP, other=float("-inf"))
+    factor = tl.exp(own - top) / tl.where(mass > 0, mass, 1.0)
+    share = tl.sum(tl.maximum(weight, 0.0) * factor[None, :], 1)
+    used = tl.max(weight, 1) >= 0
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)
     tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)

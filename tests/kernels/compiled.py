@@ -113,7 +113,7 @@ def main() -> None:
     check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
     check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
           routing.rank_warps(16 * 4096), "bf16", (80,))
-    check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK, "RUNS": routing.RUNS},
+    check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
@@ -147,7 +147,7 @@ def main() -> None:
               sketch.ENCODE_WARPS, "bf16")
         check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
         check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "LISTED": width == 32, "PADDED": 1024,
-                                "RUNS": routing.RUNS, "BLOCK": sketch.SCORE_BLOCK},
+                                "BLOCK": sketch.BLOCK, "PACKED": True},
               sketch.SCORE_WARPS, "bf16")
     for half in ("bf16", "fp32"):
         check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
@@ -157,8 +157,8 @@ def main() -> None:
                                  "PAGES": seating.PAGES}, seating.WARPS, "bf16")
     check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "ROWS": 4, "PARTS": parts, "PART": sketch.SCORE_BLOCK, "COPIES": 4,
-                                "BLOCK": sketch.GRADE_BLOCK, "LISTED": parts > 1},
+        check(sk.grade_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "COPIES": 4, "BLOCK": sketch.BLOCK,
+                                "LISTED": parts > 1},
               sketch.GRADE_WARPS, "bf16", (90,))
     for listed in (True, False):
         check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed, "COPIES": 4},
