@@ -209,12 +209,13 @@ def give(
     else:
         density = tl.load(scores + at * num_buckets + bucket, mask=size > 0, other=0.0)
     bits = tl.where(size > 0, tl.maximum(density.to(tl.int32, bitcast=True), 0) + 1, 0)
-    # the largest density down to which there are as many tokens as wanted, bit by bit (a sort takes 2 µs longer)
-    least = wanted * 0
-    for step in range(31):
-        higher = least | (1 << (30 - step))
-        reached = tl.sum(tl.where(bits >= higher, size, 0), 0)
-        least = tl.where(reached >= wanted, higher, least)
+    # the largest density down to which there are as many tokens as wanted, two bits at a time (a sort takes longer)
+    least, shift, digit = wanted * 0, wanted * 0 + 29, tl.arange(0, 4)
+    for _ in range(16):
+        higher = least | (digit << shift)
+        reached = tl.sum(tl.where(bits[None, :] >= higher[:, None], size[None, :], 0), 1)
+        least = tl.max(tl.where(reached >= wanted, higher, 0), 0)
+        shift = tl.maximum(shift - 2, 0)
     above = tl.where(bits > least, size, 0)
     equal = tl.where(bits == least, size, 0)
     missing = wanted - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)

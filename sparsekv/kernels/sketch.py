@@ -31,7 +31,7 @@ from sparsekv.kernels.routing import (
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
-BLOCK, SCORE_WARPS, GRADE_WARPS = 256, 4, 2
+BLOCK, SCORE_WARPS, GRADE_WARPS = 256, 4, 4
 """Candidates that are scored, and graded, together."""
 GRADE_PARTS = 256
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
@@ -41,6 +41,8 @@ TALLY_COPIES, TALLIED = 8, 16_384
 """Copies of a tally at most, and candidates of each."""
 GRADES, FLOOR = 4096, 13_056
 """Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
+TOLD = 4
+"""Numbers between the tallies and what blocks tell each other."""
 KEYS_AT_ONCE = 8192
 
 
@@ -221,16 +223,30 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     return codes
 
 
+class Scored(NamedTuple):
+    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]`, one for the largest of a block and -1
+    where there is no candidate; the largest scores of blocks and the sums of their weights `[Q, Hkv, blocks, G]`; the
+    tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind them nothing is written, and
+    K is a multiple of ROW); the zeros of `Asked`."""
+
+    weights: Tensor
+    tops: Tensor
+    masses: Tensor
+    tokens: Tensor | None
+    counts: Tensor | None
+    tallies: Tensor
+
+
 class Graded(NamedTuple):
-    """Grades of the candidates `[Q, Hkv, K]` int16, their tokens (None where candidate i is token i), and how many have
-    each grade above 1, the number of candidates in the place of grade 0, `[Q, Hkv, tally_of(K, widest)]`: as many
-    copies, to be added up, as `tally_copies` says; behind them zeros, one at least for a block of `best_kernel`. counts
-    `[Q, Hkv]`: how many tokens are listed; behind them nothing is written, and K is a multiple of ROW."""
+    """Grades of the candidates `[Q, Hkv, K]` int16, tokens and counts of `Scored`, and tallies `[Q, Hkv, tally_of(K,
+    widest)]`: how many have each grade above 1, the number of candidates in the place of grade 0, in as many copies, to
+    be added up, as `tally_copies` says; then TOLD numbers: blocks that counted, tokens that are chosen, the lowest
+    grade of them, how many of that grade; then a zero at least for every block of `best_kernel`."""
 
     grades: Tensor
     tokens: Tensor | None
+    counts: Tensor | None
     tallies: Tensor
-    counts: Tensor | None = None
 
 
 def launch_tokens(
@@ -239,13 +255,15 @@ def launch_tokens(
 ) -> Tensor:
     """`sketch_tokens` through Triton: the buckets' scores; what every bucket gives, beside it the queries' sides; the
     products, the grades, the best. Each launch is prepared while the one before it ends."""
-    graded = launch_grades(q, sketch, codes, scale, widest, candidates, first, last)
-    return launch_best(*graded, budget, widest, None if candidates is None else candidates.seats)
+    scored = launch_scores(q, sketch, codes, scale, widest, candidates, first, last)
+    graded = launch_grades(scored, budget, widest, None if candidates is None else candidates.seats)
+    return launch_best(graded, widest)
 
 
 class Asked(NamedTuple):
     """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; the
-    runs of candidates that buckets give and how many these are (`empty_runs`); tallies of zeros, as of `Graded`.
+    runs of candidates that buckets give and how many these are (`empty_runs`); zeros for the
+    tallies of `Graded`.
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
@@ -290,12 +308,12 @@ def launch_ask(
     return Asked(side, steps, runs, tallies, counts)
 
 
-def launch_grades(
+def launch_scores(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, widest: int, candidates: Candidates | None,
     first: Tensor | None, last: Tensor | None,
-) -> Graded:
-    """The grades of the candidates through Triton, of which at most `widest` will be chosen."""
-    from sparsekv.kernels.sketch_triton import grade_kernel, score_kernel
+) -> Scored:
+    """The scores of the candidates through Triton, of which at most `widest` will be chosen."""
+    from sparsekv.kernels.sketch_triton import score_kernel
 
     device = q.device
     count, heads_q, _ = q.shape
@@ -305,10 +323,13 @@ def launch_grades(
     # rows of whole vectors
     width = length if candidates is None else ROW * -(-candidates.widest // ROW)
     asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
+    blocks, group = -(-width // BLOCK), heads_q // heads
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
-    grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
+    weights = torch.empty(count, heads, width, group, dtype=torch.float32, device=device)
+    tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
+    scored = Scored(weights, tops, masses, tokens, asked.counts, asked.tallies)
     if not width:
-        return Graded(grades, tokens, asked.tallies, asked.counts)
+        return scored
     if candidates is None:
         assert first is not None and last is not None
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
@@ -318,21 +339,34 @@ def launch_grades(
         order = dense_last(candidates.order)
         wide, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
         lists = order, asked.runs, asked.counts
-    blocks, group = -(-width // BLOCK), heads_q // heads
-    weights = torch.empty(count, heads, width, group, dtype=torch.float32, device=device)
-    tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
     overlap = overlaps(device)
-    pdl: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     score_kernel[(count * heads, blocks)](
-        asked.side, asked.steps, codes, *lists, *edges, grades if tokens is None else tokens, weights, tops, masses,
-        heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None, PADDED=wide,
-        RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)), GROUP=group,
-        HEADS=power_of_two(group), BLOCK=BLOCK, PACKED=codes.is_cuda, OVERLAP=overlap, num_warps=SCORE_WARPS, **pdl)
-    grade_kernel[(count * heads, blocks)](
-        weights, tops, masses, lists[2], grades, asked.tallies, width, blocks, asked.tallies.shape[2], GROUP=group,
-        HEADS=power_of_two(group), PARTS=min(GRADE_PARTS, power_of_two(blocks)), COPIES=tally_copies(width),
-        BLOCK=BLOCK, LISTED=tokens is not None, OVERLAP=overlap, num_warps=GRADE_WARPS, **pdl)
-    return Graded(grades, tokens, asked.tallies, asked.counts)
+        asked.side, asked.steps, codes, *lists, *edges, asked.steps if tokens is None else tokens, weights, tops,
+        masses, heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None,
+        PADDED=wide, RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)),
+        GROUP=group, HEADS=power_of_two(group), BLOCK=BLOCK, PACKED=codes.is_cuda, OVERLAP=overlap,
+        num_warps=SCORE_WARPS, **({"launch_pdl": True} if overlap else {}))
+    return scored
+
+
+def launch_grades(scored: Scored, budget: Tensor, widest: int, seats: Tensor | None = None) -> Graded:
+    """The grades of the candidates through Triton, and down to which `budget[q]` of them are chosen, at most `widest`;
+    the zeros of the tallies are used up."""
+    from sparsekv.kernels.sketch_triton import grade_kernel
+
+    weights, tops, masses, tokens, counts, tallies = scored
+    count, heads, width, group = weights.shape
+    blocks, device = tops.shape[2], weights.device
+    grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
+    overlap = overlaps(device)
+    if width:
+        grade_kernel[(count * heads, blocks)](
+            weights, tops, masses, tallies if counts is None else counts, budget.contiguous(), seats_or(seats, tallies),
+            grades, tallies, heads, width, blocks, widest, tallies.shape[2], GROUP=group, HEADS=power_of_two(group),
+            PARTS=min(GRADE_PARTS, power_of_two(blocks)), COPIES=tally_copies(width), BLOCK=BLOCK,
+            LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap, num_warps=GRADE_WARPS,
+            **({"launch_pdl": True} if overlap else {}))
+    return Graded(grades, tokens, counts, tallies)
 
 
 def tally_copies(width: int) -> int:
@@ -342,7 +376,7 @@ def tally_copies(width: int) -> int:
 
 def tally_of(width: int, widest: int) -> int:
     """Numbers in the tallies of a query and head."""
-    return tally_copies(width) * GRADES + ROW * -(-best_blocks(width, widest) // ROW)
+    return tally_copies(width) * GRADES + ROW * -(-(TOLD + best_blocks(width, widest)) // ROW)
 
 
 def best_blocks(width: int, widest: int) -> int:
@@ -350,13 +384,11 @@ def best_blocks(width: int, widest: int) -> int:
     return -(-max(width, widest) // BEST_BLOCK)
 
 
-def launch_best(
-    grades: Tensor, tokens: Tensor | None, tallies: Tensor, counts: Tensor | None, budget: Tensor, widest: int,
-    seats: Tensor | None = None,
-) -> Tensor:
-    """`best_tokens_reference` through Triton; the zeros of the tallies are used up."""
+def launch_best(graded: Graded, widest: int) -> Tensor:
+    """`best_tokens_reference` through Triton; the rest of the tallies' zeros are used up."""
     from sparsekv.kernels.sketch_triton import best_kernel
 
+    grades, tokens, counts, tallies = graded
     count, heads, width = grades.shape
     out = torch.empty(count, heads, widest, dtype=torch.int32, device=grades.device)
     if not width or not widest:
@@ -364,10 +396,9 @@ def launch_best(
     overlap = overlaps(grades.device)
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
-        grades, grades if tokens is None else tokens, tallies, budget.contiguous(),
-        tallies if counts is None else counts, seats_or(seats, tallies), out, heads, width, widest, tallies.shape[2],
-        LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
-        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), SEATED=seats is not None, OVERLAP=overlap, num_warps=BEST_WARPS,
+        grades, grades if tokens is None else tokens, tallies, tallies if counts is None else counts, out, width,
+        widest, tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
+        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out
 

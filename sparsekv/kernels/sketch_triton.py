@@ -9,6 +9,9 @@ from sparsekv.kernels.routing_triton import give, kept_row, tokens_of
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
+TOLD: tl.constexpr = tl.constexpr(sketch.TOLD)
+STRIDE: tl.constexpr = tl.constexpr(2048)
+"""Grades that are looked at together."""
 COUNTED: tl.constexpr = tl.constexpr(1 << 30)
 """Set in what a block of `best_kernel` tells the later ones."""
 
@@ -190,12 +193,13 @@ def score_kernel(
 
 @triton.jit
 def grade_kernel(
-    weights, tops, masses, counts, grades, tallies, count, parts, tally,
+    weights, tops, masses, counts, budget, seats, grades, tallies, heads, count, parts, width, tally,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-    LISTED: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The grades of a block of `score_kernel` from the softmax of every head over all candidates, summed over the
-    group; and how many have each grade above 1, the number of candidates in the place of grade 0."""
+    group; and how many have each grade above 1, the number of candidates in the place of grade 0. The last block of a
+    list to count tells how many are chosen, down to which grade, and how many of that grade."""
     at = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, HEADS)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -233,56 +237,66 @@ def grade_kernel(
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)
     tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)
-    tallies += at * tally + tl.program_id(1) % COPIES * GRADES
-    tl.atomic_add(tallies + grade, 1, mask=grade > 1, sem="relaxed")
-    tl.atomic_add(tallies, tl.sum(used.to(tl.int32), 0), sem="relaxed")
+    tallies += at * tally
+    copy = tallies + tl.program_id(1) % COPIES * GRADES
+    tl.atomic_add(copy + grade, 1, mask=grade > 1, sem="relaxed")
+    tl.atomic_add(copy, tl.sum(used.to(tl.int32), 0), sem="relaxed")
+    tl.debug_barrier()
+    told = tallies + COPIES * GRADES
+    if tl.atomic_add(told, 1, sem="acq_rel") == written - 1:
+        allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
+        counted = tl.sum(tl.load(tallies + tl.arange(0, COPIES) * GRADES), 0)
+        wanted = tl.minimum(tl.minimum(allowed, width), counted).to(tl.int32)
+        # from the highest grades down, as far as must be; grade 1 where that does not reach
+        start, above = GRADES, wanted * 0
+        least, missing = tl.where(wanted > 0, 1, GRADES), wanted
+        while (start > 0) & (above < wanted):
+            start -= STRIDE
+            digit = start + tl.arange(0, STRIDE)
+            size = tl.load(tallies + digit, mask=digit > 1, other=0)
+            for other in range(1, COPIES):
+                size += tl.load(tallies + other * GRADES + digit, mask=digit > 1, other=0)
+            total = tl.sum(size, 0)
+            higher = above + total - tl.cumsum(size, 0)
+            here = (higher < wanted) & (higher + size >= wanted)
+            least = tl.maximum(least, tl.max(tl.where(here, digit, 0), 0))
+            missing = wanted - tl.where(above + total < wanted, above + total, tl.sum(tl.where(here, higher, 0), 0))
+            above += total
+        tl.store(told + 1, wanted)
+        tl.store(told + 2, least)
+        tl.store(told + 3, missing)
 
 
 @triton.jit
 def best_kernel(
-    grades, tokens, tallies, budget, counts, seats, out, heads, count, width, tally,
-    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, SEATED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    grades, tokens, tallies, counts, out, count, width, tally,
+    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: the lowest
-    grade that is chosen from the tally, and from what the blocks ahead, which start no later, say how many they
-    choose."""
+    """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: by what
+    `grade_kernel` told, and by how many the blocks ahead, which start no later, say that they choose."""
     at, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    tallies += at * tally
+    told = tallies + at * tally + COPIES * GRADES
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     listed = count
     if LISTED:
         listed = tl.load(counts + at)
+    wanted, least, missing = tl.load(told + 1), tl.load(told + 2), tl.load(told + 3)
     grade = tl.load(grades + at * count + place, mask=place < listed, other=0).to(tl.int32)
-    digit = tl.arange(0, GRADES)
-    size = tl.load(tallies + digit)
-    for copy in tl.static_range(1, COPIES):
-        size += tl.load(tallies + copy * GRADES + digit)
-    there = tl.sum(tl.where(digit == 0, size, 0), 0)
-    allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
-    wanted = tl.minimum(tl.minimum(allowed, width), there).to(tl.int32)
-    size = tl.where(digit > 1, size, 0)
-    total = tl.sum(size, 0)
-    above = total - tl.cumsum(size, 0)
-    here = (above < wanted) & (above + size >= wanted)
-    least = tl.max(tl.where(here, digit, 1), 0)
-    missing = wanted - tl.where(least > 1, tl.sum(tl.where(digit == least, above, 0), 0), total)
-    least = tl.where(wanted > 0, least, GRADES)
-    larger, equals = (grade > least).to(tl.int32), (grade == least).to(tl.int32)
+    larger, equals = (grade > least).to(tl.int32), ((grade == least) & (grade > 0)).to(tl.int32)
     both = tl.sum(larger * 32768 + equals, 0)
-    told = tallies + COPIES * GRADES
-    tl.atomic_xchg(told + block, both | COUNTED, sem="relaxed")
+    said = told + TOLD
+    tl.atomic_xchg(said + block, both | COUNTED, sem="relaxed")
     before, alike = 0, 0
     for start in range(0, block, AHEAD):
         ahead = start + tl.arange(0, AHEAD)
-        said = tl.load(told + ahead, mask=ahead < block, other=COUNTED, volatile=True)
-        while tl.min(said, 0) == 0:
-            said = tl.load(told + ahead, mask=ahead < block, other=COUNTED, volatile=True)
-        before += tl.sum((said & (COUNTED - 1)) >> 15, 0)
-        alike += tl.sum(said & 32767, 0)
+        each = tl.load(said + ahead, mask=ahead < block, other=COUNTED, volatile=True)
+        while tl.min(each, 0) == 0:
+            each = tl.load(said + ahead, mask=ahead < block, other=COUNTED, volatile=True)
+        before += tl.sum((each & (COUNTED - 1)) >> 15, 0)
+        alike += tl.sum(each & 32767, 0)
     chosen = (grade > least) | ((equals > 0) & (alike + tl.cumsum(equals, 0) <= missing))
     slot = before + tl.minimum(alike, missing) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LISTED:

@@ -422,7 +422,10 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
         away = side_of(asked, rank) - exact_side
         assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not asked.tallies.any()
         for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
-            mine = sketch.launch_grades(q, maps, codes, 0.3, listed + 7, pool, edges.get("first"), edges.get("last"))
+            given = pool, edges.get("first"), edges.get("last")
+            scored = sketch.launch_scores(q, maps, codes, 0.3, listed + 7, *given)
+            kept = scored.tallies.clone()
+            mine = sketch.launch_grades(scored, budget, listed + 7)
             if pool is None:
                 assert mine.tokens is None
             else:
@@ -438,13 +441,12 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
             # products of 10 bits of mantissa: a grade is 0.8 %
             assert bool(((mine.grades - truth).abs() <= 2).all())
-            assert torch.equal(summed(mine.tallies, mine.grades), summed(tallied(mine.grades, listed + 7), mine.grades))
+            assert torch.equal(summed(mine.tallies, mine.grades), tallied(mine.grades))
             for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
-                found = sketch.launch_best(*mine._replace(tallies=mine.tallies.clone()), wanted, widest)
+                graded = sketch.launch_grades(scored._replace(tallies=kept.clone()), wanted, widest)
+                found = sketch.launch_best(graded, widest)
                 assert torch.equal(found, sketch.best_tokens_reference(mine.grades, mine.tokens, wanted, widest))
-                whole = sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, pool, edges.get("first"),
-                                             edges.get("last"))
-                assert torch.equal(whole, found)
+                assert torch.equal(sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, *given), found)
     # what is kept of a request lies by seat: the rows the other way round
     seats = 1 - torch.arange(2 * queries, device=device) // queries
     by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, codes, own.queries, means.means, means.spread)]
@@ -487,20 +489,34 @@ def sides_step(side: Tensor, width: int) -> Tensor:
     return step * times
 
 
-def tallied(grades: Tensor, widest: int) -> Tensor:
-    """How many have each grade above 1, and in the place of grade 0 how many there are; zeros for the blocks."""
-    counts = torch.zeros(*grades.shape[:2], sketch.tally_of(grades.shape[2], widest), dtype=torch.int32,
-                         device=grades.device)
+def tallied(grades: Tensor) -> Tensor:
+    """How many have each grade above 1, and in the place of grade 0 how many there are."""
+    counts = torch.zeros(*grades.shape[:2], sketch.GRADES, dtype=torch.int32, device=grades.device)
     counts.scatter_add_(-1, grades.long(), torch.ones_like(grades, dtype=torch.int32))
     counts[..., 0], counts[..., 1] = (grades > 0).sum(-1), 0
     return counts
 
 
 def summed(tallies: Tensor, grades: Tensor) -> Tensor:
-    """The copies of tallies added up, which no block has told anything yet."""
+    """The copies of tallies added up, behind which no block has told another anything yet."""
     copies = sketch.tally_copies(grades.shape[2])
-    assert not tallies[..., copies * sketch.GRADES:].any()
+    assert not tallies[..., copies * sketch.GRADES + sketch.TOLD:].any()
     return tallies[..., :copies * sketch.GRADES].unflatten(-1, (copies, -1)).sum(2)
+
+
+def scored(grades: Tensor, tokens: Tensor | None, widest: int) -> sketch.Scored:
+    """Weights of two heads of which `grade_kernel` makes these grades."""
+    bits = (grades.int() - 1 + sketch.FLOOR) << 16
+    weights = torch.where(grades == 1, 0.0, bits.view(torch.float32)).where(grades > 0, -1.0)
+    weights = torch.stack([weights, weights.clamp(max=0.0)], dim=-1)
+    blocks = -(-grades.shape[2] // sketch.BLOCK)
+    tops = torch.zeros(*grades.shape[:2], blocks, 2, device=grades.device)
+    masses = torch.nn.functional.pad(torch.ones_like(tops[:, :, :1]), (0, 0, 0, blocks - 1)) if blocks else tops
+    counts = None if tokens is None else torch.full(grades.shape[:2], grades.shape[2], dtype=torch.int32,
+                                                    device=grades.device)
+    size = sketch.tally_of(grades.shape[2], widest)
+    return sketch.Scored(weights, tops, masses, tokens, counts,
+                         torch.zeros(*grades.shape[:2], size, dtype=torch.int32, device=grades.device))
 
 
 def check_best_tokens(width: int, device: str) -> None:
@@ -517,8 +533,9 @@ def check_best_tokens(width: int, device: str) -> None:
         for widest in {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
-                counts = torch.full((rows, heads), width, dtype=torch.int32, device=device)
-                found = sketch.launch_best(grades, listed, tallied(grades, widest), counts, given, widest)
+                graded = sketch.launch_grades(scored(grades, listed, widest), given, widest)
+                assert torch.equal(graded.grades, grades)
+                found = sketch.launch_best(graded, widest)
                 truth = sketch.best_tokens_reference(grades, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)
