@@ -146,9 +146,10 @@ class LayerIndex:
         self.fitted = [0] * seats
 
     def warm(self, sink_size: int) -> None:
-        """Run once what prompts and new requests launch, for lengths that 16 divides and for others, so that no request
-        waits until it is compiled. Leaves nothing that is read: no seat is taken, and no slot is known."""
-        for count in (WARM, WARM - 1):
+        """Run once what prompts and new requests launch, for lengths that 16 divides, odd ones and others (strides that
+        16 divides are compiled for), so that no request waits until it is compiled. Leaves nothing that is read: no
+        seat is taken, and no slot is known."""
+        for count in (WARM, WARM - 1, WARM - 2):
             slots = torch.arange(min(count, self.slots, self.room.longest), device=self.keys.device)
             ends = torch.full((1,), sink_size + slots.shape[0])
             self._sketch(self.keys[:, slots].transpose(0, 1), slots, slots)
