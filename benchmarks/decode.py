@@ -177,14 +177,15 @@ class Buffers:
             moment = torch.eye(DIM, device="cuda").expand_as(covariance)
             self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
             self.codes = encode(self.k, self.sketch, SKETCH_BYTES)
-        mid = max(self.k.shape[2] - SINK - TAIL, 0)
+            mid = max(self.k.shape[2] - SINK - TAIL, 0)
+            self.widest = [-(-mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
+            self.spent = [torch.full_like(self.starts, n) for n in self.widest]
         made = SketchRouter(candidates=CANDIDATES)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
         made.weights, made.means, made.spread = None, self.means.means, self.means.spread
         made.fixed = made.turned = self.sketch
         made.codes, made.width = self.codes, SKETCH_BYTES
-        made.widest, made.widest_pool = -(-mid // round(1 / SKETCH_BUDGET)), -(-mid // round(1 / CANDIDATES))
-        made.budget, made.pool = (torch.full_like(self.starts, n) for n in (made.widest, made.widest_pool))
+        (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
         return made
 
     def sparse_sketch(self) -> torch.Tensor:

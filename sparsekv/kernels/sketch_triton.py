@@ -10,8 +10,7 @@ from sparsekv.kernels.routing_triton import give, kept_row, tokens_of
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
 TOLD: tl.constexpr = tl.constexpr(sketch.TOLD)
-STRIDE: tl.constexpr = tl.constexpr(2048)
-"""Grades that are looked at together."""
+HALF: tl.constexpr = tl.constexpr(sketch.GRADES // 2)
 COUNTED: tl.constexpr = tl.constexpr(1 << 30)
 """Set in what a block of `best_kernel` tells the later ones."""
 
@@ -247,24 +246,24 @@ def grade_kernel(
         allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
         counted = tl.sum(tl.load(tallies + tl.arange(0, COPIES) * GRADES), 0)
         wanted = tl.minimum(tl.minimum(allowed, width), counted).to(tl.int32)
-        # from the highest grades down, as far as must be; grade 1 where that does not reach
-        start, above = GRADES, wanted * 0
-        least, missing = tl.where(wanted > 0, 1, GRADES), wanted
-        while (start > 0) & (above < wanted):
-            start -= STRIDE
-            digit = start + tl.arange(0, STRIDE)
-            size = tl.load(tallies + digit, mask=digit > 1, other=0)
-            for other in range(1, COPIES):
-                size += tl.load(tallies + other * GRADES + digit, mask=digit > 1, other=0)
-            total = tl.sum(size, 0)
-            higher = above + total - tl.cumsum(size, 0)
-            here = (higher < wanted) & (higher + size >= wanted)
-            least = tl.maximum(least, tl.max(tl.where(here, digit, 0), 0))
-            missing = wanted - tl.where(above + total < wanted, above + total, tl.sum(tl.where(here, higher, 0), 0))
-            above += total
+        # in the half that it lies in; grade 1 where both do not reach
+        digit = tl.arange(0, HALF)
+        best = tl.load(tallies + HALF + digit)
+        rest = tl.load(tallies + digit, mask=digit > 1, other=0)
+        for other in tl.static_range(1, COPIES):
+            best += tl.load(tallies + other * GRADES + HALF + digit)
+            rest += tl.load(tallies + other * GRADES + digit, mask=digit > 1, other=0)
+        above = tl.sum(best, 0)
+        within = above >= wanted
+        size = tl.where(within, best, rest)
+        above = tl.where(within, 0, above)
+        total = above + tl.sum(size, 0)
+        higher = total - tl.cumsum(size, 0)
+        here = (higher < wanted) & (higher + size >= wanted)
+        least = tl.max(tl.where(here, tl.where(within, HALF, 0) + digit, 1), 0)
         tl.store(told + 1, wanted)
-        tl.store(told + 2, least)
-        tl.store(told + 3, missing)
+        tl.store(told + 2, tl.where(wanted > 0, least, GRADES))
+        tl.store(told + 3, wanted - tl.where(least > 1, tl.sum(tl.where(here, higher, 0), 0), total))
 
 
 @triton.jit
