@@ -3,10 +3,11 @@ attention.
 
 `sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
 `sparse_probes` the best 32 buckets (Saap); `sparse_sketch*` the best 1 % of the mid region by the sketches of the
-candidates that the best buckets give, 10 % of it. Everything runs inside CUDA graphs over several buffer sets, so that
-no figure is the cache's. First the kernels are checked against their float64 twins. Writes docs/results/decode.json
-(or the folder given). FlashInfer is a peer where it can be imported. `--parts` chooses: steps, whale, growth, parts
-(index, votes, cache). What a token costs in a user's hands is `benchmarks/generate.py`.
+candidates that the best buckets give, 10 % of it (`_flat`: where all scores are equal). Everything runs inside CUDA
+graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
+twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
+chooses: steps, whale, growth, parts (index, votes, cache). What a token costs in a user's hands is
+`benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
 """
@@ -190,6 +191,11 @@ class Buffers:
 
     def sparse_sketch(self) -> torch.Tensor:
         return self.step(self.sketch_router()).out
+
+    def sparse_sketch_flat(self) -> torch.Tensor:
+        """Of a query that attends to everything alike, as those of random weights do: the grades' worst case."""
+        nothing = Queries(torch.zeros_like(self.queries.rot), self.lengths)
+        return sparse_step(self.view, nothing, self.sketch_router(), None).out
 
     def sparse_sketch_phi(self) -> torch.Tensor:
         return self.step(self.sketch_router(), self.completion()).out
@@ -419,7 +425,7 @@ def steps(options: argparse.Namespace) -> None:
             continue
         sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
-                                    "sparse_sketch", "sdpa_flash", "sdpa_cudnn")
+                                    "sparse_sketch", "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
         if batch == 1:
             methods += ("flashinfer",)
         if case in FLEX_SHAPES:
