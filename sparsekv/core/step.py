@@ -125,6 +125,17 @@ class LayerState:
     def step(self, queries: Queries) -> Step:
         return sparse_step(self.view, queries, self.selector, self.estimator)
 
+    def spend(self, budget: int | float) -> LayerState | None:
+        """The state with another budget; None where what was built depends on it, and is built anew. Raises
+        SparseKVError."""
+        if not self.selector.budget_free:
+            return None
+        self.selector.token_budget = budget
+        self.selector.prepare(self.view)
+        if self.estimator is not None:
+            self.estimator.reads(self.view, self.selector.read_share(self.view))
+        return self
+
     def cropped(self, length: int) -> LayerState | None:
         """The state of a cache cut to `length` tokens; None where the cut reaches the mid region, which is built
         anew."""

@@ -57,11 +57,12 @@ class Batch:
         for table in self.cache.rope.values():
             table.cos.shared = table.sin.shared = False
 
-    def restore(self, width: int) -> None:
-        """As after the prefill: forget what was decoded and what a method built."""
+    def restore(self, width: int, keeps: bool = False) -> None:
+        """As after the prefill: forget what was decoded and, unless it `keeps` that, what a method built."""
         if all_sparse(self.cache):
             self.cache.crop(width)
-            self.drop_states()
+            if not keeps:
+                self.drop_states()
 
     def drop_states(self) -> None:
         """Free what a method built, and the graph that holds on to it."""
@@ -143,13 +144,15 @@ def continue_text(attachment: Attachment, batch: Batch, following: Sequence[int]
 @torch.inference_mode()
 def answer_batch(
     attachment: Attachment, batch: Batch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
+    keeps: bool = False,
 ) -> list[list[int]]:
     """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
     open). `finished(row, tokens)` is called every few steps, and only then is the device waited for; rows that are
     finished leave the batch when half of it is, unless its step is replayed: a graph is made for one batch, and takes
     longer to make than the rows that would leave.
 
-    The batch is as before afterwards, whatever happens.
+    The batch is as before afterwards, whatever happens, but that it `keeps` what was built over its prompts for the
+    same attachment with another budget.
     """
     width, device, longest = batch.width, batch.last.device, max(limits)
     answers: list[list[int]] = [[] for _ in limits]
@@ -174,8 +177,11 @@ def answer_batch(
                 part = old.rows(index)
                 old.drop_states()
                 token, mask, active = token[index], mask[index], [active[i] for i in going]
+    except BaseException:
+        keeps = False
+        raise
     finally:
-        batch.restore(width)
+        batch.restore(width, keeps)
     return answers
 
 

@@ -51,6 +51,8 @@ class Evaluator:
         self.window_size = configs[0].window_size if configs else WINDOW_SIZE
         self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
+        self.begun: tuple[Method, Attachment] | None = None
+        """The method that answered last, and its attachment."""
         self._tokens: dict[int, list[int]] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
@@ -75,10 +77,10 @@ class Evaluator:
             room = max(r.answer_tokens for r in requests) + 1
             with attach(self.model, selector="dense") as dense:
                 batch = prefill_batch(dense, prompts, room=room)
-            for method in todo:
+            for method, following in zip(todo, [*todo[1:], None], strict=True):
                 if time.perf_counter() >= until:
                     return False
-                self._measure(self._prefilled(prompts, batch, method, room), requests, method)
+                self._measure(self._prefilled(prompts, batch, method, room), requests, method, method.alike(following))
                 if self.model.device.type == "cuda":
                     torch.cuda.empty_cache()  # shards share the device: what a method built is another's room
                 advance(len(requests))
@@ -171,8 +173,9 @@ class Evaluator:
         made.compiles = False
         return made
 
-    def _measure(self, batch: Batch, requests: list[Request], method: Method) -> None:
-        """Measure a batch and write one line a task; infeasible tasks are written as such."""
+    def _measure(self, batch: Batch, requests: list[Request], method: Method, goes_on: bool) -> None:
+        """Measure a batch and write one line a task; infeasible tasks are written as such. `goes_on`: with the next
+        budget of the same method, for which what is built over the prompts stays."""
         began = time.perf_counter()
         lengths = batch.lengths.tolist()
         barred = {r.case for r, n in zip(requests, lengths, strict=True) if not self.feasible(n, method)}
@@ -182,7 +185,9 @@ class Evaluator:
         if rows and requests[0].metric == "continuation":
             found = self._continue(batch, requests[0], method)
         elif rows:
-            texts, found = self._answer(batch, requests, method, rows)
+            texts, found = self._answer(batch, requests, method, rows, goes_on)
+        if not goes_on:
+            batch.restore(batch.width)
         seconds = time.perf_counter() - began
         for case in dict.fromkeys(r.case for r in requests):
             own = [i for i, r in enumerate(requests) if r.case == case]
@@ -213,26 +218,35 @@ class Evaluator:
         return {"losses": [loss], "errors": [report["rel_err"] or 0.0], **_shares(report)}
 
     def _answer(
-        self, batch: Batch, requests: list[Request], method: Method, rows: list[int],
+        self, batch: Batch, requests: list[Request], method: Method, rows: list[int], goes_on: bool,
     ) -> tuple[dict[int, str], dict[str, float]]:
         """Answers by row, and what a sparse layer read; in parts where the device's memory does not
         hold what the method builds for all rows."""
         splits = self.splits.get(method.selector, 1)
+        if self.begun is None or not method.alike(self.begun[0]):
+            self.begun = method, self._attached(method)
+        attachment = self.begun[1]
+        if len(rows) < len(requests):
+            batch.restore(batch.width)  # some rows' budget pays for nothing
         while True:
             try:
-                return self._answer_in_parts(batch, requests, method, rows, splits)
+                if method.budget is not None:
+                    attachment.spend(method.budget, batch.cache)
+                return self._answer_in_parts(attachment, batch, requests, rows, splits, goes_on)
             except torch.OutOfMemoryError:
+                batch.restore(batch.width)
                 if splits >= len(rows):
                     raise
             splits = self.splits[method.selector] = min(splits * SPLIT, len(rows))
             torch.cuda.empty_cache()
 
     def _answer_in_parts(
-        self, batch: Batch, requests: list[Request], method: Method, rows: list[int], splits: int,
+        self, attachment: Attachment, batch: Batch, requests: list[Request], rows: list[int], splits: int,
+        goes_on: bool,
     ) -> tuple[dict[int, str], dict[str, float]]:
         texts: dict[int, str] = {}
         size = -(-len(rows) // splits)
-        with self._attached(method) as attachment:
+        with attachment:
             for first in range(0, len(rows), size):
                 chosen = rows[first:first + size]
                 part = batch
@@ -242,7 +256,8 @@ class Evaluator:
                 def finished(row: int, tokens: list[int], chosen: list[int] = chosen) -> bool:
                     return self._finished(requests[chosen[row]], tokens)
 
-                answers = answer_batch(attachment, part, [requests[i].answer_tokens for i in chosen], finished)
+                answers = answer_batch(attachment, part, [requests[i].answer_tokens for i in chosen], finished,
+                                       keeps=goes_on)
                 texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
                 del part
             shares = _shares(attachment.report())

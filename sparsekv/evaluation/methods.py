@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv.errors import SparseKVError
@@ -29,6 +29,11 @@ class Method:
         shown = self.selector + "".join(f":{name}={value if isinstance(value, str) else json.dumps(value)}"
                                         for name, value in self.options)
         return shown if self.completion == "none" else f"{shown}+{self.completion}"
+
+    def alike(self, other: Method | None) -> bool:
+        """Whether the other differs in its budget alone, and what is built over a prompt serves both."""
+        return other is not None and self.budget is not None and replace(self, budget=None) == replace(
+            other, budget=None) and _selector(self.selector).budget_free
 
     @property
     def artifacts(self) -> list[str]:

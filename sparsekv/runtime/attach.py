@@ -165,6 +165,16 @@ class Attachment:
         be, or None."""
         return self.counters.report()
 
+    def spend(self, token_budget: int | float, cache: SparseCache) -> None:
+        """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
+        depend on the budget (router, sketch, topk, quest), and the report begins anew. Raises SparseKVError for a
+        budget that is none, and where a settings file gives every layer its own."""
+        self.decoding.spend(token_budget)
+        self.counters, cache.replay = Counters(self.counters.layers), None
+        for layer in cache.layers:
+            if isinstance(layer, SparseLayer) and layer.state is not None and layer.state.owner is self.decoding:
+                layer.state = layer.state.spend(token_budget)
+
     def cache(self, reserve: int = 0) -> SparseCache:
         """An empty cache for this model, with room for `reserve` tokens from the first on."""
         host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers

@@ -76,6 +76,15 @@ class Decoding:
             maps = maps._replace(offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
         return PhiEstimator(maps)
 
+    def spend(self, budget: int | float) -> None:
+        """Another budget for the layers that begin from here on. Raises SparseKVError."""
+        if self.layers is not None:
+            raise SparseKVError("a settings file gives every layer its own budget; attach without one to change it")
+        self.selector = copy.copy(self.selector)
+        self.selector.token_budget = budget
+        self.selector.validate()
+        self.placed = {key: kept for key, kept in self.placed.items() if key[0] != "selector"}
+
     def _on(self, name: str, trained: Any, device: Any) -> Any:
         if (name, device) not in self.placed:
             self.placed[name, device] = trained.to(device)

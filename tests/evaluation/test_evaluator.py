@@ -10,6 +10,7 @@ from tiny_artifacts import artifacts
 
 from benchmarks._lanes import lanes_markdown, targets
 from sparsekv import attach
+from sparsekv.core.step import LayerState
 from sparsekv.errors import SparseKVError
 from sparsekv.evaluation import evaluator as evaluator_module
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
@@ -109,6 +110,45 @@ def test_rows_answered_in_parts_are_the_same(tmp_path, tokenizer) -> None:
     parts.splits["topk"] = 4
     parts.run(methods)
     assert [c["answers"] for c in collect(tmp_path / "a")] == [c["answers"] for c in collect(tmp_path / "b")]
+
+
+@pytest.mark.parametrize("name", ["topk+phi", "router", "sketch+phi", "sketch:fit=fixed", "quest", "lfps", "snapkv",
+                                  "token_select", "streaming_llm", "topk+centroid"])
+def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
+    tmp_path, tokenizer, name: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budgets = [0.1, 0.5, 0.2]
+    run(tmp_path / "together", tokenizer, parse_methods([name], budgets))
+    for budget in budgets:
+        run(tmp_path / str(budget), tokenizer, parse_methods([name], [budget]))
+
+    def strip(cells):
+        return {(c["case"], c["budget"], tuple(c["indices"])): (c["answers"], c["read"], c["bytes"]) for c in cells}
+
+    alone = [c for budget in budgets for c in collect(tmp_path / str(budget))]
+    assert strip(collect(tmp_path / "together")) == strip(alone) and len(alone) == 2 * len(budgets)
+    begun = []
+    monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
+        begun.append(1), own(self, *args, **kwargs))[1])
+    run(tmp_path / "counted", tokenizer, parse_methods([name], budgets))
+    once = name in ("topk+phi", "router", "sketch+phi", "sketch:fit=fixed", "quest")
+    assert len(begun) == (make_model().config.num_hidden_layers - 1) * (1 if once else len(budgets))
+
+
+def test_a_budget_changes_between_steps(tokenizer) -> None:
+    model = make_model()
+    with attach(model, selector="topk", token_budget=0.2, dense_below=0) as attachment:
+        cache = attachment.prefill(torch.arange(1, 60)[None])
+        attachment.step(torch.tensor([[5]]), cache)
+        before = attachment.report()["bytes_share"]
+        attachment.spend(0.9, cache)
+        attachment.step(torch.tensor([[5]]), cache)
+        assert attachment.report()["bytes_share"] > before
+        with pytest.raises(SparseKVError, match="share of the context"):
+            attachment.spend(1.5, cache)
+        attachment.decoding.layers = {0: None}
+        with pytest.raises(SparseKVError, match="every layer its own budget"):
+            attachment.spend(0.5, cache)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -35,6 +35,8 @@ class Selector:
     replayable: ClassVar[bool] = False
     """A step is the same work on the device every time: it decides nothing on the host and keeps nothing for the next,
     so that a CUDA graph can hold it."""
+    budget_free: ClassVar[bool] = False
+    """What `build` makes is the same for every budget, and no step changes it."""
     artifact_kind: ClassVar[str | None] = None
     """The artifact that its field `artifact` takes: `router`, or none."""
 

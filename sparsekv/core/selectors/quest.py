@@ -26,6 +26,7 @@ class Quest(Selector):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"
     replayable: ClassVar[bool] = True
+    budget_free: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)

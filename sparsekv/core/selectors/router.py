@@ -47,6 +47,7 @@ class Router(Selector):
     name: ClassVar[str] = "router"
     source: ClassVar[str] = "Saap §4"
     replayable: ClassVar[bool] = True
+    budget_free: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
                                             "square_sums", "means", "spread")
     needs_budget: ClassVar[bool] = False

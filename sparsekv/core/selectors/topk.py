@@ -58,6 +58,7 @@ class TopK(Selector):
     name: ClassVar[str] = "topk"
     source: ClassVar[str] = "completion paper §4.1; top-k paper §3"
     replayable: ClassVar[bool] = True
+    budget_free: ClassVar[bool] = True
     scores_keys: ClassVar[bool] = True
 
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
