@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-NEG = -1e9
+from sparsekv.kernels.losses import Outputs, Weights, kl_huber, output_error
+
 TERMS = ("kl", "top", "far", "partition", "under")
 DELTA = 1.0
 """Where Huber's loss turns from square to straight (ours)."""
@@ -56,48 +57,21 @@ class KLHuber:
 class _KLHuberFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, o: KLHuber) -> tuple[Tensor, ...]:
-        outside = ~mask
-        a = teacher.masked_fill(outside, NEG)
-        top = a.amax(-1, keepdim=True)
-        alive = top > NEG / 2
-        top = torch.where(alive, top, 0.0)
-        a.sub_(top)
-        b = (student - top).masked_fill_(outside, NEG)
-        lse_a, lse_b = a.logsumexp(-1, keepdim=True), b.logsumexp(-1, keepdim=True)
-        p, q = torch.exp(a - lse_a), torch.exp(b - lse_b)
-        difference, gap = b - a, lse_b - lse_a
-        kl = gap[..., 0] - torch.einsum("htn,htn->ht", p, difference)
-        slope = o.PARTITION_WEIGHT * gap.clamp(0.0, DELTA) + o.under_weight * gap.clamp(-DELTA, 0.0)
-        gradient = (q * (1 + slope)).sub_(p)
-
-        band = (a >= -o.BAND).logical_and_(mask)
-        weight = 1.0 / band.sum(-1, keepdim=True).clamp_(min=1)
-        error = difference.mul_(band)
-        pull = error.clamp(-DELTA, DELTA)
-        near = _huber_sum(error, pull) * weight[..., 0]
-        gradient.add_(pull.mul_(weight * o.TOP_WEIGHT))
-
-        far = (a < -o.FAR).logical_and_(mask)
-        weight = 1.0 / far.sum(-1, keepdim=True).clamp_(min=1)
-        error = b.add_(o.BAND).clamp_(min=0.0).mul_(far)
-        pull = error.clamp(max=DELTA)
-        away = _huber_sum(error, pull) * weight[..., 0]
-        gradient.add_(pull.mul_(weight * o.FAR_WEIGHT))
-
-        over, under = _huber(gap.clamp(min=0.0))[..., 0], _huber(gap.clamp(max=0.0))[..., 0]
-        alive = alive[..., 0].to(kl.dtype)
+        kl, near, away, gap, alive, gradient = kl_huber(student, teacher, mask, Weights(
+            o.BAND, o.FAR, DELTA, o.TOP_WEIGHT, o.FAR_WEIGHT, o.PARTITION_WEIGHT, o.under_weight))
         count = alive.sum(-1).clamp(min=1)
-        ctx.save_for_backward(gradient.mul_((alive / count[:, None])[..., None]))
-        terms = [(x * alive).sum(-1) / count for x in (kl, near, away, over, under)]
+        over, under = _huber(gap.clamp(min=0.0)), _huber(gap.clamp(max=0.0))
+        terms = [x.sum(-1) / count for x in (kl, near, away, over, under)]
         weights = (1.0, o.TOP_WEIGHT, o.FAR_WEIGHT, o.PARTITION_WEIGHT, o.under_weight)
         loss = torch.stack([w * x for w, x in zip(weights, terms, strict=True)]).sum(0)
+        ctx.save_for_backward(gradient, count)
         ctx.mark_non_differentiable(*terms)
         return (loss, *terms)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss[:, None, None], None, None, None
+        gradient, count = ctx.saved_tensors
+        return gradient * (grad_loss / count)[:, None, None], None, None, None
 
 
 @dataclass(frozen=True)
@@ -119,54 +93,21 @@ class OutputError:
         """teacher, student `[H, T, N]`, mask broadcastable; values `[Hkv, N, d]`; anchor_out `[H, T, d]` and anchor_lse
         `[H, T]`: partial attention over the anchors -> mean over queries, cases added, `[H]`. The gradient goes to the
         student alone and is the analytic one."""
-        return _OutputErrorFunction.apply(student, teacher, mask, values, anchor_out, anchor_lse, log_count, self.read)
+        outputs = Outputs(values, anchor_out, anchor_lse, log_count)
+        return _OutputErrorFunction.apply(student, teacher, mask, outputs, self.read)
 
 
 class _OutputErrorFunction(torch.autograd.Function):
-    """With `p_i` the share of key i in the output `o` and `g = ∂error/∂o`: `∂error/∂ŝ_i = p_i (v_i − o)·g`."""
-
     @staticmethod
-    def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, values: Tensor, anchor_out: Tensor,
-                anchor_lse: Tensor, log_count: Tensor | float, read: float) -> Tensor:
-        heads_kv, count, dim = values.shape
-        outside = ~mask
-
-        def attend(logits: Tensor) -> tuple[Tensor, Tensor]:
-            lse = torch.logaddexp(logits.logsumexp(-1), anchor_lse)[..., None]
-            share = torch.exp(logits - lse)
-            mid = (share.reshape(heads_kv, -1, count) @ values).reshape(anchor_out.shape)
-            return torch.exp(anchor_lse[..., None] - lse) * anchor_out + mid, share
-
-        a, b = ((x + log_count).masked_fill_(outside, NEG) for x in (teacher, student))
-        full, _ = attend(a)
-        size = full.norm(dim=-1, keepdim=True).clamp(min=1e-6)
-        cases: list[Tensor | None] = [None]
-        if read > 0:
-            best = a.topk(max(1, round(read * count)), dim=-1).values[..., -1:]
-            cases.append(a >= best)
-        total = torch.zeros_like(anchor_lse[:, 0])
-        gradient = torch.zeros_like(b)
-        for exact in cases:
-            out, share = attend(b if exact is None else torch.where(exact, a, b))
-            error = out - full
-            length = error.norm(dim=-1, keepdim=True)
-            total = total + (length / size)[..., 0].mean(-1)
-            slope = error / (length * size).clamp(min=1e-12)
-            along = (slope.reshape(heads_kv, -1, dim) @ values.mT).reshape(share.shape)
-            along.sub_((out * slope).sum(-1, keepdim=True)).mul_(share)
-            gradient.add_(along if exact is None else along.masked_fill_(exact, 0.0))
-        ctx.save_for_backward(gradient.div_(anchor_lse.shape[1]))
-        return total
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, mask: Tensor, outputs: Outputs, read: float) -> Tensor:
+        error, gradient = output_error(student, teacher, mask, outputs, read)
+        ctx.save_for_backward(gradient)
+        return error.mean(-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grads[0][:, None, None], *[None] * 7)
-
-
-def _huber_sum(error: Tensor, pull: Tensor) -> Tensor:
-    """`Σ huber(error)` over the last dimension, given `pull = clamp(error, −δ, δ)`: `pull·error − ½ pull²`."""
-    return torch.einsum("htn,htn->ht", pull, error) - 0.5 * torch.einsum("htn,htn->ht", pull, pull)
+        return gradient * (grads[0] / gradient.shape[1])[:, None, None], *[None] * 4
 
 
 def _huber(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from sparsekv.kernels import (
     build_index,
     dense_attention,
     group_probability,
+    losses,
     routing,
     sketch,
     top_buckets,
@@ -539,6 +540,38 @@ def check_best_tokens(width: int, device: str) -> None:
                 truth = sketch.best_tokens_reference(grades, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)
+
+
+def check_losses(shape: tuple[int, ...], device: str) -> None:
+    """shape: KV heads, query heads of each, queries, keys, head dimension. Queries without a key, with one, and with
+    all; logits far below the others; a mask of its own strides."""
+    heads_kv, group, count, length, dim = shape
+    torch.manual_seed(length)
+    heads = heads_kv * group
+    teacher = 3 * torch.randn(heads, count, length, device=device)
+    teacher[..., ::5] -= 12
+    student = teacher + torch.randn_like(teacher)
+    seen = torch.randint(0, length + 1, (heads_kv, 1, count, 1), device=device)
+    seen[0, 0, 0], seen[0, 0, -1], seen[-1, 0, -1] = 0, 1, length
+    mask = (torch.arange(length, device=device) < seen).expand(-1, group, -1, -1).reshape(heads, count, length)
+    values = torch.randn(heads_kv, length, dim, device=device)
+    anchor_out = torch.randn(heads, count, dim, device=device)
+    anchor_lse = 2 * torch.randn(heads, count, device=device)
+    weights = losses.Weights(3.0, 6.0, 1.0, 0.1, 0.1, 0.2, 0.2)
+    wide = [x.double() for x in (student, teacher)]
+    for kept in (mask, mask[:1, :1], mask.mT.contiguous().mT):
+        found, truth = (f(*x, kept.expand_as(mask) if f is losses.kl_huber_reference else kept, weights) for f, x in (
+            (losses.launch_kl_huber, (student, teacher)), (losses.kl_huber_reference, wide)))
+        for name, a, b in zip(found._fields, found, truth, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        for read in (0.0, 0.02, 0.4):
+            for counted in (0.7, torch.tensor([0.7], device=device)):
+                given = losses.Outputs(values, anchor_out, anchor_lse, counted)
+                exact = losses.Outputs(*(x.double() for x in given[:3]), counted)
+                a, b = (losses.launch_output_error(student, teacher, kept, given, read),
+                        losses.output_error_reference(*wide, kept.expand_as(mask), exact, read))
+                for mine, true in zip(a, b, strict=True):
+                    torch.testing.assert_close(mine.double(), true, rtol=2e-3, atol=2e-5)
 
 
 def check_grades() -> None:

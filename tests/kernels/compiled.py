@@ -8,7 +8,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparsekv.kernels import attend, attention_mass, completion, indexing, paged, routing, seating, sketch, stored
+from sparsekv.kernels import (
+    attend,
+    attention_mass,
+    completion,
+    indexing,
+    losses,
+    paged,
+    routing,
+    seating,
+    sketch,
+    stored,
+)
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
@@ -17,6 +28,7 @@ from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
+from sparsekv.kernels import losses_triton as lo
 from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
 from sparsekv.kernels import seating_triton as se
@@ -56,6 +68,12 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
+    **{kernel: {
+        **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "
+                        "along".split(), "*fp32"), "mask": "*i1",
+        **dict.fromkeys("band far delta top_weight far_weight partition_weight under_weight".split(), "fp32"),
+        "best": "i32",
+    } for kernel in (lo.kl_huber_kernel, lo.mass_kernel, lo.outputs_kernel, lo.output_gradient_kernel)},
 }
 
 
@@ -160,6 +178,14 @@ def main() -> None:
         check(sk.grade_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "COPIES": 4, "BLOCK": sketch.BLOCK,
                                 "LISTED": parts > 1},
               sketch.GRADE_WARPS, "bf16", (90,))
+    for length in (2048, losses.LONGEST):
+        row = {"PADDED": length, "READS": True}
+        for kernel in (lo.kl_huber_kernel, lo.mass_kernel):
+            check(kernel, row, losses._row_warps(length), "bf16", (80,))
+    for width in (16, losses.WIDTH):
+        for kernel in (lo.outputs_kernel, lo.output_gradient_kernel):
+            check(kernel, {"ROWS": losses.ROWS, "BLOCK": losses.BLOCK, "WIDTH": width, "READS": True}, losses.WARPS,
+                  "bf16", (80, 89, 90))
     for listed in (True, False):
         check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed, "COPIES": 4},
               sketch.BEST_WARPS, "bf16", (90,))

@@ -35,6 +35,11 @@ def test_attention_completed_over_many_lists(monkeypatch: pytest.MonkeyPatch, dt
     checks.check_attention((6, 2, 24, 63, 4, 16, 7, 2), dtype, "cpu")
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (1, 1, 33, 200, 40), (3, 2, 2, 1, 8)], ids=str)
+def test_losses(shape: tuple[int, ...]) -> None:
+    checks.check_losses(shape, "cpu")
+
+
 @DTYPES
 def test_what_is_left_where_nearly_all_is_read(dtype: torch.dtype) -> None:
     checks.check_what_is_left((4, 2, 16, 63, 4, 16, 3, 1), dtype, "cpu")

@@ -126,6 +126,12 @@ def test_best_tokens(width: int) -> None:
     checks.check_best_tokens(width, DEVICE)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (4, 3, 96, 2048, 64), (1, 2, 40, 8192, 128),
+                                   (2, 1, 33, 500, 256)], ids=str)
+def test_losses(shape: tuple[int, ...]) -> None:
+    checks.check_losses(shape, DEVICE)
+
+
 def test_rows_of_the_host() -> None:
     source = torch.randn(2, 3, 50, 80).pin_memory()
     index = torch.randint(0, 50, (4, 3, 19), device=DEVICE)

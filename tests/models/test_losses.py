@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from sparsekv.models.losses import NEG, KLHuber, OutputError, bucket_kl
+from sparsekv.kernels.losses import NEG
+from sparsekv.models.losses import KLHuber, OutputError, bucket_kl
 
 F64 = torch.float64
 

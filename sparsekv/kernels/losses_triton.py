@@ -1,0 +1,185 @@
+"""The Triton kernels of `losses.py`; importing this module imports Triton."""
+
+import triton
+import triton.language as tl
+
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def logits_of(place, used):
+    return tl.load(place, mask=used, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def or_zero(x):
+    """x, and zero for -inf: a shift that may be of an empty set."""
+    return tl.where(x == float("-inf"), 0.0, x)
+
+
+@triton.jit
+def kl_huber_kernel(
+    student, teacher, mask, gradient, kl, near, away, gap, alive, count, length, m_head, m_row, m_key, band, far, delta,
+    top_weight, far_weight, partition_weight, under_weight, PADDED: tl.constexpr,
+):
+    """Every term of a query's loss, and the gradient with respect to its student's logits: one program a query, its row
+    in registers."""
+    row = tl.program_id(0).to(tl.int64)
+    key = tl.arange(0, PADDED)
+    inside = key < length
+    used = tl.load(mask + row // count * m_head + row % count * m_row + key * m_key, mask=inside, other=0) != 0
+    a, b = logits_of(teacher + row * length + key, used), logits_of(student + row * length + key, used)
+    top = tl.max(a, 0)
+    lives = (top > float("-inf")).to(tl.float32)
+    a, b = a - or_zero(top), b - or_zero(top)
+    highest = or_zero(tl.max(b, 0))
+    p, q = tl.exp(a), tl.exp(b - highest)
+    sum_p, sum_q = tl.sum(p, 0), tl.sum(q, 0)
+    sum_p, sum_q = tl.where(sum_p > 0, sum_p, 1.0), tl.where(sum_q > 0, sum_q, 1.0)
+    p, q = p / sum_p, q / sum_q
+    apart = (highest + tl.log(sum_q) - tl.log(sum_p)) * lives
+    difference = tl.where(used, b - a, 0.0)
+    slope = partition_weight * tl.minimum(tl.maximum(apart, 0.0), delta) + under_weight * tl.maximum(
+        tl.minimum(apart, 0.0), -delta)
+    found = q * (1 + slope) - p
+
+    error = tl.where(used & (a >= -band), difference, 0.0)
+    weight = 1 / tl.maximum(tl.sum((used & (a >= -band)).to(tl.float32), 0), 1.0)
+    pull = tl.minimum(tl.maximum(error, -delta), delta)
+    tl.store(near + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
+    found += pull * (weight * top_weight)
+
+    beyond = used & (a < -far)
+    error = tl.where(beyond, tl.maximum(b + band, 0.0), 0.0)
+    weight = 1 / tl.maximum(tl.sum(beyond.to(tl.float32), 0), 1.0)
+    pull = tl.minimum(error, delta)
+    tl.store(away + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
+    found += pull * (weight * far_weight)
+
+    tl.store(kl + row, (apart - tl.sum(p * difference, 0)) * lives)
+    tl.store(gap + row, apart)
+    tl.store(alive + row, lives)
+    tl.store(gradient + row * length + key, tl.where(used, found, 0.0), mask=inside)
+
+
+@triton.jit
+def mass_kernel(
+    student, teacher, mask, anchor, least, masses, rows, count, length, best, m_head, m_row, m_key,
+    PADDED: tl.constexpr, READS: tl.constexpr,
+):
+    """The log masses of a query's output, anchors included: by the teacher, by the student, and (READS) by the teacher
+    for the keys whose logits are the `best` largest, by the student for the others; and the least of those logits."""
+    row = tl.program_id(0).to(tl.int64)
+    key = tl.arange(0, PADDED)
+    inside = key < length
+    used = tl.load(mask + row // count * m_head + row % count * m_row + key * m_key, mask=inside, other=0) != 0
+    a, b = logits_of(teacher + row * length + key, used), logits_of(student + row * length + key, used)
+    beside = tl.load(anchor + row)
+    tl.store(masses + row, mass_of(a, beside))
+    tl.store(masses + rows + row, mass_of(b, beside))
+    if READS:
+        # logits order as these whole numbers do; the least of the best of them, bit by bit
+        bits = a.to(tl.int32, bitcast=True)
+        order = tl.where(used, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
+        lowest = tl.where(tl.sum((order >= 0).to(tl.int32), 0) >= best, 0, LOWEST)
+        bit = tl.program_id(0) * 0 + (1 << 30)
+        for _ in range(31):
+            higher = lowest | bit
+            lowest = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= best, higher, lowest)
+            bit = bit >> 1
+        smallest = tl.min(tl.where(used & (order >= lowest), a, float("inf")), 0)
+        tl.store(least + row, smallest)
+        tl.store(masses + 2 * rows + row, mass_of(tl.where(used & (a >= smallest), a, b), beside))
+
+
+@triton.jit
+def mass_of(logits, beside):
+    top = tl.maximum(tl.max(logits, 0), beside)
+    shift = or_zero(top)
+    return shift + tl.log(tl.sum(tl.exp(logits - shift), 0) + tl.exp(beside - shift))
+
+
+@triton.jit
+def shares_of(student, teacher, least, masses, row, key, there, used, rows, length, READS: tl.constexpr):
+    """The shares of a block of keys in the outputs of a block of queries, by teacher, student and both; and the keys
+    that the third has from the teacher."""
+    place = row[:, None] * length + key[None, :]
+    a, b = logits_of(teacher + place, used), logits_of(student + place, used)
+    first = tl.load(masses + row, mask=there, other=0.0)
+    second = tl.load(masses + rows + row, mask=there, other=0.0)
+    by_teacher, by_student = tl.exp(a - first[:, None]), tl.exp(b - second[:, None])
+    if READS:
+        chosen = used & (a >= tl.load(least + row, mask=there, other=0.0)[:, None])
+        third = tl.load(masses + 2 * rows + row, mask=there, other=0.0)
+        by_both = tl.exp(tl.where(chosen, a, b) - third[:, None])
+    else:
+        chosen, by_both = used, by_student
+    return by_teacher, by_student, by_both, chosen
+
+
+@triton.jit
+def outputs_kernel(
+    student, teacher, mask, values, least, masses, outs, rows, of_head, count, length, dim, m_head, m_row, m_key,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr,
+):
+    """What the drawn keys give to WIDTH numbers of a block of outputs of one KV head: by teacher, student and (READS)
+    both."""
+    head = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there, row, width = own < of_head, head * of_head + own, tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    full = tl.zeros([ROWS, WIDTH], tl.float32)
+    guess = tl.zeros([ROWS, WIDTH], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(0, length, BLOCK):
+        key = start + tl.arange(0, BLOCK)
+        inside = there[:, None] & (key < length)[None, :]
+        used = tl.load(mask + (row // count * m_head + row % count * m_row)[:, None] + key[None, :] * m_key,
+                       mask=inside, other=0) != 0
+        by_teacher, by_student, by_both, _ = shares_of(student, teacher, least, masses, row, key, there, used, rows,
+                                                       length, READS=READS)
+        value = tl.load(values + (head * length + key)[:, None] * dim + width[None, :],
+                        mask=(key < length)[:, None] & (width < dim)[None, :], other=0.0).to(tl.float32)
+        full = tl.dot(by_teacher, value, full, input_precision="tf32x3")
+        guess = tl.dot(by_student, value, guess, input_precision="tf32x3")
+        if READS:
+            mixed = tl.dot(by_both, value, mixed, input_precision="tf32x3")
+    place = row[:, None] * dim + width[None, :]
+    kept = there[:, None] & (width < dim)[None, :]
+    tl.store(outs + place, full, mask=kept)
+    tl.store(outs + rows * dim + place, guess, mask=kept)
+    if READS:
+        tl.store(outs + 2 * rows * dim + place, mixed, mask=kept)
+
+
+@triton.jit
+def output_gradient_kernel(
+    student, teacher, mask, values, least, masses, slopes, along, gradient, rows, of_head, count, length, dim, m_head,
+    m_row, m_key, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr,
+):
+    """The gradient of the outputs' errors with respect to a block of the student's logits: a key's share times what its
+    value lies along the slope beyond the output itself."""
+    head = tl.program_id(0).to(tl.int64)
+    own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there, row = own < of_head, head * of_head + own
+    key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = there[:, None] & (key < length)[None, :]
+    guess = tl.zeros([ROWS, BLOCK], tl.float32)
+    mixed = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, dim, WIDTH, num_stages=1):
+        width = start + tl.arange(0, WIDTH)
+        value = tl.load(values + (head * length + key)[None, :] * dim + width[:, None],
+                        mask=(key < length)[None, :] & (width < dim)[:, None], other=0.0).to(tl.float32)
+        kept = there[:, None] & (width < dim)[None, :]
+        place = slopes + row[:, None] * dim + width[None, :]
+        guess = tl.dot(tl.load(place, mask=kept, other=0.0), value, guess, input_precision="tf32x3")
+        if READS:
+            mixed = tl.dot(tl.load(place + rows * dim, mask=kept, other=0.0), value, mixed, input_precision="tf32x3")
+    used = tl.load(mask + (row // count * m_head + row % count * m_row)[:, None] + key[None, :] * m_key, mask=inside,
+                   other=0) != 0
+    _, by_student, by_both, chosen = shares_of(student, teacher, least, masses, row, key, there, used, rows, length,
+                                               READS=READS)
+    found = by_student * (guess - tl.load(along + row, mask=there, other=0.0)[:, None])
+    if READS:
+        offset = tl.load(along + rows + row, mask=there, other=0.0)
+        found += tl.where(chosen, 0.0, by_both * (mixed - offset[:, None]))
+    tl.store(gradient + row[:, None] * length + key[None, :], tl.where(used, found, 0.0), mask=inside)
