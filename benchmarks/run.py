@@ -86,7 +86,7 @@ def all_jobs() -> list[Job]:
         Job("decode-parts", "benchmarks/decode.py --parts whale growth parts --output {out}"),
         Job("chunk", f"{papers} chunk --lengths 32768,131072,1048576"),
         Job("router", f"{train} --phi-steps 0", 0.3),
-        Job("tests", "-m pytest -m gpu -q -n 3 --dist worksteal -rf tests", 0.4),
+        Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
         Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
                               "--prompts {prompts} --samples 24 --budget 0.02 --output {out}", 0.2, ("router",)),
         Job("papers-completion", f"{papers} completion {trained}", 0.2),

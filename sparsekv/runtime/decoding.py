@@ -80,9 +80,10 @@ class Decoding:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""
         if self.layers is not None:
             raise SparseKVError("a settings file gives every layer its own budget; attach without one to change it")
-        self.selector = copy.copy(self.selector)
-        self.selector.token_budget = budget
-        self.selector.validate()
+        chosen = copy.copy(self.selector)
+        chosen.token_budget = budget
+        chosen.validate()
+        self.selector = chosen
         self.placed = {key: kept for key, kept in self.placed.items() if key[0] != "selector"}
 
     def _on(self, name: str, trained: Any, device: Any) -> Any:
