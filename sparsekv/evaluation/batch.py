@@ -177,9 +177,6 @@ def answer_batch(
                 part = old.rows(index)
                 old.drop_states()
                 token, mask, active = token[index], mask[index], [active[i] for i in going]
-    except BaseException:
-        keeps = False
-        raise
     finally:
         batch.restore(width, keeps)
     return answers

@@ -99,7 +99,7 @@ def launch_kl_huber(student: Tensor, teacher: Tensor, mask: Tensor, weights: Wei
     wide = power_of_two(length)
     kl_huber_kernel[(heads * count,)](
         student, teacher, mask, gradient, kl, near, away, gap, alive, count, length, *strides, *weights, PADDED=wide,
-        num_warps=_row_warps(wide))
+        num_warps=row_warps(wide))
     return Terms(kl, near, away, gap, alive, gradient)
 
 
@@ -182,7 +182,7 @@ def launch_output_error(
     least = torch.empty(heads, count, dtype=torch.float32, device=device)
     mass_kernel[(rows,)](
         student, teacher, mask, anchor, least, masses, rows, count, length, best_of(read, length), *strides,
-        PADDED=wide, READS=read > 0, num_warps=_row_warps(wide))
+        PADDED=wide, READS=read > 0, num_warps=row_warps(wide))
     of_head, width = rows // values.shape[0], min(WIDTH, padded(dim))
     tile: dict[str, Any] = {"ROWS": ROWS, "BLOCK": BLOCK, "WIDTH": width, "READS": read > 0, "num_warps": WARPS}
     outs = torch.empty(cases, heads, count, dim, dtype=torch.float32, device=device)
@@ -205,6 +205,6 @@ def _rows_of(student: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Te
     return student.contiguous(), teacher.contiguous(), mask, mask.stride()
 
 
-def _row_warps(wide: int) -> int:
+def row_warps(wide: int) -> int:
     """Warps of a program that holds a row of so many logits."""
     return min(16, max(1, wide // 256))

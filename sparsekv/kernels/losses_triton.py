@@ -12,6 +12,12 @@ def logits_of(place, used):
 
 
 @triton.jit
+def counts_of(mask, row, key, inside, count, m_head, m_row, m_key):
+    """Whether keys count for queries; row and key broadcast."""
+    return tl.load(mask + row // count * m_head + row % count * m_row + key * m_key, mask=inside, other=0) != 0
+
+
+@triton.jit
 def or_zero(x):
     """x, and zero for -inf: a shift that may be of an empty set."""
     return tl.where(x == float("-inf"), 0.0, x)
@@ -27,7 +33,7 @@ def kl_huber_kernel(
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, PADDED)
     inside = key < length
-    used = tl.load(mask + row // count * m_head + row % count * m_row + key * m_key, mask=inside, other=0) != 0
+    used = counts_of(mask, row, key, inside, count, m_head, m_row, m_key)
     a, b = logits_of(teacher + row * length + key, used), logits_of(student + row * length + key, used)
     top = tl.max(a, 0)
     lives = (top > float("-inf")).to(tl.float32)
@@ -72,7 +78,7 @@ def mass_kernel(
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, PADDED)
     inside = key < length
-    used = tl.load(mask + row // count * m_head + row % count * m_row + key * m_key, mask=inside, other=0) != 0
+    used = counts_of(mask, row, key, inside, count, m_head, m_row, m_key)
     a, b = logits_of(teacher + row * length + key, used), logits_of(student + row * length + key, used)
     beside = tl.load(anchor + row)
     tl.store(masses + row, mass_of(a, beside))
@@ -133,8 +139,7 @@ def outputs_kernel(
     for start in range(0, length, BLOCK):
         key = start + tl.arange(0, BLOCK)
         inside = there[:, None] & (key < length)[None, :]
-        used = tl.load(mask + (row // count * m_head + row % count * m_row)[:, None] + key[None, :] * m_key,
-                       mask=inside, other=0) != 0
+        used = counts_of(mask, row[:, None], key[None, :], inside, count, m_head, m_row, m_key)
         by_teacher, by_student, by_both, _ = shares_of(student, teacher, least, masses, row, key, there, used, rows,
                                                        length, READS=READS)
         value = tl.load(values + (head * length + key)[:, None] * dim + width[None, :],
@@ -174,8 +179,7 @@ def output_gradient_kernel(
         guess = tl.dot(tl.load(place, mask=kept, other=0.0), value, guess, input_precision="tf32x3")
         if READS:
             mixed = tl.dot(tl.load(place + rows * dim, mask=kept, other=0.0), value, mixed, input_precision="tf32x3")
-    used = tl.load(mask + (row // count * m_head + row % count * m_row)[:, None] + key[None, :] * m_key, mask=inside,
-                   other=0) != 0
+    used = counts_of(mask, row[:, None], key[None, :], inside, count, m_head, m_row, m_key)
     _, by_student, by_both, chosen = shares_of(student, teacher, least, masses, row, key, there, used, rows, length,
                                                READS=READS)
     found = by_student * (guess - tl.load(along + row, mask=there, other=0.0)[:, None])

@@ -181,7 +181,7 @@ def main() -> None:
     for length in (2048, losses.LONGEST):
         row = {"PADDED": length, "READS": True}
         for kernel in (lo.kl_huber_kernel, lo.mass_kernel):
-            check(kernel, row, losses._row_warps(length), "bf16", (80,))
+            check(kernel, row, losses.row_warps(length), "bf16", (80,))
     for width in (16, losses.WIDTH):
         for kernel in (lo.outputs_kernel, lo.output_gradient_kernel):
             check(kernel, {"ROWS": losses.ROWS, "BLOCK": losses.BLOCK, "WIDTH": width, "READS": True}, losses.WARPS,
