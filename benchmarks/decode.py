@@ -138,6 +138,7 @@ class Buffers:
         regions = Regions(self.starts, self.tails, length, SINK)
         self.view = LayerView(self.k, self.v, regions, DIM**-0.5, heads_q)
         self.queries = Queries(self.q[:, :, None], self.lengths)
+        self.flat = Queries(torch.zeros_like(self.queries.rot), self.lengths)
 
     def options(self) -> dict[str, Any]:
         return {"scale": DIM**-0.5, "starts": self.starts, "sink_size": SINK, "tail_starts": self.tails,
@@ -194,8 +195,7 @@ class Buffers:
 
     def sparse_sketch_flat(self) -> torch.Tensor:
         """Of a query that attends to everything alike, as those of random weights do: the grades' worst case."""
-        nothing = Queries(torch.zeros_like(self.queries.rot), self.lengths)
-        return sparse_step(self.view, nothing, self.sketch_router(), None).out
+        return sparse_step(self.view, self.flat, self.sketch_router(), None).out
 
     def sparse_sketch_phi(self) -> torch.Tensor:
         return self.step(self.sketch_router(), self.completion()).out

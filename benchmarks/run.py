@@ -75,9 +75,7 @@ def all_jobs() -> list[Job]:
     rivals = ",".join(("full", *PEERS.values()))
     trained = "--model {model} --text {text} --keep {dir}/papers-capture"
     return [
-        Job("decode-profile", "benchmarks/decode.py --parts steps --cases 32x8-128k-b1 32x8-128k-b4 32x8-128k-b8 "
-                              "--methods sparse sparse_sketch --profile --output {out}"),
-        Job("decode-steps", "benchmarks/decode.py --parts steps --output {out}"),
+        Job("decode-steps", "benchmarks/decode.py --parts steps --profile --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
               "{dir}/serving")
           for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"))
