@@ -229,7 +229,7 @@ def launch_give(
     batch, heads_kv = offsets.shape[0] if seats is None else count, offsets.shape[1]
     group = heads // heads_kv if logits else 1
     heads //= group
-    rows, wide, overlap = power_of_two(group), power_of_two(buckets), overlaps(scores.device)
+    rows, wide, overlap = power_of_two(group), places_of(buckets), overlaps(scores.device)
     runs, counts = empty_runs(count, heads, buckets, scores.device)
     give_kernel[(count * heads,)](
         scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, counts, heads, count // batch, buckets,
@@ -239,10 +239,15 @@ def launch_give(
     return runs, counts
 
 
+def places_of(buckets: int) -> int:
+    """Places of a list's runs: a power of two, at least 2, since Triton 3.6 does not compile a search among one."""
+    return max(2, power_of_two(buckets))
+
+
 def empty_runs(count: int, heads: int, buckets: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Place for the runs of lists, `[Q, H, 2, C]` int32 with C the next power of two (`routing_triton.give`), and for
+    """Place for the runs of lists, `[Q, H, 2, C]` int32 with C from `places_of` (`routing_triton.give`), and for
     the numbers of their tokens, `[Q, H]`."""
-    runs = torch.empty(count, heads, 2, power_of_two(buckets), dtype=torch.int32, device=device)
+    runs = torch.empty(count, heads, 2, places_of(buckets), dtype=torch.int32, device=device)
     return runs, torch.empty(count, heads, dtype=torch.int32, device=device)
 
 

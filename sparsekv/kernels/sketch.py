@@ -23,6 +23,7 @@ from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, o
 from sparsekv.kernels.routing import (
     empty_runs,
     launch_logits,
+    places_of,
     rank_warps,
     routable,
     route_tokens_reference,
@@ -299,7 +300,7 @@ def launch_ask(
         runs, counts = empty_runs(count, heads, buckets, device)
         given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts
         pdl = {"launch_pdl": True} if overlap else {}
-    most, wide = power_of_two(group), power_of_two(buckets)
+    most, wide = power_of_two(group), places_of(buckets)
     ask_kernel[(lists + count * heads_q,)](
         *given, q, maps, side, steps, tallies, scale, lists, heads, per_row, buckets, widest, dim,
         *q.stride()[:2], _by_row(maps, 4), tally, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
