@@ -8,7 +8,7 @@ raised to 1e6 and low-rank weights are trained (peft) on tasks made here: number
 in noise, chains of variables, words and coded words to be counted. Lengths grow from 2k to 32k tokens; a prompt asks
 up to 16 questions; only answers are learned. The weights are merged: what is written is a plain folder that `--model`
 of every command takes. The model is tuned on tasks of the kind that RULER asks, so its scores say what a selection
-loses, and nothing about the model. `--tokens-per-step` is what a GPU's memory must take at once.
+loses, and nothing about the model. `--tokens-at-once` is what a GPU's memory must take: 30 GB as it is.
 """
 
 from __future__ import annotations
@@ -178,11 +178,11 @@ def batches(
 
 
 def answer_loss(decoder: Any, head: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean loss of the answers' tokens [nats]; logits are made of no other position."""
+    """Summed loss of the answers' tokens [nats]; logits are made of no other position."""
     hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
     wanted = labels[:, 1:]
     chosen = wanted != IGNORED
-    return torch.nn.functional.cross_entropy(head(hidden[chosen]).float(), wanted[chosen])
+    return torch.nn.functional.cross_entropy(head(hidden[chosen]).float(), wanted[chosen], reduction="sum")
 
 
 def vocabulary(tokenizer: Any) -> list[str]:
@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=980)
     parser.add_argument("--tokens-per-step", type=int, default=65536)
+    parser.add_argument("--tokens-at-once", type=int, default=32768, help="of a step in memory, at least one prompt")
     parser.add_argument("--longest", type=int, default=32768, help="of a prompt [tokens]")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -244,15 +245,19 @@ def main() -> None:
     words = vocabulary(tokenizer)
     made = batches(tokenizer, words, options.steps, options.tokens_per_step, options.longest, options.seed)
     for step, (tokens, labels) in enumerate(made):
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = answer_loss(decoder, head, tokens.to(device), labels.to(device))
-        loss.backward()
+        answers, losses = (labels[:, 1:] != IGNORED).sum().item(), []
+        for part in zip(*(x.to(device).split(max(1, options.tokens_at_once // x.shape[1])) for x in (tokens, labels)),
+                        strict=True):
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = answer_loss(decoder, head, *part) / answers
+            loss.backward()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step + 1 == options.steps:
-            print(f"step {step + 1} of {options.steps}, {tokens.shape[1]} tokens: loss {loss.item():.3f}", flush=True)
+            print(f"step {step + 1} of {options.steps}, {tokens.shape[1]} tokens: loss {sum(losses).item():.3f}", flush=True)
     save(trained.merge_and_unload(), tokenizer, folder)
     print(folder)
 

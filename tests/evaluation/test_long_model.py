@@ -44,7 +44,8 @@ def test_a_step_learns_and_without_peft_one_is_told(tokenizer, monkeypatch) -> N
     labels = torch.where(labels == example.IGNORED, labels, labels % model.config.vocab_size)
     loss = example.answer_loss(model.model, model.lm_head, tokens, labels)
     whole = model(tokens).logits[:, :-1].float()
-    want = torch.nn.functional.cross_entropy(whole.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=example.IGNORED)
+    want = torch.nn.functional.cross_entropy(whole.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=example.IGNORED,
+                                             reduction="sum")
     torch.testing.assert_close(loss, want)
     loss.backward()
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
