@@ -11,7 +11,8 @@ method and budget. Shards are processes that take every n-th prompt and write in
 more than for the GPU, so several to a GPU are faster (--batch-tokens then says how much memory each may take: keys and
 values of so many tokens, and about as much again for what a method builds; OMP_NUM_THREADS=1). After --minutes nothing
 is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the tables of
-what is there. `--methods sweep` is what benchmarks/papers.py collects with --part sweep.
+what is there, with --samples of the first prompts of each task alone, so that systems that answered fewer stand beside
+the others on the same ones. `--methods sweep` is what benchmarks/papers.py collects with --part sweep.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
 from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
-from sparsekv.evaluation.methods import parse_methods
+from sparsekv.evaluation.methods import parse_methods, plain
 from sparsekv.evaluation.requests import (
     RULER_OFFLINE,
     Request,
@@ -81,19 +82,25 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
                             device=options.device))
 
 
+def by_length(lengths: Sequence[int], samples: Sequence[int]) -> dict[int, int]:
+    """How many prompts of a task there are at every length: of one number for all, or of one each."""
+    if len(samples) not in (1, len(lengths)):
+        raise SystemExit(f"--samples has {len(samples)} numbers for {len(lengths)} lengths; expected one, or one each")
+    return dict(zip(lengths, list(samples) * (len(lengths) // len(samples)), strict=True))
+
+
 def make_prompts(options: argparse.Namespace) -> None:
     """RULER's offline tasks at every length, as many of each as are used, in a file that needs no lm-eval."""
     lengths = options.lengths or LENGTHS
-    samples = options.samples or SAMPLES[:len(lengths)]
-    if len(samples) not in (1, len(lengths)):
-        raise SystemExit(f"--samples has {len(samples)} numbers for {len(lengths)} lengths; expected one, or one each")
+    counts = by_length(lengths, options.samples or SAMPLES[:len(lengths)])
     tokenizer = load_model(options.model, device="cpu")[1]
     made: list[Request] = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        for length, count in zip(lengths, samples * (1 if len(samples) > 1 else len(lengths)), strict=True):
+        for length, count in counts.items():
             made += make_requests(options.tasks or RULER_OFFLINE, folder, [length], count)
-    save_requests(options.make_prompts, made, {"lengths": lengths, "samples": samples, "model": options.model})
+    save_requests(options.make_prompts, made, {"lengths": lengths, "samples": list(counts.values()),
+                                               "model": options.model})
     print(f"{len(made)} prompts: {options.make_prompts}")
 
 
@@ -124,9 +131,25 @@ def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: flo
         return evaluator.run(methods, advance, until)
 
 
+def first_cells(cells: Sequence[dict[str, Any]], counts: dict[int, int]) -> list[dict[str, Any]]:
+    """The cells of the lengths in `counts`, of so many first prompts of each task."""
+    made = []
+    for cell in cells:
+        count = counts.get(int(cell["case"].rpartition("@")[2]), 0)
+        kept = [i for i, index in enumerate(cell["indices"]) if index < count]
+        if kept:
+            lists = {k: [v[i] for i in kept] for k, v in cell.items() if k in ("indices", "scores", "answers")}
+            made.append({**cell, **lists})
+    return made
+
+
 def write_tables(options: argparse.Namespace) -> None:
     """quality.json, quality.md and a figure of the systems a length in the output folder, from all shards' cells."""
-    rows = score_rows(collect(options.output))
+    cells = collect(options.output)
+    if options.samples:
+        lengths = options.lengths or sorted({int(c["case"].rpartition("@")[2]) for c in cells})
+        cells = first_cells(cells, by_length(lengths, options.samples))
+    rows = score_rows(cells)
     commits = ", ".join(sorted({r["commit"] for r in rows}))
     (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     samples = sorted({r["samples"] for r in rows if "@" in r["case"] and not r["case"].startswith("ruler@")
@@ -138,10 +161,11 @@ def write_tables(options: argparse.Namespace) -> None:
              f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
              "“–”: the budget cannot pay for what is always read.\n\n")
     (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
+    shown = [m for m in in_order({r["method"] for r in rows}, ["full", *LANE_B])
+             if plain(m) not in PEERS or m in PEERS.values()]  # a rival as it is served best
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
         charged = any("bytes_share" in r for r in rows if r["case"] == case)
-        drawn = (score_by_bytes if charged else score_by_budget)(
-            rows, case, in_order({r["method"] for r in rows}, ["full", *LANE_B]))
+        drawn = (score_by_bytes if charged else score_by_budget)(rows, case, shown)
         (options.output / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
         print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
 

@@ -32,10 +32,12 @@ class Drawing(str):
 
 
 def look(method: str) -> tuple[str, str, Any]:
-    """Label, colour and line style of a method: solid completed by φ, dashed by nothing, dotted with other options."""
+    """Label (options by their values alone), colour and line style of a method: solid completed by φ, dashed by
+    nothing, dotted with other options."""
     selector, _, completion = plain(method).partition("+")
     style = "-" if selector == "full" else STYLES.get(completion, "-.")
-    return label(method), HUES.get(selector, HUES["full"]), style if plain(method) == method else ":"
+    name = re.sub(r"([,:]) ?\w+=", ", ", label(method))
+    return name, HUES.get(selector, HUES["full"]), style if plain(method) == method else ":"
 
 
 def canvas(columns: int = 1, rows: int = 1) -> Any:

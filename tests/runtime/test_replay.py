@@ -224,7 +224,8 @@ def test_a_step_that_fails_is_told_once_and_taken_as_it_is(model, monkeypatch: p
     monkeypatch.setattr("sparsekv.runtime.replay.sparse_step", lambda *a: 1 / 0)
     with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: division by zero") as told:
         found, report = logits_of(model, True, "router", ids)
-    assert len(told) == 1 and report["replayed_steps"] == 0 and "division" in report["not_replayed"]
+    assert sum("its step failed" in str(w.message) for w in told) == 1  # the compiler warns of its own things
+    assert report["replayed_steps"] == 0 and "division" in report["not_replayed"]
     close(found, wanted)
     assert state_of(model) == before
 
