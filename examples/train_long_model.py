@@ -236,6 +236,8 @@ def main() -> None:
     longer = type(model)(model.config)  # its rotary tables are made of the base
     longer.load_state_dict(model.state_dict())
     longer.generation_config = model.generation_config
+    for weight in longer.parameters():
+        weight.data = weight.data.bfloat16()  # frozen; low-rank weights stay float32, and so do the rotary tables
     trained = adapted(longer.to(device))
     decoder, head = trained.base_model.model.model, trained.base_model.model.lm_head
     weights = [p for p in trained.parameters() if p.requires_grad]
