@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.timeout(1200)  # minutes where other work shares the cores
 def test_kernels_compile_for_sm80_sm89_sm90() -> None:
     pytest.importorskip("triton")
     clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
