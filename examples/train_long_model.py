@@ -259,7 +259,8 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
         if step % 20 == 0 or step + 1 == options.steps:
-            print(f"step {step + 1} of {options.steps}, {tokens.shape[1]} tokens: loss {sum(losses).item():.3f}", flush=True)
+            print(f"step {step + 1} of {options.steps}, {tokens.shape[1]} tokens: loss {float(sum(losses)):.3f}",
+                  flush=True)
     save(trained.merge_and_unload(), tokenizer, folder)
     print(folder)
 
