@@ -193,15 +193,21 @@ def vocabulary(tokenizer: Any) -> list[str]:
 
 
 def adapted(model: Any) -> Any:
-    """The model with low-rank weights in attention (rank 64) and MLP (32). Raises SparseKVError without peft."""
+    """The model with low-rank weights in attention (rank 64) and MLP (32), whose inputs stay as autocast has them.
+    Raises SparseKVError without peft."""
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise SparseKVError("training low-rank weights needs peft: run `pip install peft`") from error
     attention = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), 64)
-    return get_peft_model(model, LoraConfig(
+    made = get_peft_model(model, LoraConfig(
         r=32, lora_alpha=32, rank_pattern=attention, alpha_pattern=attention, task_type="CAUSAL_LM",
         target_modules=[*attention, "gate_proj", "up_proj", "down_proj"]))
+    for layer in made.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
+    return made
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:
