@@ -19,12 +19,12 @@ import random
 import string
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -156,25 +156,25 @@ def prompt(task: Task, tokenizer: Any, length: int, rng: random.Random) -> tuple
     return tokens[:length], labels[:length]
 
 
-def batches(
-    tokenizer: Any, words: Sequence[str], steps: int, tokens: int, longest: int, seed: int,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A batch a step, made while the last one is trained on: ids and labels `[B, N]`, rows filled up at their end."""
-    def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = random.Random(f"{seed}/{step}")
-        length = min(longest, max(n for part, n in STAGES if step >= part * steps))
-        rows = [prompt(rng.choice(TASKS)(rng, words), tokenizer, length, rng) for _ in range(max(1, tokens // length))]
-        width = max(len(row) for row, _ in rows)
-        return (torch.tensor([row + [tokenizer.eos_token_id] * (width - len(row)) for row, _ in rows]),
-                torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in rows]))
+class Batches(Dataset):
+    """Ids and labels `[B, N]` of every step, rows filled up at their end. Made in processes of their own: a step's
+    prompts take a core as long as the GPU takes to train on them."""
 
-    with ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(batch, step) for step in range(min(8, steps))]
-        for step in range(steps):
-            made = waiting.pop(0).result()
-            if step + 8 < steps:
-                waiting.append(pool.submit(batch, step + 8))
-            yield made
+    def __init__(self, tokenizer: Any, words: Sequence[str], steps: int, tokens: int, longest: int, seed: int) -> None:
+        self.tokenizer, self.words = tokenizer, words
+        self.steps, self.tokens, self.longest, self.seed = steps, tokens, longest, seed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = random.Random(f"{self.seed}/{step}")
+        length = min(self.longest, max(n for part, n in STAGES if step >= part * self.steps))
+        rows = [prompt(rng.choice(TASKS)(rng, self.words), self.tokenizer, length, rng)
+                for _ in range(max(1, self.tokens // length))]
+        width = max(len(row) for row, _ in rows)
+        return (torch.tensor([row + [self.tokenizer.eos_token_id] * (width - len(row)) for row, _ in rows]),
+                torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in rows]))
 
 
 def answer_loss(decoder: Any, head: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=65536)
     parser.add_argument("--tokens-at-once", type=int, default=32768, help="of a step in memory, at least one prompt")
     parser.add_argument("--longest", type=int, default=32768, help="of a prompt [tokens]")
+    parser.add_argument("--workers", type=int, default=4, help="processes that make prompts")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
@@ -250,12 +251,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(weights, lr=options.lr, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 1 - 0.95 * step / options.steps))
-    words = vocabulary(tokenizer)
-    made = batches(tokenizer, words, options.steps, options.tokens_per_step, options.longest, options.seed)
+    steps = Batches(tokenizer, vocabulary(tokenizer), options.steps, options.tokens_per_step, options.longest,
+                    options.seed)
+    made = DataLoader(steps, batch_size=None, num_workers=options.workers, pin_memory=device.type == "cuda",
+                      multiprocessing_context="spawn" if options.workers else None)
     for step, (tokens, labels) in enumerate(made):
         answers, losses = (labels[:, 1:] != IGNORED).sum().item(), []
-        for part in zip(*(x.to(device).split(max(1, options.tokens_at_once // x.shape[1])) for x in (tokens, labels)),
-                        strict=True):
+        rows = max(1, options.tokens_at_once // tokens.shape[1])
+        for part in zip(*(x.to(device, non_blocking=True).split(rows) for x in (tokens, labels)), strict=True):
             with torch.autocast(device.type, torch.bfloat16):
                 loss = answer_loss(decoder, head, *part) / answers
             loss.backward()

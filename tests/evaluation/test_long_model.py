@@ -35,10 +35,10 @@ def test_a_prompt_holds_its_pieces_and_only_answers_are_learned(task, tokenizer)
 
 
 def test_a_step_learns_and_without_peft_one_is_told(tokenizer, monkeypatch) -> None:
-    made = list(example.batches(tokenizer, WORDS, 3, 4096, 2048, 0))
+    steps = example.Batches(tokenizer, WORDS, 3, 4096, 2048, 0)
+    made = [steps[i] for i in range(len(steps))]
     assert [tokens.shape[0] for tokens, _ in made] == [2, 2, 2] and made[0][0].shape == made[0][1].shape
-    again = list(example.batches(tokenizer, WORDS, 3, 4096, 2048, 0))
-    assert all(torch.equal(a, b) for x, y in zip(made, again, strict=True) for a, b in zip(x, y, strict=True))
+    assert all(torch.equal(a, b) for i, batch in enumerate(made) for a, b in zip(batch, steps[i], strict=True))
     model = make_model().train()
     tokens, labels = made[1][0] % model.config.vocab_size, made[1][1]
     labels = torch.where(labels == example.IGNORED, labels, labels % model.config.vocab_size)
