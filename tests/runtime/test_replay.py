@@ -23,6 +23,7 @@ SELECTORS = {
     "router": {"token_budget": 0.2}, "router+phi": {"token_budget": 0.2, "phi": True}, "probes": {"probes": 2},
     "sketch": {"selector": "sketch", "token_budget": 0.05}, "fixed": {"selector": "sketch", "fit": "fixed",
                                                                      "token_budget": 0.05, "phi": True},
+    "all": {"selector": "sketch", "token_budget": 0.05, "candidates": 1.0},
 }
 STEPS = 60
 
@@ -56,7 +57,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 def attached(model, replays: bool, name: str, **options):
     options = {**SELECTORS[name], **options}
     router, phi = artifacts(model)
-    if name in ("router", "router+phi", "probes", "sketch", "fixed"):
+    if name in ("router", "router+phi", "probes", "sketch", "fixed", "all"):
         options = {"selector": "router", **options, "router": router}
     if options.pop("phi", False):
         options["phi"] = phi
@@ -96,6 +97,23 @@ def test_a_replayed_step_is_the_step_across_growth_of_the_mid_region(model, name
     # what chooses and completes is counted when a step is captured
     for key, limit in (("selectivity", 1e-5), ("bytes_share", 1e-2)):
         assert report[key] == (before[key] if before[key] is None else pytest.approx(before[key], rel=limit))
+
+
+@pytest.mark.parametrize("name", ["sketch", "fixed"])
+def test_buckets_are_built_where_codes_alone_outgrow_them(model, name: str) -> None:
+    """Eight buckets of dimension 16, codes of five bytes: from 52 tokens on."""
+    found = {}
+    for replays in (False, True):
+        routed = []
+
+        def between(cache, t, routed=routed) -> None:
+            if cache.layers[1].state is not None:
+                routed.append(cache.layers[1].state.selector.routed)
+
+        found[replays], report = logits_of(model, replays, name, ids_on(model, 60 + STEPS, batch=2), 60, between)
+        assert not routed[0] and routed[-1]
+    assert report["replayed_steps"] >= STEPS - 5
+    close(found[True], found[False])
 
 
 @pytest.mark.parametrize("name", ["router+phi", "dense"])

@@ -82,6 +82,34 @@ def test_sketch(case: dict, fit: str, candidates: float) -> None:
             assert chosen(read, row, h) == literal(found, step, queries, b, h, t, among)
 
 
+@pytest.mark.parametrize("fit", ["fixed", "fitted"])
+def test_without_a_share_all_codes_are_scored_until_they_outweigh_the_means(fit: str) -> None:
+    """Six buckets of dimension 8 and codes of 4 bytes: 24 tokens."""
+    before, queries, step = make_view(batch=2, pads=(0, 8), length=24, new=40)
+    assert int(before.regions.mid_sizes.max()) <= 24
+    found, every = (selector(before, fit=fit, candidates=c) for c in (None, 1.0))
+    assert not found.routed and not every.routed
+    assert found.cost_bytes(before) == every.cost_bytes(before)
+    assert torch.equal(found.select(step, queries).tokens, every.select(step, queries).tokens)
+    short = found.fork()
+    extended(found, step, 60)
+    assert found.routed and not short.routed and short.centroids is None
+    buckets = built(SELECTORS["router"](token_budget=found.pool.max().item(), artifact=Trained()), step)
+    assert torch.equal(found.order, buckets.order) and torch.equal(found.offsets, buckets.offsets)
+    pool = buckets.select(step, queries)
+    read = found.select(step, queries)
+    for row, _, _ in each(step, queries):
+        assert all(chosen(read, row, h) <= chosen(pool, row, h) for h in range(2))
+
+
+def test_rows_are_chosen_where_there_is_no_index() -> None:
+    before, _, _ = make_view(batch=2, pads=(0, 30))
+    found = selector(before, candidates=1.0)
+    codes = found.codes
+    found.take_rows(torch.tensor([1, 0, 1]))
+    assert found.centroids is None and torch.equal(found.codes, codes[[1, 0, 1]])
+
+
 def test_the_fitted_basis_tells_keys_apart_as_the_request_asks() -> None:
     """With queries of few directions a code of few channels chooses what exact scores choose."""
     before, queries, step = make_view(new=2, length=300)

@@ -19,6 +19,8 @@ from sparsekv.errors import SparseKVError
 from sparsekv.kernels import Sketch, encode, sketch_tokens
 
 FITS = ("fitted", "fixed")
+CANDIDATES = 0.1
+"""Candidates that buckets give, a share of the context."""
 LEAST_CANDIDATES = 4
 """Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
 FITTED_KEYS = 16_384
@@ -29,6 +31,7 @@ FITTED_KEYS = 16_384
 class SketchRouter(Router):
     """Every key of the mid region has a code of some bytes beside the index (`core/sketch.py`). The best buckets give
     `candidates`, codes estimate their scores, and the tokens with the largest share of the group's attention are read.
+    While the mid region's codes take no more bytes than the bucket means, all are scored, and no index is built.
 
     `fixed`: codes are of the artifact's basis and depend on the key alone; only what queries multiply them by is fitted
     to the request's keys. `fitted`: the basis is that of this request, from its keys and its prompt's last queries; the
@@ -40,9 +43,11 @@ class SketchRouter(Router):
     source: ClassVar[str] = "this project's own"
     row_state: ClassVar[tuple[str, ...]] = (*Router.row_state, "pool", "codes", "turned", "asks", "fitted_sizes")
 
-    candidates: float = option(0.1, help="Tokens whose sketches are scored, those of the best buckets: a share of the "
-                                         "context, and at least four times the budget; 1 scores all without looking at "
-                                         "buckets.", min=0.0, max=1.0)
+    candidates: float | None = option(
+        None, help="Tokens whose sketches are scored, those of the best buckets: a share of the context, and at least "
+                   "four times the budget; 1 scores all without looking at buckets. Without it 0.1, and all of a "
+                   "context whose sketches are no larger than the bucket means (8k tokens for 1024 buckets).",
+        min=0.0, max=1.0)
     fit: str = option("fitted", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
                                      "(the artifact's own: codes depend on the key alone).")
 
@@ -50,7 +55,7 @@ class SketchRouter(Router):
         super().validate()
         if self.fit not in FITS:
             raise SparseKVError(f"unknown fit {self.fit!r}: expected one of {', '.join(FITS)}")
-        if isinstance(self.candidates, bool) or not 0 <= self.candidates <= 1:
+        if self.candidates is not None and (isinstance(self.candidates, bool) or not 0 <= self.candidates <= 1):
             raise SparseKVError(f"candidates are a share of the context between 0 and 1, found {self.candidates!r}")
         if self.probes is not None:
             raise SparseKVError("selector sketch reads tokens and no whole buckets; give token_budget in place of "
@@ -61,7 +66,7 @@ class SketchRouter(Router):
 
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
-        wanted = tokens_of_budget(float(self.candidates), view.regions)
+        wanted = tokens_of_budget(float(CANDIDATES if self.candidates is None else self.candidates), view.regions)
         self.pool = torch.maximum(wanted, LEAST_CANDIDATES * self.budget).clamp(max=view.regions.mid_sizes)
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
 
@@ -70,6 +75,9 @@ class SketchRouter(Router):
         self.fixed: Sketch | None = trained.sketch
         self.width: int = trained.sketch_bytes
         self.codes: Tensor | None = None
+        self.routed: bool = self._needs_buckets(view)
+        for name in Router.row_state:
+            setattr(self, name, None)
         if self.routed:
             super().build(view)
         if self.fixed is not None:
@@ -78,6 +86,9 @@ class SketchRouter(Router):
     def extend(self, view: LayerView, old: Regions) -> None:
         if self.routed:
             super().extend(view, old)
+        elif self._needs_buckets(view):
+            self.routed = True
+            super().build(view)
         if self.codes is None:
             return
         if bool((view.regions.mid_sizes > 2 * self.fitted_sizes).any()):
@@ -108,10 +119,14 @@ class SketchRouter(Router):
         return Selection(tokens=sketch_tokens(queries.folded, self.sketch, self.codes, view.scale, queries.per_query(
             self.budget), self.widest, candidates, **where))
 
-    @property
-    def routed(self) -> bool:
-        """Whether buckets choose the candidates."""
-        return self.candidates < 1 or self.fixed is None
+    def _needs_buckets(self, view: LayerView) -> bool:
+        """Whether buckets choose the candidates: not where scoring every code reads less than scoring the buckets."""
+        if self.fixed is None:
+            return True
+        if self.candidates is not None:
+            return self.candidates < 1
+        buckets, dim = self.artifact.layer(view.layer_idx).centroids.shape[-2:]
+        return int(view.regions.mid_sizes.max()) * self.width > 2 * buckets * dim
 
     @property
     def sketch(self) -> Sketch:
