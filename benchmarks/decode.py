@@ -3,7 +3,8 @@ attention.
 
 `sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
 `sparse_probes` the best 32 buckets (Saap); `sparse_sketch*` the best 1 % of the mid region by the sketches of the
-candidates that the best buckets give, 10 % of it (`_flat`: where all scores are equal). Everything runs inside CUDA
+candidates that the best buckets give, 10 % of it, or of all where that reads less (`_tenth`, `_all`: one of them
+whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
 chooses: steps, whale, growth, parts (index, votes, cache). What a token costs in a user's hands is
@@ -35,7 +36,7 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.selectors.sketch import SketchRouter
+from sparsekv.core.selectors.sketch import SketchRouter, outweighs
 from sparsekv.core.sketch import fit_sketch
 from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
@@ -76,6 +77,8 @@ DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH = DIM, RECIPES[DEFAULT].width
 SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
+ALL_UP_TO = 131_072
+"""Keys up to which a step by all codes is timed beside one by candidates."""
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
     ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1), ("32x8-512k-b1", 32, 8, 524_288, 1),
@@ -169,7 +172,7 @@ class Buffers:
     def sparse_probes(self) -> torch.Tensor:
         return self.step(self.router(model=True, probes=PROBES)).out
 
-    def sketch_router(self) -> SketchRouter:
+    def sketch_router(self, candidates: float | None = None) -> SketchRouter:
         """The product's second stage over this index, with the codes of all keys and a basis of random queries."""
         if not hasattr(self, "codes"):
             rows = self.k[:, :, :8192].float()
@@ -182,16 +185,26 @@ class Buffers:
             mid = max(self.k.shape[2] - SINK - TAIL, 0)
             self.widest = [-(-mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
-        made = SketchRouter(candidates=CANDIDATES)
+        made = SketchRouter(candidates=candidates)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
         made.weights, made.means, made.spread = None, self.means.means, self.means.spread
         made.fixed = made.turned = self.sketch
         made.codes, made.width = self.codes, SKETCH_BYTES
+        mid = int(self.view.regions.mid_sizes.max())
+        made.routed = outweighs(mid, SKETCH_BYTES, BUCKETS, DIM) if candidates is None else candidates < 1
         (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
         return made
 
     def sparse_sketch(self) -> torch.Tensor:
         return self.step(self.sketch_router()).out
+
+    def sparse_sketch_tenth(self) -> torch.Tensor:
+        """From candidates of buckets, however short the context."""
+        return self.step(self.sketch_router(CANDIDATES)).out
+
+    def sparse_sketch_all(self) -> torch.Tensor:
+        """From all codes, however long the context."""
+        return self.step(self.sketch_router(1.0)).out
 
     def sparse_sketch_flat(self) -> torch.Tensor:
         """Of a query that attends to everything alike, as those of random weights do: the grades' worst case."""
@@ -313,8 +326,9 @@ def check() -> None:
                                            None if estimator is None else double(query))
             print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
             failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
-        for name, estimator in (("sparse_sketch", None), ("sparse_sketch_phi", phi)):
-            error, gap, lost = sketch_differences(b, estimator, None if estimator is None else double(query))
+        for name, share, estimator in (("sparse_sketch_tenth", CANDIDATES, None), ("sparse_sketch_all", 1.0, None),
+                                       ("sparse_sketch_phi", CANDIDATES, phi)):
+            error, gap, lost = sketch_differences(b, share, estimator, None if estimator is None else double(query))
             print(f"    {name}: out {error:.1e}, lse {gap:.1e}, mass lost {lost:.1e}")
             failed = failed or not (error < 5e-3 and gap < 1e-2 and lost < 1e-2)
         if failed:
@@ -357,13 +371,15 @@ def gaps(step: Step, truth: tuple[torch.Tensor, torch.Tensor], reached: list[tor
 
 
 def sketch_differences(
-    b: Buffers, estimator: PhiEstimator | None, completion: CompletionQuery | None,
+    b: Buffers, share: float, estimator: PhiEstimator | None, completion: CompletionQuery | None,
 ) -> tuple[float, float, float]:
     """`differences` of the second stage: what the twin's choice among the same candidates reaches beyond it."""
-    router = b.sketch_router()
+    router = b.sketch_router(share)
     step = b.step(router, estimator)
     read = step.selection.as_tokens()
-    pool = route_tokens(*router._candidates(b.view, b.queries, router.pool, router.widest_pool))
+    first, last = (int(x[0]) for x in (b.view.regions.mid_first, b.view.regions.mid_last))
+    pool = (route_tokens(*router._candidates(b.view, b.queries, router.pool, router.widest_pool)) if router.routed else
+            torch.arange(first, last, device="cuda", dtype=torch.int32).expand(*b.k.shape[:2], -1))
     scores = sketch_scores_reference(b.q.double(), double(b.sketch), b.codes, DIM**-0.5, pool)
     best = best_tokens_reference(grades_of(scores), pool, router.budget, router.widest)
     mass = torch.zeros(*scores.shape[:2], b.k.shape[2] + 1, dtype=scores.dtype, device="cuda")
@@ -430,6 +446,8 @@ def steps(options: argparse.Namespace) -> None:
             methods += ("flashinfer",)
         if case in FLEX_SHAPES:
             methods += ("flex",)
+        if length <= ALL_UP_TO:
+            methods += ("sparse_sketch_tenth", "sparse_sketch_all")
         measure(case, sets, wanted(methods))
         for method in wanted(("sparse", "sparse_sketch")) if options.profile else ():
             profile(sets, method)

@@ -23,8 +23,8 @@ def decode() -> str:
     rows = load("decode")
     values = {(r["case"], r["method"]): r["value"] for r in rows}
     methods = [m for m in ("floor", "route_only", "attention_only", "buckets_only", "sparse", "sparse_phi",
-                           "sparse_mlp", "sparse_probes", "sparse_sketch", "sparse_sketch_phi", "sdpa_flash",
-                           "sdpa_cudnn", "flashinfer", "flex")
+                           "sparse_mlp", "sparse_probes", "sparse_sketch", "sparse_sketch_tenth", "sparse_sketch_all",
+                           "sparse_sketch_phi", "sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
                if any(r["method"] == m for r in rows)]
     peers = [m for m in methods if m.startswith("sdpa") or m in ("flashinfer", "flex")]
 
@@ -45,7 +45,8 @@ def decode() -> str:
         "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
         "complete step by mean-key scores and the budget rule, `sparse_phi` the same completed by φ, `sparse_mlp` by "
         "the paper's query model (hidden 1024) and the budget rule, `sparse_probes` by the query model and its best "
-        "32 buckets, whole; `sparse_sketch` reads the best 1 % by the sketches of the best buckets' 10 %, "
+        "32 buckets, whole; `sparse_sketch` reads the best 1 % by the sketches of the best buckets' 10 %, or "
+        "of all where those are fewer bytes (`_tenth`, `_all`: one whatever the length), "
         "`sparse_sketch_phi` the same completed; the ratio is of `sparse` to the fastest dense peer. Every row of "
         "decode.json has its commit.\n",
         markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",

@@ -126,7 +126,7 @@ class SketchRouter(Router):
         if self.candidates is not None:
             return self.candidates < 1
         buckets, dim = self.artifact.layer(view.layer_idx).centroids.shape[-2:]
-        return int(view.regions.mid_sizes.max()) * self.width > 2 * buckets * dim
+        return outweighs(int(view.regions.mid_sizes.max()), self.width, buckets, dim)
 
     @property
     def sketch(self) -> Sketch:
@@ -162,6 +162,11 @@ class SketchRouter(Router):
         known = 0 if self.codes is None else self.codes.shape[2]
         new = encode(view.keys[:, :, known:int(view.regions.mid_last.max())], sketch, self.width)
         return new if self.codes is None else torch.cat([self.codes, new], dim=2)
+
+
+def outweighs(tokens: int, width: int, buckets: int, dim: int) -> bool:
+    """Whether codes of `width` bytes are more bytes than the buckets' means, in half precision."""
+    return tokens * width > 2 * buckets * dim
 
 
 def recent_moment(view: LayerView) -> Tensor | None:
