@@ -146,7 +146,8 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
     table = [m for name, budget in TABLE for m in parse_methods([name], [budget or 0.0])]
-    curves = [m for m in parse_methods(["topk", "topk+phi", "router", "router+phi"], BUDGETS) if m not in table]
+    drawn = ["topk", "topk+phi", "router", "router+phi", "sketch", "sketch+phi"]
+    curves = [m for m in parse_methods(drawn, BUDGETS) if m not in table]
     texts = continuations(windows)
     router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
     parts: list[tuple[str, list[Any], list[Method]]] = [

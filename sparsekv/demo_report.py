@@ -13,19 +13,20 @@ if TYPE_CHECKING:
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
 TABLE: tuple[tuple[str, float | None], ...] = (
     ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
-    ("router+phi", 0.05))
+    ("router+phi", 0.05), ("sketch", 0.01), ("sketch+phi", 0.01))
 """The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
 COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
 CURVE_REQUESTS = 4
 READING = (
     "Every row is the same model with the same prompts. To write one more token a model reads keys and values of the "
     "tokens before it: full attention of all of them, the other rows of few (in every layer but the first): sink and "
-    "tail, the first and last tokens, always, and beside them the best tokens of all (exact top-k) or those that the "
-    "trained router chooses. “+ φ”: trained feature maps estimate the rest. tokens: share of the context that is read. "
-    "bytes: the same with all that is read to choose: exact top-k scores every key, the router the means of its "
-    "buckets. found: a seven-digit number was hidden in the text and asked for at its end. perplexity: how much the "
-    "held-out text surprises the model; lower is better, and full attention's is what can be had. error: how far what "
-    "an attention head hands on is from full attention's, relative; 0 is the same.")
+    "tail, the first and last tokens, always, and beside them the best tokens of all (exact top-k), those of the "
+    "buckets that the trained router chooses, or those whose sketches, codes of some bytes a key, promise most: what "
+    "`generate` does unless told otherwise. “+ φ”: trained feature maps estimate the rest. tokens: share of the "
+    "context that is read. bytes: the same with all that is read to choose: exact top-k scores every key, the router "
+    "the means of its buckets or the sketches. found: a seven-digit number was hidden in the text and asked for at its "
+    "end. perplexity: how much the held-out text surprises the model; lower is better, and full attention's is what "
+    "can be had. error: how far what an attention head hands on is from full attention's, relative; 0 is the same.")
 
 
 def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
@@ -53,8 +54,8 @@ def in_short(table: Table, heldout: CaptureStore) -> str:
     whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * heldout.context_length * size
     full, last = table.rows[0], table.rows[-1]
     return (f"Full attention reads {whole / 1e6:.0f} MB of keys and values for every token that it writes and finds "
-            f"{full[3]} hidden numbers; the trained router with φ finds {last[3]} and reads {last[1]} of the tokens "
-            f"and {last[2]} of the bytes in the layers where it works.")
+            f"{full[3]} hidden numbers; sketches of the keys with φ find {last[3]} and read {last[1]} of the tokens "
+            f"and {last[2]} of the bytes in the layers where they work.")
 
 
 def write_demo_report(
@@ -110,7 +111,8 @@ def _words(method: str, budget: float | None, config: dict[str, Any]) -> str:
     said = {"full": "all tokens (full attention)",
             "streaming": f"sink + tail ({config['sink_size']} and {config['window_size']} tokens)",
             "topk": f"the best {100 * (budget or 0):g} % (exact top-k)",
-            "router": f"the router's {100 * (budget or 0):g} %"}[selector]
+            "router": f"the router's {100 * (budget or 0):g} %, by buckets",
+            "sketch": f"the router's best {100 * (budget or 0):g} %, by sketches"}[selector]
     return said + (" + φ" if completion else "")
 
 
