@@ -60,6 +60,7 @@ from sparsekv.kernels import (
     paged_scores,
     phi_cache,
     read_bound,
+    round_means,
     route_tokens,
     routing,
     sketch,
@@ -121,7 +122,8 @@ class Buffers:
         self.model = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
                                 normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
         spread = torch.rand(batch, heads, BUCKETS, device="cuda", generator=generator)
-        self.means = BucketMeans(normal(batch, heads, BUCKETS, DIM), DIM**-0.5, spread)
+        self.means = BucketMeans(*round_means(
+            normal(batch, heads, BUCKETS, DIM).float(), torch.ones_like(spread)), DIM**-0.5, spread)
         mid = max(length - SINK - TAIL, 0)
         share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         if whale:
@@ -151,7 +153,7 @@ class Buffers:
         """The product's selector over this index."""
         made = Router(probes=probes)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
-        made.weights, made.means = (self.model if model else None), self.means.means
+        made.weights, made.means, made.steps = (self.model if model else None), self.means.means, self.means.steps
         made.spread = None if model else self.means.spread
         made.budget, made.widest = self.budget
         return made
@@ -187,7 +189,7 @@ class Buffers:
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
         made = SketchRouter(candidates=candidates)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
-        made.weights, made.means, made.spread = None, self.means.means, self.means.spread
+        made.weights, made.means, made.steps, made.spread = None, *self.means[:2], self.means.spread
         made.fixed = made.turned = self.sketch
         made.codes, made.width = self.codes, SKETCH_BYTES
         mid = int(self.view.regions.mid_sizes.max())
@@ -267,7 +269,7 @@ class Buffers:
         """What memory allows `sparse`: the keys and values it reads, and the bucket means."""
         heads = self.k.shape[0] * self.k.shape[1]
         tokens = heads * (self.budget[1] + SINK + min(TAIL, self.k.shape[2]))
-        return (tokens * 2 * DIM + self.means.means.numel()) * 2 / BANDWIDTH * 1e6
+        return (tokens * 2 * DIM * 2 + self.means.means.numel()) / BANDWIDTH * 1e6
 
 
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:

@@ -91,7 +91,7 @@ def score_kernel(
 
 @triton.jit
 def mean_kernel(
-    q, means, spreads, table, seats, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim,
+    q, means, steps, spreads, table, seats, logits, scale, heads, per_row, q_row, q_head, m_row, m_head, m_bucket, dim,
     num_buckets,
     FOLD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     OFFSETS: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
@@ -120,9 +120,10 @@ def mean_kernel(
                     mask=used[:, None] & (width < dim)[None, :], other=0.0)
     size = sizes_of(table, kept * heads + head, bucket, num_buckets, inside, OFFSETS=OFFSETS)
     base = tl.where(size > 0, tl.log(tl.maximum(size, 1).to(tl.float32)), float("-inf"))
+    step = tl.load(steps + (kept * heads + head) * num_buckets + bucket, mask=inside, other=0.0)
     spread = tl.load(spreads + (kept * heads + head) * num_buckets + bucket, mask=inside, other=0.0)
     scaled = query.to(tl.float32) * scale
-    total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * scale + base[None, :]
+    total = tl.dot(query, mean.to(query.dtype), input_precision="ieee") * (scale * step)[None, :] + base[None, :]
     total += tl.sum(scaled * scaled, 1)[:, None] * spread[None, :]
     if OVERLAP:
         gdc_launch_dependents()

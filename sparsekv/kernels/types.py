@@ -18,10 +18,12 @@ class QueryModel(NamedTuple):
 
 
 class BucketMeans(NamedTuple):
-    """The untrained scores of a request: means `[B, Hkv, C, d]` of the rotated keys of every bucket, the softmax scale,
-    and spread `[B, Hkv, C]` float32: half the variance of a bucket's keys in a direction (`half_variance`)."""
+    """The untrained scores of a request: means `[B, Hkv, C, d]` int8 of the rotated keys of every bucket, in steps
+    `[B, Hkv, C]` float32 (`round_means`), the softmax scale, and spread `[B, Hkv, C]` float32: half the variance of a
+    bucket's keys in a direction (`half_variance`)."""
 
     means: Tensor
+    steps: Tensor
     scale: float
     spread: Tensor
 

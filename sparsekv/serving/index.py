@@ -28,6 +28,7 @@ from sparsekv.kernels import (
     encode,
     extend_index,
     half_variance,
+    round_means,
     route_tokens,
     sketch_tokens,
     square_sums,
@@ -138,7 +139,9 @@ class LayerIndex:
         self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
         self.spent = zeros(2, seats + 1, kind=torch.int64)
         self.means = None if self.weights is not None else zeros(seats + 1, heads, buckets, dim, kind=dtype)
-        self.squares, self.spread = zeros(2, seats + 1, heads, 0 if self.means is None else buckets, kind=torch.float32)
+        scored = 0 if self.means is None else buckets
+        self.scored = zeros(seats + 1, heads, scored, dim, kind=torch.int8)
+        self.squares, self.steps, self.spread = zeros(3, seats + 1, heads, scored, kind=torch.float32)
         self.codes: Tensor | None = None
         if self.sketch is not None:
             self.codes = zeros(1, heads, self.slots + 1, self.width, kind=torch.int8)
@@ -219,6 +222,7 @@ class LayerIndex:
         """What scores the buckets of a seat, from the sums of their keys and of the squared lengths."""
         assert self.means is not None
         self.means[seat] = (sums / counts.clamp(min=1)[..., None]).to(self.means.dtype)
+        self.scored[seat], self.steps[seat] = round_means(sums, counts)
         self.squares[seat], self.spread[seat] = squares, half_variance(squares, sums, counts)
 
     def choose(self, q: Tensor, lanes: Lanes) -> Tensor:
@@ -248,7 +252,7 @@ class LayerIndex:
         if self.weights is not None:
             return self.weights
         assert self.means is not None
-        return BucketMeans(self.means, self.scale, self.spread)
+        return BucketMeans(self.scored, self.steps, self.scale, self.spread)
 
     def _seat(self, seat: int, order: Tensor, offsets: Tensor) -> None:
         first = seat * self.room.longest
@@ -284,5 +288,5 @@ def bytes_of(router: RouterLayer, room: Room, slots: int, size: int) -> tuple[in
     rank = 0 if router.sketch is None else router.sketch.rank
     seat = 4 * heads * room.longest + 4 * heads * (buckets + 1) + 4 * heads * dim * rank
     if router.scores == "mean_key":
-        seat += heads * buckets * (dim * size + 8)
+        seat += heads * buckets * (dim * (size + 1) + 12)
     return slots * heads * (2 + router.sketch_bytes), room.seats * seat

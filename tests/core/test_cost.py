@@ -17,7 +17,7 @@ PHI, CENTROIDS = 16, 256
 
 
 def own_bytes(case: str, x) -> float:
-    """What chooses, of a row, by hand: all numbers of 8 bytes but places (4), codes and hashes."""
+    """What chooses, of a row, by hand: all numbers of 8 bytes but places (4), bucket means, codes and hashes."""
     mid, context = int(x.view.regions.mid_sizes[0]), int(x.queries.lengths[0])
     keys = mid * HEADS_KV * DIM * SIZE
     places = 4 * HEADS_KV * (BUCKETS + 1)
@@ -29,7 +29,7 @@ def own_bytes(case: str, x) -> float:
         "magicpig": entries(x) if case == "magicpig" else 0.0,
         "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
-        "router-mean_key": HEADS_KV * BUCKETS * (DIM * SIZE + 4) + places + 4 * HEADS_KV * BUDGET,
+        "router-mean_key": HEADS_KV * BUCKETS * (DIM + 8) + places + 4 * HEADS_KV * BUDGET,
         "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
         "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
         "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)

@@ -21,6 +21,7 @@ from sparsekv.kernels import (
     dense_attention,
     group_probability,
     losses,
+    round_means,
     routing,
     sketch,
     top_buckets,
@@ -206,7 +207,7 @@ def check_routing(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
     budget = torch.randint(0, buckets, (2 * queries,), device=device)
     widest, close = int(budget.max()), LIMITS[dtype]
     spread = torch.rand(2, heads, buckets, device=device)
-    for scores in (model, BucketMeans(random(2, heads, buckets, dim), 0.3, spread)):
+    for scores in (model, BucketMeans(*round_means(random(2, heads, buckets, dim).float(), counts), 0.3, spread)):
         logits = bucket_logits_reference(q.double(), double(scores), counts)
         p = group_probability(logits, heads)
         for table, is_offsets in ((counts.int(), False), (offsets, True)):
@@ -408,8 +409,8 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     offsets = torch.nn.functional.pad(cuts.int(), (1, 1), value=0)
     offsets[..., -1] = length
     model = QueryModel(*(torch.randn(heads, *x, device=device).to(dtype) for x in ((dim, 8), (8,), (8, 11), (11,))))
-    means = BucketMeans(torch.randn(2, heads, 11, dim, device=device).to(dtype), 0.3,
-                        torch.rand(2, heads, 11, device=device))
+    sums, spread = torch.randn(2, heads, 11, dim, device=device), torch.rand(2, heads, 11, device=device)
+    means = BucketMeans(*round_means(sums, torch.ones_like(spread)), 0.3, spread)
     pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
@@ -450,13 +451,14 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
                 assert torch.equal(sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, *given), found)
     # what is kept of a request lies by seat: the rows the other way round
     seats = 1 - torch.arange(2 * queries, device=device) // queries
-    by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, codes, own.queries, means.means, means.spread)]
+    by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, codes, own.queries, means.means, means.steps,
+                                                        means.spread)]
     kept = torch.tensor([listed, listed // 2], device=device)
     for scores in (means, model):
         there, here = scores, scores
         if isinstance(scores, BucketMeans):
-            there = BucketMeans(means.means.flip(0), means.scale, means.spread.flip(0))
-            here = BucketMeans(by_row[4], means.scale, by_row[5])
+            there = BucketMeans(means.means.flip(0), means.steps.flip(0), means.scale, means.spread.flip(0))
+            here = BucketMeans(*by_row[4:6], means.scale, by_row[6])
         seated = Candidates(q, there, by_row[0], offsets.flip(0), kept, listed, seats)
         alone = Candidates(q, here, *by_row[:2], kept[seats], listed)
         routed = [launch_choose(launch_logits(q, c.scores, c.offsets, offsets=True, seats=c.seats), c.order, c.offsets,

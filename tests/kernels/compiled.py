@@ -67,6 +67,7 @@ OWN: dict[Any, dict[str, str]] = {
     se.lanes_kernel: {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
+    r.mean_kernel: {"means": "*i8"},
     sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "

@@ -156,16 +156,19 @@ def test_scores_of_buckets_are_those_of_each_row() -> None:
     torch.manual_seed(5)
     q, counts = torch.randn(4, 6, 8, dtype=F64), torch.tensor([[[2, 0, 1], [1, 1, 1]], [[0, 0, 0], [3, 1, 0]]])
     model = kernels.QueryModel(*(torch.randn(*s, dtype=F64) for s in ((2, 8, 5), (2, 5), (2, 5, 3), (2, 3))))
-    means = kernels.BucketMeans(torch.randn(2, 2, 3, 8, dtype=F64), 0.3, torch.rand(2, 2, 3, dtype=F64))
+    plain = torch.randn(2, 2, 3, 8, dtype=F64)
+    means = kernels.BucketMeans(*kernels.round_means(plain, torch.ones(2, 2, 3)), 0.3, torch.rand(2, 2, 3, dtype=F64))
     for scores in (model, means):
         found = bucket_logits_reference(q, scores, counts)
         assert torch.equal(torch.isneginf(found), (counts == 0).repeat_interleave(2, 0).repeat_interleave(3, 1))
         for row in range(2):
             own = scores if scores is model else kernels.BucketMeans(
-                means.means[row:row + 1], 0.3, means.spread[row:row + 1])
+                means.means[row:row + 1], means.steps[row:row + 1], 0.3, means.spread[row:row + 1])
             alone = bucket_logits_reference(q[2 * row:2 * row + 2], own, counts[row:row + 1])
             torch.testing.assert_close(found[2 * row:2 * row + 2], alone)
-    bucket, member = 2, means.means[0, 1, 2]
+    bucket, member = 2, means.means[0, 1, 2] * means.steps[0, 1, 2].double()
+    limit = float(means.steps[0, 1, 2]) / 2
+    torch.testing.assert_close(member, plain[0, 1, 2] - plain[0, 1].mean(0), rtol=1e-6, atol=limit * (1 + 1e-6))
     expected = q[1, 4] @ member * 0.3 + counts[0, 1, 2].double().log() + 0.09 * q[1, 4].square().sum() * means.spread[
         0, 1, 2]
     torch.testing.assert_close(bucket_logits_reference(q, means, counts)[1, 4, bucket], expected)
@@ -180,8 +183,9 @@ def test_a_bucket_of_keys_around_their_mean_has_its_mass_to_the_second_order() -
     counts, sums = kernels.bucket_sums(keys, bucket, None, 2)
     spread = kernels.half_variance(kernels.square_sums(keys, bucket, None, 2), sums, counts)
     torch.testing.assert_close(spread[0, 0], torch.tensor([0.245, 0.0], dtype=F64), rtol=0.01, atol=0)
-    means = kernels.BucketMeans(sums / counts.clamp(min=1)[..., None], 0.5, spread)
-    found = bucket_logits_reference(q, means, counts)[0, 0, 0]
+    means = kernels.BucketMeans(*kernels.round_means(sums, counts), 0.5, spread)
+    middle = 0.5 * q[0, 0] @ (sums / 200_000)[0, 0, 0]  # of all keys: what every score of the query is less
+    found = bucket_logits_reference(q, means, counts)[0, 0, 0] + middle
     exact = (0.5 * keys[0, 0] @ q[0, 0]).logsumexp(0)
     assert abs(float(found - exact)) < 0.02 < float(exact - found + 0.25 * q.square().sum() * spread[0, 0, 0])
 

@@ -101,7 +101,7 @@ def test_a_replayed_step_is_the_step_across_growth_of_the_mid_region(model, name
 
 @pytest.mark.parametrize("name", ["sketch", "fixed"])
 def test_buckets_are_built_where_codes_alone_outgrow_them(model, name: str) -> None:
-    """Eight buckets of dimension 16, codes of five bytes: from 52 tokens on."""
+    """Eight buckets of dimension 16, codes of five bytes: from 26 tokens on."""
     found = {}
     for replays in (False, True):
         routed = []
@@ -110,7 +110,7 @@ def test_buckets_are_built_where_codes_alone_outgrow_them(model, name: str) -> N
             if cache.layers[1].state is not None:
                 routed.append(cache.layers[1].state.selector.routed)
 
-        found[replays], report = logits_of(model, replays, name, ids_on(model, 60 + STEPS, batch=2), 60, between)
+        found[replays], report = logits_of(model, replays, name, ids_on(model, 40 + STEPS, batch=2), 40, between)
         assert not routed[0] and routed[-1]
     assert report["replayed_steps"] >= STEPS - 5
     close(found[True], found[False])

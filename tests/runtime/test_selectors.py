@@ -182,6 +182,7 @@ def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[floa
     members: dict[int, set[int]] = {c: set() for c in range(6)}
     for i in mid(step, b):
         members[int((trained.centroids[0, h] @ keys[b, h, i]).argmax())].add(i)
+    every = step.keys[b, h, mid(step, b)].mean(0)
     probabilities = {}
     for g in group_of(step, h):
         logits = torch.zeros(6)
@@ -195,7 +196,9 @@ def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[floa
             elif trained.scores == "mean_key":
                 mean, q = step.keys[b, h, sorted(tokens)].mean(0), queries.rot[b, g, t] * step.scale
                 apart = (step.keys[b, h, sorted(tokens)] - mean).square().mean()
-                logits[c] = math.log(len(tokens)) + q @ mean + q.square().sum() * apart / 2
+                one = (mean - every).abs().max() / 127  # the step of its 8 bits
+                whole = ((mean - every) / one).round() * one
+                logits[c] = math.log(len(tokens)) + q @ whole + q.square().sum() * apart / 2
         probabilities[g] = logits.softmax(-1).tolist()
     return probabilities, members
 

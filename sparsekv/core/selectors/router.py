@@ -25,6 +25,7 @@ from sparsekv.kernels import (
     build_index,
     extend_index,
     half_variance,
+    round_means,
     route,
     route_tokens,
     square_sums,
@@ -49,7 +50,7 @@ class Router(Selector):
     replayable: ClassVar[bool] = True
     budget_free: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "order", "offsets", "counts", "key_sums",
-                                            "square_sums", "means", "spread")
+                                            "square_sums", "means", "steps", "spread")
     needs_budget: ClassVar[bool] = False
     artifact_kind: ClassVar[str | None] = "router"
 
@@ -108,6 +109,7 @@ class Router(Selector):
         self.key_sums: Tensor | None = None
         self.square_sums: Tensor | None = None
         self.means: Tensor | None = None
+        self.steps: Tensor | None = None
         self.spread: Tensor | None = None
         if how == "mean_key":
             self._sum_keys(view, view.regions.mid_first, 0, end)
@@ -130,9 +132,8 @@ class Router(Selector):
         """What scores the buckets, where they begin, and the places of the tokens listed."""
         heads, buckets, dim = self.centroids.shape[1:]
         size = view.keys.element_size()
-        scored = heads * buckets * dim if self.weights is None else sum(w.numel() for w in self.weights)
-        spread = buckets if self.weights is None else 0
-        return float(scored * size + 4 * heads * (buckets + 1 + spread + self._listed(view)))
+        scored = heads * buckets * (dim + 8) if self.weights is None else size * sum(w.numel() for w in self.weights)
+        return float(scored + 4 * heads * (buckets + 1 + self._listed(view)))
 
     def _listed(self, view: LayerView) -> int:
         """Tokens of a list of candidates."""
@@ -161,10 +162,10 @@ class Router(Selector):
             return self.weights
         if self.means is None:
             assert self.key_sums is not None and self.square_sums is not None
-            self.means = (self.key_sums / self.counts.clamp(min=1)[..., None]).to(q.dtype)
+            self.means, self.steps = round_means(self.key_sums, self.counts)
             self.spread = half_variance(self.square_sums, self.key_sums, self.counts)
-        assert self.spread is not None
-        return BucketMeans(self.means, view.scale, self.spread)
+        assert self.steps is not None and self.spread is not None
+        return BucketMeans(self.means, self.steps, view.scale, self.spread)
 
     def _keys(self, view: LayerView, first: int, last: int) -> Tensor:
         return view.keys_pre(first, last) if self.space == "pre" else view.keys[:, :, first:last]

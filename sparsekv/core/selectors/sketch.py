@@ -46,7 +46,7 @@ class SketchRouter(Router):
     candidates: float | None = option(
         None, help="Tokens whose sketches are scored, those of the best buckets: a share of the context, and at least "
                    "four times the budget; 1 scores all without looking at buckets. Without it 0.1, and all of a "
-                   "context whose sketches are no larger than the bucket means (8k tokens for 1024 buckets).",
+                   "context whose sketches are no larger than the bucket means (4k tokens for 1024 buckets).",
         min=0.0, max=1.0)
     fit: str = option("fitted", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
                                      "(the artifact's own: codes depend on the key alone).")
@@ -165,8 +165,8 @@ class SketchRouter(Router):
 
 
 def outweighs(tokens: int, width: int, buckets: int, dim: int) -> bool:
-    """Whether codes of `width` bytes are more bytes than the buckets' means, in half precision."""
-    return tokens * width > 2 * buckets * dim
+    """Whether codes of `width` bytes are more bytes than the buckets' means."""
+    return tokens * width > buckets * dim
 
 
 def recent_moment(view: LayerView) -> Tensor | None:
