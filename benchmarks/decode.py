@@ -184,7 +184,7 @@ class Buffers:
             moment = torch.eye(DIM, device="cuda").expand_as(covariance)
             self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
             self.codes = encode(self.k, self.sketch, SKETCH_BYTES)
-            mid = max(self.k.shape[2] - SINK - TAIL, 0)
+            self.mid = mid = max(self.k.shape[2] - SINK - TAIL, 0)
             self.widest = [-(-mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
         made = SketchRouter(candidates=candidates)
@@ -192,8 +192,7 @@ class Buffers:
         made.weights, made.means, made.steps, made.spread = None, *self.means[:2], self.means.spread
         made.fixed = made.turned = self.sketch
         made.codes, made.width = self.codes, SKETCH_BYTES
-        mid = int(self.view.regions.mid_sizes.max())
-        made.routed = outweighs(mid, SKETCH_BYTES, BUCKETS, DIM) if candidates is None else candidates < 1
+        made.routed = outweighs(self.mid, SKETCH_BYTES, BUCKETS, DIM) if candidates is None else candidates < 1
         (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
         return made
 

@@ -72,6 +72,7 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     if not (out / "capture" / MANIFEST).is_file():
         run_capture(CaptureConfig(model=options.model, corpus=options.train, output=captured, seed=1,
                                   context_length=options.train_length, num_documents=options.documents,
+                                  queries_per_document=max(256, options.train_length // 64),
                                   generated_documents=options.documents // 3, device=options.device),
                     model=model, tokenizer=tokenizer)
     if not (out / "router" / CONFIG).is_file():

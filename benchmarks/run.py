@@ -70,7 +70,7 @@ GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "
 def all_jobs() -> list[Job]:
     """In the order in which they are begun: first what wants a GPU for itself."""
     papers, train = "benchmarks/papers.py --output {out} --part", (
-        "benchmarks/quality.py --model {model} --train {text} --train-length 16384 --documents 48 --output {dir}/train")
+        "benchmarks/quality.py --model {model} --train {text} --train-length 32768 --documents 24 --output {dir}/train")
     sweep = quality("sweep", 16_384, "sweep", "--samples 4 --budgets 0.02", ())
     rivals = ",".join(("full", *PEERS.values()))
     trained = "--model {model} --text {text} --keep {dir}/papers-capture"

@@ -113,8 +113,8 @@ def route_tokens(
     q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
     seats: Tensor | None = None,
 ) -> Tensor:
-    """The budget rule: buckets by descending density, probability summed over the group over tokens (ties: the lower
-    number), whole until `budget [Q]` tokens are reached, the last one in part, its first tokens.
+    """The budget rule: buckets by descending density, probability summed over the group over tokens, to the eight bits
+    of bfloat16's precision (ties: the lower number), whole until `budget [Q]` tokens are reached, the last one in part, its first tokens.
 
     q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
     budget. seats `[Q]` int64: the rows of offsets, bucket means and budget that are the queries', where these are kept
@@ -153,7 +153,8 @@ def choose_tokens_reference(density: Tensor, order: Tensor, offsets: Tensor, bud
     """`choose_tokens` in plain torch."""
     table = per_query(offsets, *density.shape[:2]).long()
     counts = table.diff(dim=-1)
-    ranked = density.masked_fill(counts == 0, NEG_INF).argsort(dim=-1, descending=True, stable=True)
+    upper = density.float().clamp(min=0.0).view(torch.int32) >> 16
+    ranked = upper.masked_fill(counts == 0, -1).argsort(dim=-1, descending=True, stable=True)
     sizes = counts.gather(-1, ranked)
     sizes = torch.minimum(sizes, (budget.clamp(max=widest)[:, None, None] - sizes.cumsum(-1) + sizes).clamp(min=0))
     return tokens_at(order, table.gather(-1, ranked), sizes, widest)

@@ -190,8 +190,8 @@ def give(
 ):
     """`give_kernel` for one query and list: how many tokens there are, and the runs of slots that buckets fill, in the
     buckets' order; of each the slot behind its last, LAST behind the last run, and in the second half of `runs` what
-    turns its slots into places of the index. Densities are compared as the bits of positive floats, plus one: zero is
-    an empty bucket."""
+    turns its slots into places of the index. Densities are compared as the upper halves of the bits of positive floats,
+    plus one: zero is an empty bucket."""
     row = at // heads
     kv = kept_row(seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
@@ -209,10 +209,10 @@ def give(
         density = score / tl.maximum(size, 1).to(tl.float32)
     else:
         density = tl.load(scores + at * num_buckets + bucket, mask=size > 0, other=0.0)
-    bits = tl.where(size > 0, tl.maximum(density.to(tl.int32, bitcast=True), 0) + 1, 0)
+    bits = tl.where(size > 0, (tl.maximum(density.to(tl.int32, bitcast=True), 0) >> 16) + 1, 0)
     # the largest density down to which there are as many tokens as wanted, two bits at a time (a sort takes longer)
-    least, shift, digit = wanted * 0, wanted * 0 + 29, tl.arange(0, 4)
-    for _ in range(16):
+    least, shift, digit = wanted * 0, wanted * 0 + 14, tl.arange(0, 4)
+    for _ in range(8):
         higher = least | (digit << shift)
         reached = tl.sum(tl.where(bits[None, :] >= higher[:, None], size[None, :], 0), 1)
         least = tl.max(tl.where(reached >= wanted, higher, 0), 0)
@@ -231,12 +231,20 @@ def give(
 
 
 @triton.jit
-def tokens_of(order, runs, slot, used, PADDED: tl.constexpr):
-    """The tokens of some slots of one list, int32, -1 where a slot is not used: of the first run that ends behind the
-    slot, found by halves."""
-    run, half = tl.zeros_like(slot), PADDED // 2
+def tokens_of(order, runs, first, used, BLOCK: tl.constexpr, PADDED: tl.constexpr):
+    """The tokens of BLOCK slots of one list from `first` on, int32, -1 where a slot is not used: of the first run that
+    ends behind the slot, found by halves among the few that the slots lie in."""
+    slot = first + tl.arange(0, BLOCK)
+    ends = tl.load(runs + tl.arange(0, PADDED))
+    # both numbers in one sum
+    both = tl.sum((ends <= first).to(tl.int32) + 65536 * (ends < first + BLOCK).to(tl.int32), 0)
+    low, more = both & 65535, (both >> 16) - (both & 65535)
+    # the largest power of two that is no larger, from the exponent of a float
+    half = tl.where(more > 0, 1 << tl.maximum((more.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, 0), 0)
+    run = tl.zeros_like(slot) + low
     while half > 0:
-        run = tl.where(tl.load(runs + run + half - 1) <= slot, run + half, run)
+        end = tl.load(runs + run + half - 1, mask=run + half <= PADDED, other=LAST)
+        run = tl.where(end <= slot, run + half, run)
         half //= 2
     shift = tl.load(runs + PADDED + run, mask=used, other=0)
     return tl.load(order + slot + shift, mask=used, other=-1).to(tl.int32)
@@ -254,6 +262,6 @@ def fill_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, slot,
-                      slot < tl.load(counts + at), PADDED=PADDED)
+    token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, tl.program_id(1) * BLOCK,
+                      slot < tl.load(counts + at), BLOCK=BLOCK, PADDED=PADDED)
     tl.store(tokens + at * width + slot, token, mask=slot < width)

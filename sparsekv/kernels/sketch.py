@@ -2,9 +2,9 @@
 
 A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
 products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
-normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: 128
-to a doubling, from 2⁻²⁵ of a head's attention on, coarse where codes are coarser. Nothing waits for the host, and no
-shape depends on what is in the tensors.
+normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: 8 to a
+doubling, from 2⁻²⁵ of a head's attention on, where codes are coarser. Nothing waits for the host, and no shape depends
+on what is in the tensors.
 
 A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
 others two each, in 4 bits: byte j is the sum of channel j and 16 times channel `j + r − w`.
@@ -32,16 +32,17 @@ from sparsekv.kernels.routing import (
 from sparsekv.kernels.types import RouterScores
 
 ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
-BLOCK, SCORE_WARPS, GRADE_WARPS = 256, 4, 4
-"""Candidates that are scored, and graded, together."""
-GRADE_PARTS = 256
+BLOCK, SCORE_WARPS = 256, 4
+"""Candidates that are scored together."""
+GRADE_BLOCKS, GRADE_PARTS, GRADE_WARPS = 2, 256, 4
+"""Blocks of them that are graded together, and blocks whose masses are added at once."""
 BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
 ROW = 16
 """What the lengths of rows of candidates, and of tallies, are multiples of."""
-TALLY_COPIES, TALLIED = 8, 16_384
-"""Copies of a tally at most, and candidates of each."""
-GRADES, FLOOR = 4096, 13_056
-"""Grades, and the upper half of the bits of 2⁻²⁵ as a float32: grade 1 is of what is below."""
+GRADES, FLOOR, SHIFT = 256, 816, 20
+"""Grades, the bits of 2⁻²⁵ as a float32 without its last SHIFT: grade 1 is of what is below."""
+ONE = 2.0**15
+"""The weight of a block's best candidate: half precision then holds what is 2⁻²⁹ of it, to 2⁻¹¹."""
 TOLD = 4
 """Numbers between the tallies and what blocks tell each other."""
 KEYS_AT_ONCE = 8192
@@ -184,10 +185,10 @@ def _products(side: Tensor, codes: Tensor) -> Tensor:
 
 
 def grades_of(scores: Tensor) -> Tensor:
-    """The grades of scores, int16: 0 where there is no candidate, else 1 to GRADES - 1, as the float32's bits are
+    """The grades of scores, uint8: 0 where there is no candidate, else 1 to GRADES - 1, as the float32's bits are
     ordered."""
-    upper = (scores.float().clamp(min=0.0).view(torch.int32) >> 16) - FLOOR
-    return torch.where(scores < 0, 0, upper.clamp(0, GRADES - 2) + 1).to(torch.int16)
+    upper = (scores.float().clamp(min=0.0).view(torch.int32) >> SHIFT) - FLOOR
+    return torch.where(scores < 0, 0, upper.clamp(0, GRADES - 2) + 1).to(torch.uint8)
 
 
 def best_tokens_reference(grades: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
@@ -225,9 +226,9 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]`, one for the largest of a block and -1
-    where there is no candidate; the largest scores of blocks and the sums of their weights `[Q, Hkv, blocks, G]`; the
-    tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind them nothing is written, and
+    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]` float16, ONE for the largest of a block and
+    -1 where there is no candidate; the largest scores of blocks and the sums of their weights over ONE
+    `[Q, Hkv, blocks, G]`; the tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind them nothing is written, and
     K is a multiple of ROW); the zeros of `Asked`."""
 
     weights: Tensor
@@ -239,10 +240,10 @@ class Scored(NamedTuple):
 
 
 class Graded(NamedTuple):
-    """Grades of the candidates `[Q, Hkv, K]` int16, tokens and counts of `Scored`, and tallies `[Q, Hkv, tally_of(K,
-    widest)]`: how many have each grade above 1, the number of candidates in the place of grade 0, in as many copies, to
-    be added up, as `tally_copies` says; then TOLD numbers: blocks that counted, tokens that are chosen, the lowest
-    grade of them, how many of that grade; then a zero at least for every block of `best_kernel`."""
+    """Grades of the candidates `[Q, Hkv, K]` uint8, tokens and counts of `Scored`, and tallies `[Q, Hkv, tally_of(K,
+    widest)]`: how many have each grade above 1, the number of candidates in the place of grade 0; then TOLD numbers:
+    programs that counted, tokens that are chosen, the lowest grade of them, how many of that grade; then a zero at
+    least for every block of `best_kernel`."""
 
     grades: Tensor
     tokens: Tensor | None
@@ -326,7 +327,7 @@ def launch_scores(
     asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
     blocks, group = -(-width // BLOCK), heads_q // heads
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
-    weights = torch.empty(count, heads, width, group, dtype=torch.float32, device=device)
+    weights = torch.empty(count, heads, width, group, dtype=torch.float16, device=device)
     tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
     scored = Scored(weights, tops, masses, tokens, asked.counts, asked.tallies)
     if not width:
@@ -358,26 +359,21 @@ def launch_grades(scored: Scored, budget: Tensor, widest: int, seats: Tensor | N
     weights, tops, masses, tokens, counts, tallies = scored
     count, heads, width, group = weights.shape
     blocks, device = tops.shape[2], weights.device
-    grades = torch.empty(count, heads, width, dtype=torch.int16, device=device)
+    grades = torch.empty(count, heads, width, dtype=torch.uint8, device=device)
     overlap = overlaps(device)
     if width:
-        grade_kernel[(count * heads, blocks)](
+        grade_kernel[(count * heads, -(-blocks // GRADE_BLOCKS))](
             weights, tops, masses, tallies if counts is None else counts, budget.contiguous(), seats_or(seats, tallies),
             grades, tallies, heads, width, blocks, widest, tallies.shape[2], GROUP=group, HEADS=power_of_two(group),
-            PARTS=min(GRADE_PARTS, power_of_two(blocks)), COPIES=tally_copies(width), BLOCK=BLOCK,
-            LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap, num_warps=GRADE_WARPS,
+            PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCKS=GRADE_BLOCKS, BLOCK=BLOCK, LISTED=counts is not None,
+            SEATED=seats is not None, OVERLAP=overlap, num_warps=GRADE_WARPS,
             **({"launch_pdl": True} if overlap else {}))
     return Graded(grades, tokens, counts, tallies)
 
 
-def tally_copies(width: int) -> int:
-    """Copies of the tallies of `width` candidates: where many are counted they wait for each other."""
-    return min(TALLY_COPIES, power_of_two(max(1, width // TALLIED)))
-
-
 def tally_of(width: int, widest: int) -> int:
     """Numbers in the tallies of a query and head."""
-    return tally_copies(width) * GRADES + ROW * -(-(TOLD + best_blocks(width, widest)) // ROW)
+    return GRADES + ROW * -(-(TOLD + best_blocks(width, widest)) // ROW)
 
 
 def best_blocks(width: int, widest: int) -> int:
@@ -398,8 +394,7 @@ def launch_best(graded: Graded, widest: int) -> Tensor:
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
         grades, grades if tokens is None else tokens, tallies, tallies if counts is None else counts, out, width,
-        widest, tallies.shape[2], LISTED=tokens is not None, COPIES=tally_copies(width), BLOCK=BEST_BLOCK,
-        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
+        widest, tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out
 

@@ -9,10 +9,9 @@ from sparsekv.kernels.routing_triton import give, kept_row, tokens_of
 
 GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
 FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
+SHIFT: tl.constexpr = tl.constexpr(sketch.SHIFT)
 TOLD: tl.constexpr = tl.constexpr(sketch.TOLD)
-HALF: tl.constexpr = tl.constexpr(sketch.GRADES // 2)
-TOGETHER: tl.constexpr = tl.constexpr(16)
-"""Grades side by side that a block counts before it adds them to the tallies."""
+ONE: tl.constexpr = tl.constexpr(sketch.ONE)
 COUNTED: tl.constexpr = tl.constexpr(1 << 30)
 """Set in what a block of `best_kernel` tells the later ones."""
 
@@ -146,8 +145,8 @@ def score_kernel(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The scores of a block of candidates for the group's heads, as weights that are one for the block's largest and -1
-    where there is no candidate; that largest score, and the sum of the weights. LISTED: candidates are what the buckets
+    """The scores of a block of candidates for the group's heads, as weights that are ONE for the block's largest and -1
+    where there is no candidate; that largest score, and the sum of the weights over ONE. LISTED: candidates are what the buckets
     give, and are written down; blocks behind the last stay as they are."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
@@ -163,7 +162,8 @@ def score_kernel(
         if tl.program_id(1) * BLOCK >= there:
             return
         used = place < there
-        token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, place, used, PADDED=PADDED)
+        token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, tl.program_id(1) * BLOCK,
+                          used, BLOCK=BLOCK, PADDED=PADDED)
         tl.store(tokens + at * count + place, token, mask=place < count)
     else:
         token = place
@@ -188,32 +188,34 @@ def score_kernel(
     part = (at * tl.num_programs(1) + tl.program_id(1)) * GROUP + group
     tl.store(tops + part, top, mask=group < GROUP)
     tl.store(masses + part, tl.sum(weight, 0), mask=group < GROUP)
-    tl.store(weights + (at * count + place)[:, None] * GROUP + group[None, :], tl.where(used[:, None], weight, -1.0),
+    tl.store(weights + (at * count + place)[:, None] * GROUP + group[None, :],
+             tl.where(used[:, None], weight * ONE, -1.0).to(tl.float16),
              mask=(place < count)[:, None] & (group < GROUP)[None, :])
 
 
 @triton.jit
 def grade_kernel(
     weights, tops, masses, counts, budget, seats, grades, tallies, heads, count, parts, width, tally,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The grades of a block of `score_kernel` from the softmax of every head over all candidates, summed over the
-    group; and how many have each grade above 1, the number of candidates in the place of grade 0. The last block of a
+    """The grades of some blocks of `score_kernel` from the softmax of every head over all candidates, summed over the
+    group; and how many have each grade above 1, the number of candidates in the place of grade 0. The last program of a
     list to count tells how many are chosen, down to which grade, and how many of that grade."""
     at = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, HEADS)
-    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     there = count
     if LISTED:
         there = tl.load(counts + at)
-        if tl.program_id(1) * BLOCK >= there:
+        if tl.program_id(1) * BLOCKS * BLOCK >= there:
             return
-    weight = tl.load(weights + (at * count + place)[:, None] * GROUP + group[None, :],
-                     mask=(place < there)[:, None] & (group < GROUP)[None, :], other=-1.0)
+    weight = tl.load(weights + (at * count + place)[:, :, None] * GROUP + group[None, None, :],
+                     mask=(place < there)[:, :, None] & (group < GROUP)[None, None, :], other=-1.0).to(tl.float32)
     written = tl.cdiv(there, BLOCK)
     tops += at * parts * GROUP + group
     masses += at * parts * GROUP + group
@@ -231,45 +233,31 @@ def grade_kernel(
     top = tl.max(highest, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     mass = tl.sum(sums * tl.exp(highest - top[None, :]), 0)
-    own = tl.load(tops + tl.program_id(1) * GROUP, mask=group < GROUP, other=float("-inf"))
-    factor = tl.exp(own - top) / tl.where(mass > 0, mass, 1.0)
-    share = tl.sum(tl.maximum(weight, 0.0) * factor[None, :], 1)
-    used = tl.max(weight, 1) >= 0
-    upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> 16) - FLOOR, 0) + 1, GRADES - 1)
+    own = tl.load(tops[None, :] + block[:, None] * GROUP, mask=(block < written)[:, None] & (group < GROUP)[None, :],
+                  other=float("-inf"))
+    factor = tl.exp(own - top[None, :]) / (tl.where(mass > 0, mass, 1.0) * ONE)[None, :]
+    share = tl.sum(tl.maximum(weight, 0.0) * factor[:, None, :], 2)
+    used = tl.max(weight, 2) >= 0
+    upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> SHIFT) - FLOOR, 0) + 1, GRADES - 1)
     grade = tl.where(used, upper, 0)
-    tl.store(grades + at * count + place, grade.to(tl.int16), mask=place < count)
+    tl.store(grades + at * count + place, grade.to(tl.uint8), mask=place < count)
     tallies += at * tally
-    copy = tallies + tl.program_id(1) % COPIES * GRADES
-    # heads that attend to everything alike make few grades, whose counts would wait for each other: they go together
-    lowest = tl.min(tl.where(grade > 1, grade, GRADES), 0)
-    if tl.max(grade, 0) - lowest < TOGETHER:
-        each = lowest + tl.arange(0, TOGETHER)
-        many = tl.sum((grade[:, None] == each[None, :]).to(tl.int32), 0)
-        tl.atomic_add(copy + each, many, mask=many > 0, sem="relaxed")
-    else:
-        tl.atomic_add(copy + grade, 1, mask=grade > 1, sem="relaxed")
-    tl.atomic_add(copy, tl.sum(used.to(tl.int32), 0), sem="relaxed")
+    # counted here first: additions to one number would wait for each other
+    each = tl.arange(0, GRADES)
+    flat = tl.reshape(grade, [BLOCKS * BLOCK])
+    many = tl.where(each > 0, tl.histogram(flat, GRADES, mask=flat > 1), tl.sum((flat > 0).to(tl.int32), 0))
+    tl.atomic_add(tallies + each, many, mask=many > 0, sem="relaxed")
     tl.debug_barrier()
-    told = tallies + COPIES * GRADES
-    if tl.atomic_add(told, 1, sem="acq_rel") == written - 1:
+    told = tallies + GRADES
+    if tl.atomic_add(told, 1, sem="acq_rel") == tl.cdiv(there, BLOCKS * BLOCK) - 1:
         allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
-        counted = tl.sum(tl.load(tallies + tl.arange(0, COPIES) * GRADES), 0)
-        wanted = tl.minimum(tl.minimum(allowed, width), counted).to(tl.int32)
-        # in the half that it lies in; grade 1 where both do not reach
-        digit = tl.arange(0, HALF)
-        best = tl.load(tallies + HALF + digit)
-        rest = tl.load(tallies + digit, mask=digit > 1, other=0)
-        for other in tl.static_range(1, COPIES):
-            best += tl.load(tallies + other * GRADES + HALF + digit)
-            rest += tl.load(tallies + other * GRADES + digit, mask=digit > 1, other=0)
-        above = tl.sum(best, 0)
-        within = above >= wanted
-        size = tl.where(within, best, rest)
-        above = tl.where(within, 0, above)
-        total = above + tl.sum(size, 0)
+        size = tl.load(tallies + each)
+        wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(each == 0, size, 0), 0)).to(tl.int32)
+        size = tl.where(each > 1, size, 0)
+        total = tl.sum(size, 0)
         higher = total - tl.cumsum(size, 0)
         here = (higher < wanted) & (higher + size >= wanted)
-        least = tl.max(tl.where(here, tl.where(within, HALF, 0) + digit, 1), 0)
+        least = tl.max(tl.where(here, each, 1), 0)
         tl.store(told + 1, wanted)
         tl.store(told + 2, tl.where(wanted > 0, least, GRADES))
         tl.store(told + 3, wanted - tl.where(least > 1, tl.sum(tl.where(here, higher, 0), 0), total))
@@ -278,13 +266,13 @@ def grade_kernel(
 @triton.jit
 def best_kernel(
     grades, tokens, tallies, counts, out, count, width, tally,
-    LISTED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: by what
     `grade_kernel` told, and by how many the blocks ahead, which start no later, say that they choose."""
     at, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    told = tallies + at * tally + COPIES * GRADES
+    told = tallies + at * tally + GRADES
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

@@ -46,7 +46,8 @@ KINDS = {
     "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
             "positions tallies anchors wholes",
     "*i8": "side",
-    "*i16": "codes queries grades",
+    "*i16": "codes queries",
+    "*u8": "grades",
     "*fp32": "steps partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
              "spreads",
@@ -68,7 +69,8 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
-    sk.score_kernel: {"codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
+    sk.grade_kernel: {"weights": "*fp16"},
+    sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "
                         "along".split(), "*fp32"), "mask": "*i1",
@@ -176,8 +178,8 @@ def main() -> None:
                                  "PAGES": seating.PAGES}, seating.WARPS, "bf16")
     check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "COPIES": 4, "BLOCK": sketch.BLOCK,
-                                "LISTED": parts > 1},
+        check(sk.grade_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "BLOCKS": sketch.GRADE_BLOCKS,
+                                "BLOCK": sketch.BLOCK, "LISTED": parts > 1},
               sketch.GRADE_WARPS, "bf16", (90,))
     for length in (2048, losses.LONGEST):
         row = {"PADDED": length, "READS": True}
@@ -188,7 +190,7 @@ def main() -> None:
             check(kernel, {"ROWS": losses.ROWS, "BLOCK": losses.BLOCK, "WIDTH": width, "READS": True}, losses.WARPS,
                   "bf16", (80, 89, 90))
     for listed in (True, False):
-        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed, "COPIES": 4},
+        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed},
               sketch.BEST_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")

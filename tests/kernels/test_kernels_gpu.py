@@ -19,6 +19,7 @@ from sparsekv.kernels import (
     gather_from_host,
     gather_rows,
     phi_query,
+    round_means,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 
@@ -156,7 +157,7 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     router = Router(probes=3 if rule == "probes" else None)
     router.order, router.offsets, router.counts, router.space = s.order, s.offsets, s.counts, "rot"
     router.weights = model if scores == "query model" else None
-    router.means = random(2, heads, s.buckets, dim)
+    router.means, router.steps = round_means(random(2, heads, s.buckets, dim).float(), s.offsets.diff(dim=-1))
     router.spread = None if router.weights is not None else torch.rand(2, heads, s.buckets, device=DEVICE)
     rows, count = s.k.shape[0], s.q.shape[0]
     router.budget, router.widest = torch.full((rows,), 60, device=DEVICE), 60

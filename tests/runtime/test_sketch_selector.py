@@ -45,8 +45,14 @@ def selector(view: LayerView, **options):
     return built(SELECTORS["sketch"](**{"token_budget": BUDGET, "artifact": Trained(), **options}), view)
 
 
-def literal(found, view, queries, b: int, h: int, t: int, candidates: set[int]) -> set[int]:
-    """The best candidates by codes made one number at a time."""
+def grade(share: float) -> int:
+    """Eight to a doubling, and one for all that is below 2⁻²⁵."""
+    mantissa, exponent = math.frexp(share)
+    return 8 * exponent + math.floor(16 * mantissa) - 8 if share >= 2**-25 else -1000
+
+
+def literal(found, view, queries, b: int, h: int, t: int, candidates: list[int]) -> set[int]:
+    """The best candidates by codes made one number at a time, of equal grades the first."""
     sketch = found.sketch
     keys, centre = (x[h] if found.turned is None else x[b, h] for x in sketch[:2])
     asks = sketch.queries[b, h]
@@ -61,7 +67,7 @@ def literal(found, view, queries, b: int, h: int, t: int, candidates: set[int]) 
         top = max(scores.values(), default=0.0)
         weights = {i: math.exp((s - top) * view.scale) for i, s in scores.items()}
         shares.append({i: w / sum(weights.values()) for i, w in weights.items()})
-    return best({i: sum(s[i] for s in shares) for i in candidates}, BUDGET)
+    return best({i: grade(sum(s[i] for s in shares)) for i in candidates}, BUDGET)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -78,7 +84,7 @@ def test_sketch(case: dict, fit: str, candidates: float) -> None:
     pool, read = listed.select(step, queries), found.select(step, queries)
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):
-            among = set(mid(step, b)) if candidates == 1 else chosen(pool, row, h)
+            among = mid(step, b) if candidates == 1 else [i for i in pool.tokens[row, h].tolist() if i >= 0]
             assert chosen(read, row, h) == literal(found, step, queries, b, h, t, among)
 
 
