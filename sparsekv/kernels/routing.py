@@ -114,7 +114,8 @@ def route_tokens(
     seats: Tensor | None = None,
 ) -> Tensor:
     """The budget rule: buckets by descending density, probability summed over the group over tokens, to the eight bits
-    of bfloat16's precision (ties: the lower number), whole until `budget [Q]` tokens are reached, the last one in part, its first tokens.
+    of bfloat16's precision (ties: the lower number), whole until `budget [Q]` tokens are reached, the last one in part,
+    its first tokens.
 
     q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
     budget. seats `[Q]` int64: the rows of offsets, bucket means and budget that are the queries', where these are kept

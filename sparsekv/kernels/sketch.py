@@ -2,8 +2,8 @@
 
 A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
 products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
-normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: 8 to a
-doubling, from 2⁻²⁵ of a head's attention on, where codes are coarser. Nothing waits for the host, and no shape depends
+normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: eight
+to a doubling, from 2⁻²⁵ of a head's attention on; codes are coarser. Nothing waits for the host, and no shape depends
 on what is in the tensors.
 
 A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
@@ -228,8 +228,8 @@ def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 class Scored(NamedTuple):
     """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]` float16, ONE for the largest of a block and
     -1 where there is no candidate; the largest scores of blocks and the sums of their weights over ONE
-    `[Q, Hkv, blocks, G]`; the tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind them nothing is written, and
-    K is a multiple of ROW); the zeros of `Asked`."""
+    `[Q, Hkv, blocks, G]`; the tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind
+    them nothing is written, and K is a multiple of ROW); the zeros of `Asked`."""
 
     weights: Tensor
     tops: Tensor
@@ -394,7 +394,8 @@ def launch_best(graded: Graded, widest: int) -> Tensor:
     blocks = best_blocks(width, widest)
     best_kernel[(count * heads, blocks)](
         grades, grades if tokens is None else tokens, tallies, tallies if counts is None else counts, out, width,
-        widest, tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK, AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
+        widest, tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK,
+        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out
 

@@ -146,8 +146,8 @@ def score_kernel(
     OVERLAP: tl.constexpr,
 ):
     """The scores of a block of candidates for the group's heads, as weights that are ONE for the block's largest and -1
-    where there is no candidate; that largest score, and the sum of the weights over ONE. LISTED: candidates are what the buckets
-    give, and are written down; blocks behind the last stay as they are."""
+    where there is no candidate; that largest score, and the sum of the weights over ONE. LISTED: candidates are what
+    the buckets give, and are written down; blocks behind the last stay as they are."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads

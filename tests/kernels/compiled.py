@@ -70,7 +70,8 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
     sk.grade_kernel: {"weights": "*fp16"},
-    sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"}, sk.best_kernel: {"out": "*i32"},
+    sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"},
+    sk.best_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "
                         "along".split(), "*fp32"), "mask": "*i1",
