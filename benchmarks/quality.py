@@ -145,30 +145,39 @@ def first_cells(cells: Sequence[dict[str, Any]], counts: dict[int, int]) -> list
 
 
 def write_tables(options: argparse.Namespace) -> None:
-    """quality.json, quality.md and a figure of the systems a length in the output folder, from all shards' cells."""
+    """quality.json, quality.md and a figure a length in the output folder, from all shards' cells."""
     cells = collect(options.output)
     if options.samples:
         lengths = options.lengths or sorted({int(c["case"].rpartition("@")[2]) for c in cells})
         cells = first_cells(cells, by_length(lengths, options.samples))
     rows = score_rows(cells)
-    commits = ", ".join(sorted({r["commit"] for r in rows}))
     (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (options.output / "quality.md").write_text(page(rows), encoding="utf-8")
+    figures(rows, options.output)
+    for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
+        print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
+
+
+def page(rows: Sequence[dict[str, Any]], title: str = "Quality on RULER", name: str = "quality") -> str:
+    """The page of rows that lie in `<name>.json`."""
+    machines, commits = ("; ".join(sorted({r[key] for r in rows})) for key in ("machine", "commit"))
     samples = sorted({r["samples"] for r in rows if "@" in r["case"] and not r["case"].startswith("ruler@")
                       and r["value"] is not None})
-    intro = (f"# Quality on RULER\n\n{rows[0]['machine']}; commits {commits}; every row of quality.json has its "
-             "command.\n\n"
-             "Points of 100 ± half the 95 % bootstrap interval; columns are budgets: the share of the context a query "
-             "may retrieve. Prompts are prefilled densely but for their last token; layer 0 stays dense in every "
-             f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
-             "“–”: the budget cannot pay for what is always read.\n\n")
-    (options.output / "quality.md").write_text(intro + lanes_markdown(rows), encoding="utf-8")
+    return (f"# {title}\n\n{machines}; commits {commits}; every row of {name}.json has its command.\n\n"
+            "Points of 100 ± half the 95 % bootstrap interval; columns are budgets: the share of the context a query "
+            "may retrieve. Prompts are prefilled densely but for their last token; layer 0 stays dense in every "
+            f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
+            "“–”: the budget cannot pay for what is always read.\n\n" + lanes_markdown(rows))
+
+
+def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """A figure of the systems a length, `quality-<length>.png`."""
     shown = [m for m in in_order({r["method"] for r in rows}, ["full", *LANE_B])
              if plain(m) not in PEERS or m in PEERS.values()]  # a rival as it is served best
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
         charged = any("bytes_share" in r for r in rows if r["case"] == case)
         drawn = (score_by_bytes if charged else score_by_budget)(rows, case, shown)
-        (options.output / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
-        print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
+        (folder / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
 
 
 def pair(text: str) -> tuple[int, int]:

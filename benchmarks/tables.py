@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -18,9 +21,8 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def decode() -> str:
-    """Microseconds a step by shape, how many times faster than the best dense peer, and what goes with it."""
-    rows = load("decode")
+def steps(rows: list[dict[str, Any]]) -> str:
+    """Microseconds a step by shape, of one machine's rows, and how many times faster than the best dense peer."""
     values = {(r["case"], r["method"]): r["value"] for r in rows}
     methods = [m for m in ("floor", "route_only", "attention_only", "buckets_only", "sparse", "sparse_phi",
                            "sparse_mlp", "sparse_probes", "sparse_sketch", "sparse_sketch_tenth", "sparse_sketch_all",
@@ -32,14 +34,20 @@ def decode() -> str:
         dense = [values[case, m] for m in peers if (case, m) in values]
         return f"{min(dense) / values[case, 'sparse']:.1f} ×" if dense and (case, "sparse") in values else "–"
 
-    def cell(case: str, method: str, digits: int = 1) -> str:
-        return f"{values[case, method]:.{digits}f}" if (case, method) in values else "–"
+    def cell(case: str, method: str) -> str:
+        return f"{values[case, method]:.1f}" if (case, method) in values else "–"
 
-    steps = [c for c in dict.fromkeys(r["case"] for r in rows) if c[0].isdigit()]
-    origin = rows[0]
+    return markdown(["shape", *methods, "faster"],
+                    [[c, *(cell(c, m) for m in methods), faster(c)]
+                     for c in dict.fromkeys(r["case"] for r in rows) if c[0].isdigit()])
+
+
+def decode() -> str:
+    """The steps on every machine, and what goes with them."""
+    rows = load("decode")
     layer = [r for r in rows if r["case"] == "layer-128k"]
     parts = [
-        f"# Decode step on a GPU\n\n{origin['machine']}; `{origin['command']}` at {origin['commit']}. Microseconds a "
+        "# Decode step on a GPU\n\nMicroseconds a "
         "step, bf16, d = 128, C = 1024, a budget of 32 buckets' tokens (3.125 % of the mid region), φ of the trained "
         "shape (r = 128, half centred, capped), sink 1, tail 2047, CUDA graphs over rotated buffers. `floor` counts "
         "the bytes of the chosen keys and values, the dense part and the bucket means at 4.3 TB/s; `sparse` is the "
@@ -48,12 +56,15 @@ def decode() -> str:
         "32 buckets, whole; `sparse_sketch` reads the best 1 % by the sketches of the best buckets' 10 %, or "
         "of all where those are fewer bytes (`_tenth`, `_all`: one whatever the length), "
         "`sparse_sketch_phi` the same completed; the ratio is of `sparse` to the fastest dense peer. Every row of "
-        "decode.json has its commit.\n",
-        markdown(["shape", *methods, "faster"], [[c, *(cell(c, m) for m in methods), faster(c)] for c in steps]) + "\n",
+        "decode.json has its commit and command.\n"]
+    for machine in sorted({r["machine"] for r in rows}):
+        own = [r for r in rows if r["machine"] == machine and r["case"][0].isdigit()]
+        commits = ", ".join(dict.fromkeys(r["commit"] for r in own))
+        parts.append(f"## {machine}, at {commits}\n\n{steps(own)}\n")
+    parts += [
         "## Growth\n\n![time against length and probes](decode-growth.png)\n",
-        "## What a prefill of 128k tokens adds, one layer\n\n" + markdown(
-            ["operation", "milliseconds"], [[r["method"], f"{r['value']:.2f}"] for r in layer]) + "\n",
-    ]
+        f"## What a prefill of 128k tokens adds, one layer\n\n{layer[0]['machine']}, at {layer[0]['commit']}.\n\n"
+        + markdown(["operation", "milliseconds"], [[r["method"], f"{r['value']:.2f}"] for r in layer]) + "\n"]
     return "\n".join(parts)
 
 
@@ -329,8 +340,19 @@ def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.1f}"
 
 
+def quality() -> None:
+    """The pages of RULER, and a figure of all systems a length."""
+    from benchmarks.quality import figures, page
+
+    for name, title in (("quality", "Quality on RULER"),
+                        ("quality-rivals", "Quality on RULER, every system on the same prompts")):
+        (RESULTS / f"{name}.md").write_text(page(load(name), title, name), encoding="utf-8")
+    figures(load("quality-rivals"), RESULTS)
+
+
 if __name__ == "__main__":
     decode_figure()
+    quality()
     for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("partitions", partitions),
                        ("router_lengths", router_lengths), ("sketch", sketch)):
         if (RESULTS / f"{name}.json").is_file():
