@@ -47,7 +47,7 @@ has doubled."""
 @dataclass(frozen=True)
 class PhiRecipe:
     """How feature maps are trained. The defaults are what README's tables report, but that RULER's maps took 10 000
-    steps and the others had no window turned; `completion` is the paper's own.
+    steps (at 32k 5000) and the others had no window turned; `completion` is the paper's own.
 
     under_weight: λ of the loss term on underestimated mass, which is not in the paper. turned: chance of a step's
     window to be moved past its end; half of it is the chance of its queries to be moved further from the keys (not in
