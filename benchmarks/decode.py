@@ -124,7 +124,7 @@ class Buffers:
         spread = torch.rand(batch, heads, BUCKETS, device="cuda", generator=generator)
         self.means = BucketMeans(*round_means(
             normal(batch, heads, BUCKETS, DIM).float(), torch.ones_like(spread)), DIM**-0.5, spread)
-        mid = max(length - SINK - TAIL, 0)
+        self.mid = mid = max(length - SINK - TAIL, 0)
         share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         if whale:
             share[..., 0] = 10 * share.mean(-1)
@@ -184,8 +184,7 @@ class Buffers:
             moment = torch.eye(DIM, device="cuda").expand_as(covariance)
             self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
             self.codes = encode(self.k, self.sketch, SKETCH_BYTES)
-            self.mid = mid = max(self.k.shape[2] - SINK - TAIL, 0)
-            self.widest = [-(-mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
+            self.widest = [-(-self.mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
         made = SketchRouter(candidates=candidates)
         made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"

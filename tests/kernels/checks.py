@@ -524,7 +524,7 @@ def check_best_tokens(width: int, device: str) -> None:
     torch.manual_seed(width)
     rows, heads = 5, 2
     grades = torch.randint(0, 5, (rows, heads, width), device=device, dtype=torch.uint8)
-    grades[1] = torch.randint(0, 240, (heads, width), device=device, dtype=torch.uint8)
+    grades[1] = torch.randint(0, sketch.GRADES, (heads, width), device=device, dtype=torch.uint8)
     grades[2] = 0
     grades[3] = grades[3].clamp(max=1)
     tokens = torch.rand(rows, heads, width, device=device).argsort(-1).int()
