@@ -38,9 +38,9 @@ from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output
 from sparsekv.capture.run import capture_documents, capture_window, complete_store
 from sparsekv.capture.tap import probe
-from sparsekv.corpus import Window
-from sparsekv.hub import decoder
-from sparsekv.ranks import Ranks
+from sparsekv.foundation.ranks import Ranks
+from sparsekv.sources.corpus import Window
+from sparsekv.sources.hub import decoder
 from sparsekv.store.place import place
 from sparsekv.store.store import CaptureStore
 
@@ -54,7 +54,7 @@ def load(name: str, length: int, layers: int, smollm2: str) -> Any:
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     if name == "smollm2":
-        from sparsekv.hub import load_model
+        from sparsekv.sources.hub import load_model
 
         scaling = {"rope_type": "yarn", "factor": float(-(-length // 8192))} if length > 8192 else None
         return load_model(smollm2, dtype="bfloat16" if cuda else "float32", device=device, rope_scaling=scaling)[0]

@@ -48,9 +48,9 @@ from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import first_of_each, load_requests, score
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.hub import load_model, resolve_device
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.offload import HostView
+from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader

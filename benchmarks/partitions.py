@@ -33,7 +33,7 @@ from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.core import offline
 from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.selectors.router import Router
-from sparsekv.hub import load_model, resolve_device
+from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader
 from sparsekv.trainers.pool import Part, load_pool

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._training import measure
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.hub import load_model, resolve_device
+from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.phi import PhiConfig, train_phi
 

@@ -51,8 +51,8 @@ from sparsekv.evaluation.requests import (
 )
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import LANE_B, in_order, markdown, table
-from sparsekv.hub import load_model
-from sparsekv.progress import progress
+from sparsekv.foundation.progress import progress
+from sparsekv.sources.hub import load_model
 from sparsekv.store.manifest import MANIFEST
 
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming",

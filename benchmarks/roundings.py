@@ -23,8 +23,8 @@ from torch import Tensor
 from sparsekv.capture.run import capture_window
 from sparsekv.capture.tap import AttentionCall, probe
 from sparsekv.core.rope import LayerRope, rotate, unrotate
-from sparsekv.corpus import make_windows, read_documents
-from sparsekv.hub import load_model
+from sparsekv.sources.corpus import make_windows, read_documents
+from sparsekv.sources.hub import load_model
 
 WAYS = ("cache", "store", "trainers")
 SINK, WINDOW = 4, 16

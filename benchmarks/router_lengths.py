@@ -31,7 +31,7 @@ from benchmarks._training import measure_routers
 from benchmarks.partitions import NATIVE, SINK, yarn
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.hub import load_model, resolve_device
+from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.router import RouterConfig, train_router
 

@@ -38,7 +38,7 @@ from benchmarks._training import MEASURED_QUERIES, check, fit_shifts, measure, m
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.hub import load_model, resolve_device
+from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.phi import PhiConfig, PhiRecipe, train_phi

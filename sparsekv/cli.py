@@ -16,8 +16,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.disk import FAILS, disk_error
-from sparsekv.errors import Interrupted, SparseKVError
+from sparsekv.foundation.disk import FAILS, disk_error
+from sparsekv.foundation.errors import Interrupted, SparseKVError
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -54,7 +54,7 @@ COMMANDS = {
         "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME),
     "train": Command(
         "Capture, router, feature maps and their page in one command, with an estimate before it starts.",
-        "sparsekv.train", "TrainConfig", "run_train",
+        "sparsekv.commands.train", "TrainConfig", "run_train",
         "what is finished is kept; the same command goes on (without --overwrite)"),
     "generate": Command(
         "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
@@ -70,15 +70,16 @@ COMMANDS = {
         "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
     "push": Command(
         "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
-        "sparsekv.artifacts.push", "PushConfig", "push_artifact"),
+        "sparsekv.sources.push", "PushConfig", "push_artifact"),
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
-        "sparsekv.inspection", "InspectConfig", "inspect_path"),
+        "sparsekv.commands.inspection", "InspectConfig", "inspect_path"),
     "doctor": Command(
-        "Say what this machine can run, and what installs the rest.", "sparsekv.doctor", "DoctorConfig", "run_doctor"),
+        "Say what this machine can run, and what installs the rest.",
+        "sparsekv.commands.doctor", "DoctorConfig", "run_doctor"),
     "demo": Command(
         "All of the above on a small real model, in minutes, on a CPU; writes report.html.",
-        "sparsekv.demo", "DemoConfig", "run_demo",
+        "sparsekv.commands.demo", "DemoConfig", "run_demo",
         "run the same command with --overwrite to start again"),
 }
 
@@ -184,7 +185,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if debug or not error.name:
             raise
-        from sparsekv.doctor import install
+        from sparsekv.commands.doctor import install
 
         module = error.name.partition(".")[0]
         _fail(f"this needs the package {module}, which is not installed: run `{install(module)}`", 1)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsekv.cli import COMMANDS, app, main
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 runner = CliRunner()
 

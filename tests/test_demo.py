@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.demo import DemoConfig, run_demo
-from sparsekv.demo_report import BUDGETS, COLUMNS, TABLE
+from sparsekv.commands.demo import DemoConfig, run_demo
+from sparsekv.commands.demo_report import BUDGETS, COLUMNS, TABLE
 from sparsekv.evaluation.figures import error_by_budget
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))

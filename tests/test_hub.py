@@ -6,8 +6,8 @@ from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 
-from sparsekv.errors import SparseKVError
-from sparsekv.hub import _set_rope, load_model
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.hub import _set_rope, load_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 

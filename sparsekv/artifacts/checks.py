@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 SAMPLES_PER_TENSOR = 64
 WEIGHTS = ("weights", "weights_float16")

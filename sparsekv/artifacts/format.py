@@ -20,8 +20,8 @@ from sparsekv.artifacts.checks import (
     parse_object,
     said,
 )
-from sparsekv.disk import disk_error, placed, write_text
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import disk_error, placed, write_text
+from sparsekv.foundation.errors import SparseKVError
 
 FORMAT_VERSION = 3
 """1 had no checksum, 2 one that a single core takes."""

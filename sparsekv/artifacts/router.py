@@ -13,11 +13,11 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
-from sparsekv.artifacts.named import find_artifact
-from sparsekv.artifacts.push import push_object
 from sparsekv.core.sketch import check_sketch
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel, Sketch
+from sparsekv.sources.named import find_artifact
+from sparsekv.sources.push import push_object
 
 KIND = "router"
 
@@ -88,12 +88,12 @@ class RouterArtifact:
     def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
                     message: str | None = None, license: str | None = None) -> str:
         """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
-        of the commit. Raises SparseKVError as `sparsekv.artifacts.push.push`."""
+        of the commit. Raises SparseKVError as `sparsekv.sources.push.push`."""
         return push_object(self, name, private=private, revision=revision, message=message, license=license)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:
-        """From a folder, or by its name on the hub (`artifacts/named.py`). Raises SparseKVError for a missing, damaged,
+        """From a folder, or by its name on the hub (`sources/named.py`). Raises SparseKVError for a missing, damaged,
         newer or foreign artifact, and for one of a kind that is no longer made."""
         path = find_artifact(path, KIND, revision)
         raw, tensors = load_artifact(path, KIND)

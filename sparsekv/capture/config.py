@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sparsekv.config import SEEDS, option
-from sparsekv.corpus import SPLITS
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.corpus import SPLITS
 
 TEXT, STORED, MACHINE = "Model and text", "What is stored", "Machine"
 NOT_CONTENT = ("output", "overwrite", "device", "devices")

@@ -15,9 +15,9 @@ from sparsekv.capture.config import CaptureConfig, query_positions
 from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope, inverse, rotate
-from sparsekv.corpus import Window
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import query_statistics
+from sparsekv.sources.corpus import Window
 from sparsekv.store.manifest import sealed
 from sparsekv.store.place import Place, encode
 from sparsekv.store.shard import ShardWriter

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sparsekv.corpus import GENERATED, Window
-from sparsekv.progress import progress
+from sparsekv.foundation.progress import progress
 from sparsekv.runtime.attach import attach
+from sparsekv.sources.corpus import GENERATED, Window
 
 ROWS, LENGTH = 256, 512
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
-from sparsekv.disk import disk_error
-from sparsekv.errors import SparseKVError
-from sparsekv.output import OutputKind, read_marker, refuse_others, strangers
+from sparsekv.foundation.disk import disk_error
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.output import OutputKind, read_marker, refuse_others, strangers
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
 from sparsekv.store.store import storage_bytes

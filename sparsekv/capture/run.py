@@ -19,12 +19,12 @@ from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_ou
 from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope
-from sparsekv.corpus import Window, check_corpus, make_windows, read_documents
-from sparsekv.disk import free_space, only_writer
-from sparsekv.errors import SparseKVError
-from sparsekv.hub import decoder, load_config, load_model
-from sparsekv.progress import progress
-from sparsekv.ranks import Ranks, join
+from sparsekv.foundation.disk import free_space, only_writer
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.progress import progress
+from sparsekv.foundation.ranks import Ranks, join
+from sparsekv.sources.corpus import Window, check_corpus, make_windows, read_documents
+from sparsekv.sources.hub import decoder, load_config, load_model
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.store.place import Place, place
 from sparsekv.store.store import CaptureStore, document_name, finished_document

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
-from sparsekv.errors import SparseKVError
-from sparsekv.hub import attention_modules, decoder
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import dense_attention
+from sparsekv.sources.hub import attention_modules, decoder
 
 NAME = "sparsekv_capture"
 

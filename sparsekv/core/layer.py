@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
     CompletionQuery,
     anchor_indices,

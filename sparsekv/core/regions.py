@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
 AMORTISE_OVER = 256

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode
 from sparsekv.kernels.sketch import largest
 

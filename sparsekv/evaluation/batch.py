@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import Attachment
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 

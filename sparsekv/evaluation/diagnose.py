@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.config import option
-from sparsekv.disk import write_text
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
-from sparsekv.output import OutputKind, read_marker
-from sparsekv.progress import progress
+from sparsekv.foundation.config import option
+from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.output import OutputKind, read_marker
+from sparsekv.foundation.progress import progress
 
 TABLES = "diagnostics.json"
 
@@ -56,7 +56,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.rows import provenance
     from sparsekv.evaluation.tables import markdown
-    from sparsekv.hub import resolve_device
+    from sparsekv.sources.hub import resolve_device
     from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)

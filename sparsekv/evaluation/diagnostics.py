@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.disk import write_text
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 2
 GAP_EDGES = [round(-8 + 0.5 * i, 1) for i in range(33)]

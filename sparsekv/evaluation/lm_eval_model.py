@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 
 def _make() -> Any:
@@ -34,7 +34,7 @@ def _make() -> Any:
             own = inspect.signature(HFLM.__init__).parameters
             options = {k: kwargs.pop(k) for k in list(kwargs) if k not in own}
             if isinstance(pretrained, str):
-                from sparsekv.hub import load_model
+                from sparsekv.sources.hub import load_model
 
                 device = kwargs.get("device") or "auto"
                 dtype = kwargs.pop("dtype", "auto")

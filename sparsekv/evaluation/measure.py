@@ -37,8 +37,8 @@ from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import two_parts
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.models.feature_map import log_kernel
 from sparsekv.store.store import CaptureStore, LayerCapture
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 WORDS = {"full": "full attention", "streaming": "sink + tail", "topk": "exact top-k"}
 """What some selectors are called where there is room for words."""

@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sparsekv.corpus import make_windows, read_documents
 from sparsekv.evaluation.requests import Request
+from sparsekv.sources.corpus import make_windows, read_documents
 
 NEEDLE = "\n\nThe secret number of the lighthouse keeper is {number}. Remember it.\n\n"
 QUESTION = "\n\nThe secret number of the lighthouse keeper is"

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparsekv.config import option
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnostics import Diagnostics
-from sparsekv.output import read_marker
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.output import read_marker
 from sparsekv.runtime.settings import FORMAT, LayerSetting, Settings
 
 SHOWN_HEADS = 8

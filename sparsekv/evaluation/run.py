@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.config import SEEDS, option
-from sparsekv.disk import only_writer, write_text
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.cells import FORMAT as CELLS
 from sparsekv.evaluation.cells import collect, read_cells, write_cells
 from sparsekv.evaluation.requests import FORMAT as REQUESTS
@@ -25,8 +22,11 @@ from sparsekv.evaluation.requests import (
     score_answers,
     task_names,
 )
-from sparsekv.output import OutputKind, files_below
-from sparsekv.progress import progress
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.disk import only_writer, write_text
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.output import OutputKind, files_below
+from sparsekv.foundation.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
 OWN = "needle,perplexity"
@@ -106,7 +106,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
     Raises SparseKVError for unknown methods or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
-    from sparsekv.hub import load_model
+    from sparsekv.sources.hub import load_model
 
     if config.save_requests is not None:
         checked = _check(config)
@@ -121,7 +121,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.scores import score_rows
-    from sparsekv.hub import load_model
+    from sparsekv.sources.hub import load_model
 
     if config.requests is None:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
@@ -213,10 +213,10 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     from sparsekv.core.regions import ACCOUNTINGS
-    from sparsekv.corpus import check_corpus
-    from sparsekv.disk import check_place
     from sparsekv.evaluation.methods import check_methods, parse_methods
+    from sparsekv.foundation.disk import check_place
     from sparsekv.runtime.supported import load_artifacts
+    from sparsekv.sources.corpus import check_corpus
 
     tasks = task_names(config.tasks if config.tasks is not None else OWN if config.requests is None else "")
     if not tasks and config.requests is None:

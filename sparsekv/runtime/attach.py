@@ -30,8 +30,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import LayerState
-from sparsekv.errors import SparseKVError, first_line
-from sparsekv.hub import attention_modules, decoder
+from sparsekv.foundation.errors import SparseKVError, first_line
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import GrowingRope, HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
@@ -42,6 +41,7 @@ from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.replay import Layers, Replay, why_not
 from sparsekv.runtime.settings import beside, load_settings
 from sparsekv.runtime.supported import check_cache, check_model, load_artifacts
+from sparsekv.sources.hub import attention_modules, decoder
 
 NAME = "sparsekv"
 QUERY_BLOCK = 64

@@ -15,7 +15,7 @@ from sparsekv.core.estimators.base import take_rows
 from sparsekv.core.layer import OBSERVED
 from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.storage import Growing
 

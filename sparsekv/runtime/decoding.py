@@ -15,7 +15,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.selectors import SELECTORS, Selector
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.numbers import check_options, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.config import SEEDS, option
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.errors import SparseKVError
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ def generate(config: GenerateConfig) -> None:
 
     from transformers import TextStreamer
 
-    from sparsekv.hub import load_model
     from sparsekv.runtime.attach import attach
     from sparsekv.runtime.decoding import choose_selector
     from sparsekv.runtime.supported import load_artifacts
+    from sparsekv.sources.hub import load_model
 
     text = read_prompt(config)
     if not math.isfinite(config.temperature):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 LIKELIEST = 1e-4
 """Up to this temperature the likeliest token is taken: logits divided by less overflow."""

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.core.selectors import Selector
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 MOST = 2**31 - 1
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}

@@ -25,7 +25,7 @@ from sparsekv.artifacts.checks import (
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import take, write_tensors
 from sparsekv.core.rope import LAYOUTS
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 
 FORMAT_VERSION = 3

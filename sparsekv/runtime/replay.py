@@ -28,7 +28,7 @@ from sparsekv.core.cost import extra_tokens, shares_of_layers
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
-from sparsekv.errors import first_line
+from sparsekv.foundation.errors import first_line
 from sparsekv.kernels import append_token, decode_attention, dense_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters

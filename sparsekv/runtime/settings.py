@@ -23,8 +23,8 @@ from sparsekv.artifacts.checks import (
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
-from sparsekv.disk import write_text
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
 

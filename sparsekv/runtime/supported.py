@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from sparsekv.artifacts.named import find_artifacts
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache
+from sparsekv.sources.named import find_artifacts
 
 ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
 from sparsekv.serving.graphs import TURN, capture_twice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.settings import Shape
 
 

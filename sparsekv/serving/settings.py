@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.artifacts.checks import check_types, parse_object, said
-from sparsekv.artifacts.named import REPOSITORY
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.core.regions import check_budget
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
 from sparsekv.runtime.settings import Settings
+from sparsekv.sources.named import REPOSITORY
 
 VARIABLE = "SPARSEKV_SETTINGS"
 SELECTORS = ("sketch", "router")

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.pages import attend_pages, by_slot, write
 
 __all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata", "StockBackend",

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsekv.artifacts.checks import brief, check_model_record, check_version, damaged, digest, from_record
 from sparsekv.core.rope import LAYOUTS
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 FORMAT_VERSION = 2
 """1 had no checksum of the manifest, and shards did not say whose they are."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.checks import parse_object
-from sparsekv.disk import free_bytes, write_text
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import free_bytes, write_text
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest
 
 

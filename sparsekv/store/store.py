@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.checks import brief, damaged, digest, said
 from sparsekv.core.rope import Layout, rotate
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.manifest import MANIFEST, check_fields, check_manifest, sample
 from sparsekv.store.place import Place, place
 from sparsekv.store.shard import LocalShard, RemoteShard

@@ -35,9 +35,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sparsekv.disk import disk_error, placed
-from sparsekv.errors import Interrupted, SparseKVError
-from sparsekv.progress import progress
+from sparsekv.foundation.disk import disk_error, placed
+from sparsekv.foundation.errors import Interrupted, SparseKVError
+from sparsekv.foundation.progress import progress
 from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
 from sparsekv.trainers.muon import Muon
 from sparsekv.trainers.task import Task, cosine_factor

@@ -6,7 +6,7 @@ import csv
 import math
 from pathlib import Path
 
-from sparsekv.disk import placed
+from sparsekv.foundation.disk import placed
 
 FILE = "metrics.csv"
 

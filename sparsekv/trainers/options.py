@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from sparsekv.config import SEEDS, option
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.errors import SparseKVError
 
 DEFAULT = "default"
 HIGHEST_RATE = 10.0

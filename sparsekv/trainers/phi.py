@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.modelcard import write_card
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig, PhiLayer
-from sparsekv.config import option
 from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.step import two_parts
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
+from sparsekv.sources.modelcard import write_card
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import (

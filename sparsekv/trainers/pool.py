@@ -14,8 +14,8 @@ from torch import Tensor
 from sparsekv.core.layer import needed
 from sparsekv.core.offline import Window
 from sparsekv.core.rope import RopeTable
-from sparsekv.corpus import GENERATED
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.corpus import GENERATED
 from sparsekv.store.store import CaptureStore
 
 PLACES = ("capture", "output")

@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.modelcard import write_card
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
-from sparsekv.config import option
 from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.sketch import check_sketch
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.progress import progress
 from sparsekv.kernels import QueryModel, Sketch, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
-from sparsekv.progress import progress
+from sparsekv.sources.modelcard import write_card
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents

@@ -24,11 +24,11 @@ from torch import Tensor
 from sparsekv.artifacts.checks import digest, said
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
-from sparsekv.artifacts.modelcard import FIGURE, README
-from sparsekv.disk import only_writer, write_text
-from sparsekv.errors import SparseKVError
-from sparsekv.output import OutputKind, read_marker
-from sparsekv.ranks import Ranks, join
+from sparsekv.foundation.disk import only_writer, write_text
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.output import OutputKind, read_marker
+from sparsekv.foundation.ranks import Ranks, join
+from sparsekv.sources.modelcard import FIGURE, README
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.metrics import FILE
 from sparsekv.trainers.options import TrainingOptions
@@ -58,7 +58,7 @@ class Run:
     rank trains, those of a group at once."""
 
     def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
-        from sparsekv.hub import resolve_device
+        from sparsekv.sources.hub import resolve_device
 
         self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
         self.kind, self.output = kind, artifact_output(kind)

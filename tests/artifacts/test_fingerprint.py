@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from tiny import make_model, prompt
 
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

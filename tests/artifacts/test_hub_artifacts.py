@@ -19,12 +19,12 @@ from tiny import make_model, prompt, save_model
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.artifacts.named import find_artifacts
 from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.artifacts.push import PushConfig, push, push_artifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.run import EvalConfig, _check
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.named import find_artifacts
+from sparsekv.sources.push import PushConfig, push, push_artifact
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from test_families import FAMILIES, SIZES, Words
 from transformers import AutoModelForCausalLM
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.shard import ShardWriter
 
 

@@ -11,8 +11,8 @@ import tokenizers
 import transformers
 from test_families import Words, captured, tiny
 
-from sparsekv.corpus import Document, make_windows, read_dataset, read_documents
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.corpus import Document, make_windows, read_dataset, read_documents
 
 TEXTS = [f"document {i} " + "abc " * (10 + i) for i in range(12)]
 

@@ -6,7 +6,7 @@ from test_families import SIZES, Words, captured, tiny
 
 from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.trainers.pool import split_documents
 
 VOCABULARY = SIZES["vocab_size"]

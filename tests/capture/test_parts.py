@@ -12,10 +12,10 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.tap import probe
-from sparsekv.corpus import Document, make_windows
-from sparsekv.errors import SparseKVError
-from sparsekv.hub import load_config, load_model
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels.dense import lerp_rows
+from sparsekv.sources.corpus import Document, make_windows
+from sparsekv.sources.hub import load_config, load_model
 from sparsekv.store.store import storage_bytes
 
 

@@ -10,7 +10,7 @@ import torch
 from test_families import captured, tiny
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.place import RemotePlace
 from sparsekv.store.store import CaptureStore
 

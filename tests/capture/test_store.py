@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from test_families import Words, captured, tiny
 
 from sparsekv.capture.config import parse_layers
-from sparsekv.corpus import make_windows, read_documents
-from sparsekv.errors import SparseKVError
-from sparsekv.inspection import InspectConfig, inspect_path
+from sparsekv.commands.inspection import InspectConfig, inspect_path
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.corpus import make_windows, read_documents
 from sparsekv.store.place import place
 from sparsekv.store.shard import ShardWriter, checksum
 from sparsekv.store.store import CaptureStore

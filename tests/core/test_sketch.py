@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsekv.core.sketch import check_sketch, fit_queries, fit_sketch, principal, second_moment
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode, encode
 from sparsekv.kernels.sketch import query_side_reference, sketch_scores_reference
 

@@ -12,13 +12,13 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.measure import coverage
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
 
 LENGTH = 256

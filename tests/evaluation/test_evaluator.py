@@ -11,7 +11,6 @@ from tiny_artifacts import artifacts
 from benchmarks._lanes import lanes_markdown, targets
 from sparsekv import attach
 from sparsekv.core.step import LayerState
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation import evaluator as evaluator_module
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
 from sparsekv.evaluation.cells import FORMAT, collect
@@ -21,6 +20,7 @@ from sparsekv.evaluation.own_tasks import continuations, make_needles
 from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.scores import bootstrap, score_rows
 from sparsekv.evaluation.tables import gains, table
+from sparsekv.foundation.errors import SparseKVError
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 

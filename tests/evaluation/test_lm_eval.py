@@ -4,8 +4,8 @@ import pytest
 from tiny import make_model
 from tiny_artifacts import artifacts
 
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation import requests as req
+from sparsekv.foundation.errors import SparseKVError
 
 pytest.importorskip("lm_eval")
 

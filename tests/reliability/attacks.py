@@ -34,10 +34,10 @@ from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.cli import COMMANDS, main
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.requests import Request, load_requests, save_requests
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
 from sparsekv.runtime.settings import Settings
 from sparsekv.store.manifest import MANIFEST, sealed

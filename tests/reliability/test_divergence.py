@@ -16,7 +16,7 @@ from test_running import Toy, fit_toy
 from test_training import sharp
 from training_child import train
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.trainers import phi
 from sparsekv.trainers.fit import check_checkpoint
 

@@ -24,9 +24,9 @@ from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.cli import COMMANDS, main
-from sparsekv.errors import SparseKVError
-from sparsekv.hub import load_config, load_model
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
+from sparsekv.sources.hub import load_config, load_model
 from sparsekv.trainers import work
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from sparsekv.artifacts.checks import check_digest, digest, parse_object
 from sparsekv.artifacts.format import CONFIG, TENSORS, save_artifact
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, Maps
 from sparsekv.runtime.cache import GrowingRope, SparseCache

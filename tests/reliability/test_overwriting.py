@@ -10,9 +10,9 @@ from test_folders_and_statuses import content
 from test_training import sharp
 
 from sparsekv.capture import run as capture_run
-from sparsekv.errors import SparseKVError
 from sparsekv.evaluation import run as eval_run
 from sparsekv.evaluation.run import EvalConfig, run_eval
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
 
 

@@ -17,8 +17,8 @@ from test_training import sharp
 from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.disk import only_writer
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import only_writer
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
 
 

@@ -19,7 +19,7 @@ from test_families import captured
 from test_training import sharp
 from training_child import train
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store import manifest as manifests
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.shard import checksum

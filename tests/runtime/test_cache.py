@@ -13,7 +13,7 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 
 def step(model, ids, cache):

@@ -9,7 +9,7 @@ from tiny import FAMILIES, make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
 
 LENGTH = 75

@@ -13,7 +13,7 @@ from views import make_view
 import sparsekv
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 SINK, WINDOW, CHUNK, BUDGET = 3, 10, 16, 12
 

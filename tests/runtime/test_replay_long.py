@@ -18,7 +18,7 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.hub import load_model
+from sparsekv.sources.hub import load_model
 
 METHODS: dict[str, dict[str, Any]] = {
     "router": {"selector": "router"}, "router+phi": {"selector": "router", "phi": True},

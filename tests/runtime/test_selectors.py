@@ -16,7 +16,7 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.lfps import GAMMA
 from sparsekv.core.selectors.magicpig import sampling_probability
 from sparsekv.core.step import sparse_step
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel
 
 CASES = [{}, {"batch": 3, "pads": (0, 5, 60)}, {"new": 3}]

@@ -11,7 +11,7 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}

@@ -17,7 +17,7 @@ import sparsekv
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode
 
 BYTES, WIDE, BUDGET = 4, 2, 7

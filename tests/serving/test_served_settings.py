@@ -11,7 +11,7 @@ import pytest
 from tiny import make_model
 from tiny_artifacts import artifacts
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
 from sparsekv.serving.checks import check_engine, shape_of
 from sparsekv.serving.settings import Serving, Shape, make_plan

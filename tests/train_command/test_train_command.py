@@ -20,11 +20,11 @@ from tiny import make_model, prompt, save_model
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.errors import SparseKVError
-from sparsekv.estimate import GPU, Shape, Work, estimate, prefill_seconds, shape_of, step_operations
-from sparsekv.hub import load_config
-from sparsekv.inspection import InspectConfig, inspect_path
-from sparsekv.train import ON_GPU, Plan, TrainConfig, make_plan, planned, run_train
+from sparsekv.commands.estimate import GPU, Shape, Work, estimate, prefill_seconds, shape_of, step_operations
+from sparsekv.commands.inspection import InspectConfig, inspect_path
+from sparsekv.commands.train import ON_GPU, Plan, TrainConfig, make_plan, planned, run_train
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.hub import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

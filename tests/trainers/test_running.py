@@ -20,7 +20,7 @@ from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.models.router import BucketRouter
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.fit import VALIDATIONS, fit

@@ -15,9 +15,9 @@ from test_families import captured, tiny
 from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.commands.inspection import InspectConfig, inspect_path
 from sparsekv.core.rope import rotate, unrotate
-from sparsekv.errors import SparseKVError
-from sparsekv.inspection import InspectConfig, inspect_path
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.shard import checksum
 from sparsekv.trainers.fit import read_metrics

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.estimators.base import take_rows
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 
 
 @dataclass(eq=False)

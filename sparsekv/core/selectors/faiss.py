@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import key_bytes
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 
 SHORT = {"flat": "Flat", "ivf": "IVF{lists},Flat", "hnsw": "HNSW{links}"}
 PROBED, SEARCHED = 8, 2

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.lfps_table import ScoreTable
+from sparsekv.foundation.config import option
 from sparsekv.kernels import gather_rows
 
 NEG_INF = float("-inf")

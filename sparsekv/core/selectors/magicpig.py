@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
+from sparsekv.foundation.config import option
 from sparsekv.kernels.collisions import collisions
 
 MOST_BITS, USUAL_BITS = 12, 10

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors.snapkv import SnapKV
+from sparsekv.foundation.config import option
 
 
 @dataclass(eq=False)

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import top_tokens
+from sparsekv.foundation.config import option
 
 INF = float("inf")
 

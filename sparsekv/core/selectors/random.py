@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import mask_mid, top_tokens
+from sparsekv.foundation.config import option
 
 
 @dataclass(eq=False)

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.buckets import fit_buckets
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
     BucketMeans,
     Candidates,

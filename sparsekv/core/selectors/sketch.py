@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.estimators.phi import key_covariance, key_mean
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, encode, sketch_tokens
 
 FITS = ("fitted", "fixed")

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import paged_scores
 
 VOTES = ("soft", "hard", "topk")

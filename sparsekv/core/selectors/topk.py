@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.config import option
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 
 LAYER_BUDGETS = ("uniform", "linear")
 

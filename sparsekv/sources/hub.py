@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sparsekv.errors import SparseKVError, first_line
+from sparsekv.foundation.errors import SparseKVError, first_line
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")

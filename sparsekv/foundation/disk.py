@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR,
          errno.EISDIR, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENODEV)

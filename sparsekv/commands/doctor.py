@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from sparsekv.config import option
-from sparsekv.errors import first_line
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import first_line
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
 """Modules whose package has another name."""
@@ -129,7 +129,7 @@ def _machine() -> dict[str, str]:
         from huggingface_hub.constants import HF_HOME
 
         places["models"] = Path(HF_HOME)
-    from sparsekv.disk import free_space
+    from sparsekv.foundation.disk import free_space
 
     found["disk"] = ", ".join(f"{free_space(path)} in {path} ({name})" for name, path in places.items())
     found["GPU"] = _gpus()

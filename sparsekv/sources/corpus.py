@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.errors import SparseKVError, first_line
+from sparsekv.foundation.errors import SparseKVError, first_line
 
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from sparsekv.disk import disk_error, placed
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.disk import disk_error, placed
+from sparsekv.foundation.errors import SparseKVError
 
 SHOWN = 4
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from sparsekv.artifacts.checks import said
 from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
-from sparsekv.artifacts.modelcard import README, card_files
-from sparsekv.artifacts.named import OWN, REPOSITORY, fetch, find_artifacts, refused
-from sparsekv.config import option
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.modelcard import README, card_files
+from sparsekv.sources.named import OWN, REPOSITORY, fetch, find_artifacts, refused
 
 METRICS = "metrics.csv"
 

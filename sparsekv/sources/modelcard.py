@@ -8,8 +8,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsekv.artifacts.card import figure_caption, quality_figure, quality_table
-from sparsekv.artifacts.named import REPOSITORY
-from sparsekv.disk import placed
+from sparsekv.foundation.disk import placed
+from sparsekv.sources.named import REPOSITORY
 
 README, FIGURE = "README.md", "quality.png"
 SHOWN = ("preset", "num_buckets", "scores", "key_space", "sketch_bytes", "width", "keys_per_step", "optimizer", "seed")
@@ -89,7 +89,7 @@ sparsekv generate --model {model} --artifacts {place} --token-budget 0.05 --prom
 
 ```python
 import sparsekv
-from sparsekv.hub import load_model   # or any way of transformers
+from sparsekv.sources.hub import load_model   # or any way of transformers
 
 model, tokenizer = load_model("{model}")
 inputs = tokenizer("A long text", return_tensors="pt").to(model.device)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparsekv.config import SEEDS, option
-from sparsekv.disk import check_place, only_writer, write_text
-from sparsekv.output import OutputKind, read_marker
-from sparsekv.progress import progress
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.disk import check_place, only_writer, write_text
+from sparsekv.foundation.output import OutputKind, read_marker
+from sparsekv.foundation.progress import progress
 
 if TYPE_CHECKING:
     from sparsekv.evaluation.methods import Method
@@ -62,7 +62,7 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
-    from sparsekv.corpus import check_corpus
+    from sparsekv.sources.corpus import check_corpus
 
     check_corpus(config.corpus)
     if config.save_results is not None:
@@ -77,11 +77,11 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
 def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
-    from sparsekv.demo_report import demo_table, in_short, write_demo_report
+    from sparsekv.commands.demo_report import demo_table, in_short, write_demo_report
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.rows import with_origin
     from sparsekv.evaluation.scores import score_rows
-    from sparsekv.hub import load_model
+    from sparsekv.sources.hub import load_model
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
@@ -137,7 +137,7 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     first two windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.demo_report import BUDGETS, TABLE
+    from sparsekv.commands.demo_report import BUDGETS, TABLE
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.methods import parse_methods
     from sparsekv.evaluation.own_tasks import continuations, make_needles

@@ -14,7 +14,7 @@ from typing import Any
 
 from sparsekv.artifacts.checks import brief, said
 from sparsekv.artifacts.format import CONFIG, TENSORS, read_config
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.config import SEEDS, option
-from sparsekv.corpus import check_corpus
-from sparsekv.disk import free_bytes, only_writer, write_text
-from sparsekv.errors import Interrupted, SparseKVError
-from sparsekv.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
-from sparsekv.output import OutputKind, read_marker
-from sparsekv.progress import stages
+from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
+from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.disk import free_bytes, only_writer, write_text
+from sparsekv.foundation.errors import Interrupted, SparseKVError
+from sparsekv.foundation.output import OutputKind, read_marker
+from sparsekv.foundation.progress import stages
+from sparsekv.sources.corpus import check_corpus
 from sparsekv.store.manifest import MANIFEST
 
 MARKER = "train.json"
@@ -135,10 +135,10 @@ def run_train(config: TrainConfig) -> Trained:
 
 
 def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
-    from sparsekv.artifacts.modelcard import write_card
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.sources.modelcard import write_card
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
@@ -171,7 +171,7 @@ def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]
     """Sizes for this machine and model, or those `kept`, and what they will take, in words. Loads no weights."""
     from sparsekv.capture.config import parse_layers
     from sparsekv.capture.prepare import check_layers
-    from sparsekv.hub import check_dtype, load_config, resolve_device
+    from sparsekv.sources.hub import check_dtype, load_config, resolve_device
 
     check_dtype(config.dtype)
     device = resolve_device(config.device)

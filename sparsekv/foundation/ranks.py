@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sparsekv.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError
 
 T = TypeVar("T")
 
