@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekv.evaluation.rows import machine, row, with_origin
+from sparsekv.evaluation.rows import as_text, machine, row, with_origin
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -19,7 +19,7 @@ def write_rows(name: str, rows: list[dict[str, Any]], folder: Path = RESULTS) ->
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     origin = with_origin([{}])[0]
-    path.write_text(json.dumps([{**r, **origin, **r} for r in rows], indent=1) + "\n")
+    path.write_text(as_text([{**r, **origin, **r} for r in rows]))
     return path
 
 

@@ -79,7 +79,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.commands.demo_report import demo_table, in_short, write_demo_report
     from sparsekv.evaluation.cells import collect
-    from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.sources.hub import load_model
     from sparsekv.trainers.phi import PhiConfig, train_phi
@@ -115,7 +115,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     write_text(out / "table.md", table + "\n")
     for path in (out / "results.json", config.save_results):
         if path is not None:
-            write_text(Path(path), json.dumps(rows, indent=1) + "\n")
+            write_text(Path(path), as_text(rows))
     report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
                                seconds=(trained, time.perf_counter() - started))
     return DemoResult(rows, table, in_short(shown, heldout), report)

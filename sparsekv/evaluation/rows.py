@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -54,3 +55,8 @@ def with_origin(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with the machine, the command and the commit they come from; rows that know theirs keep it."""
     here = origin()
     return [{**r, **{k: r.get(k, v) for k, v in here.items()}} for r in rows]
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """The JSON file of these rows: an array, one row a line."""
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n" if rows else "[]\n"

@@ -119,7 +119,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
 def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.evaluation.evaluator import Evaluator
-    from sparsekv.evaluation.rows import with_origin
+    from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.sources.hub import load_model
 
@@ -147,7 +147,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     if any(r.metric == "lm-eval" for r in requests):
         _rescore(output, requests)
     rows = with_origin(score_rows(collect(output), seed=config.seed))
-    write_text(output / "results.json", json.dumps(rows, indent=1) + "\n")
+    write_text(output / "results.json", as_text(rows))
     made = EvalResult(rows, _write_report(output, rows), output)
     kind.done(output)
     return made

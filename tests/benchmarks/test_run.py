@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks._rows import add_rows
+from benchmarks._rows import RESULTS, add_rows, write_rows
 from benchmarks.run import Job, Runner, all_jobs, collect
 
 WRITE = "from{space}pathlib{space}import{space}Path;Path(r'{out}/ran').write_text('1')"
@@ -71,8 +71,6 @@ def test_rows_take_the_place_of_those_they_repeat(tmp_path) -> None:
 
 
 def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
-    from benchmarks._rows import RESULTS
-
     jobs = all_jobs()
     names = {j.name for j in jobs}
     assert len(names) == len(jobs)
@@ -80,3 +78,12 @@ def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
         assert set(job.after) <= names and 0 < job.share <= 1
         script = job.command.split()[0]
         assert script == "-m" or (RESULTS.parents[1] / script).is_file()
+
+
+def test_a_row_is_a_line(tmp_path) -> None:
+    for file in sorted(RESULTS.glob("*.json")):
+        first, *lines, last = file.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line.removesuffix(",")) for line in lines]
+        assert (first, last) == ("[", "]") and all("metric" in r for r in rows), file
+        assert write_rows(file.stem, rows, tmp_path).read_text() == file.read_text(encoding="utf-8")
+    assert json.loads(write_rows("none", [], tmp_path).read_text()) == []
