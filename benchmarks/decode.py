@@ -53,24 +53,24 @@ from sparsekv.kernels import (
     attend_tokens,
     build_index,
     choose_tokens,
-    encode,
+    encode_keys,
     extend_index,
     factored,
     group_probability,
-    paged_scores,
     phi_cache,
     read_bound,
     round_means,
     route_tokens,
     routing,
     sketch,
+    soft_vote,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 from sparsekv.kernels.completion import phi_cache_reference, phi_query_reference
 from sparsekv.kernels.indexing import assign_buckets_reference
-from sparsekv.kernels.paged import paged_scores_reference
 from sparsekv.kernels.routing import bucket_logits_reference, top_buckets
 from sparsekv.kernels.sketch import best_tokens_reference, grades_of, sketch_scores_reference
+from sparsekv.kernels.vote import soft_vote_reference
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 
@@ -183,7 +183,7 @@ class Buffers:
             covariance = spread.mT @ spread / rows.shape[2]
             moment = torch.eye(DIM, device="cuda").expand_as(covariance)
             self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
-            self.codes = encode(self.k, self.sketch, SKETCH_BYTES)
+            self.codes = encode_keys(self.k, self.sketch, SKETCH_BYTES)
             self.widest = [-(-self.mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
         made = SketchRouter(candidates=candidates)
@@ -539,12 +539,12 @@ def parts() -> None:
         "assign_torch": lambda: assign_buckets_reference(b.k[:, :, :32_768], centroids),
         "build_index": lambda: build_index(assignment, BUCKETS, first, last),
         "extend_index": lambda: extend_index(order, offsets, joined, fresh),
-        "paged_scores": lambda: paged_scores(b.q, b.k, first, last, scale=DIM**-0.5),
-        "paged_scores_torch": lambda: paged_scores_reference(b.q, b.k, first, last, scale=DIM**-0.5),
+        "paged_scores": lambda: soft_vote(b.q, b.k, first, last, scale=DIM**-0.5),
+        "paged_scores_torch": lambda: soft_vote_reference(b.q, b.k, first, last, scale=DIM**-0.5),
         "phi_cache": lambda: phi_cache(logs, b.v),
         "phi_cache_torch": lambda: phi_cache_reference(logs, b.v),
     }
-    gap = paged_scores(b.q, b.k, first, last, scale=DIM**-0.5) - paged_scores_reference(
+    gap = soft_vote(b.q, b.k, first, last, scale=DIM**-0.5) - soft_vote_reference(
         b.q.double(), b.k.double(), first, last, scale=DIM**-0.5)
     caches = phi_cache(logs, b.v), phi_cache_reference(logs.double(), b.v.double())
     error = float((caches[0].s - caches[1].s).norm() / caches[1].s.norm())

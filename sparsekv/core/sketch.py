@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import Sketch, decode
+from sparsekv.kernels import Sketch, decode_codes
 from sparsekv.kernels.sketch import largest
 
 RIDGE = 0.05
@@ -110,7 +110,7 @@ def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Te
     for first in range(0, keys.shape[2], BLOCK):
         part = slice(first, first + BLOCK)
         inside = used[:, None, part, None]
-        numbers = torch.where(inside, decode(codes[:, :, part], rank), 0).to(kind)
+        numbers = torch.where(inside, decode_codes(codes[:, :, part], rank), 0).to(kind)
         both = torch.cat([numbers, torch.where(inside, keys[:, :, part], 0).to(kind)], dim=-1)
         sums += torch.cat([inside.to(kind).expand(*both.shape[:-1], 1), numbers], dim=-1).mT @ both
     means = sums[:, :, :1] / number

@@ -18,7 +18,7 @@ Conventions (all functions):
   a token in both is read once. What lies between is the mid region.
 """
 
-from sparsekv.kernels.attend import Pages, attend_buckets, attend_tokens
+from sparsekv.kernels.attend import Pages, attend_buckets, attend_gathered, attend_tokens, merge
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
@@ -41,9 +41,8 @@ from sparsekv.kernels.completion import (
     remainder,
 )
 from sparsekv.kernels.dense import dense_attention
-from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_from_host, gather_rows, merge, slots_at
+from sparsekv.kernels.gather import anchor_indices, gather_from_host, gather_rows, slots_at
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
-from sparsekv.kernels.paged import paged_scores
 from sparsekv.kernels.routing import (
     choose_tokens,
     group_probability,
@@ -53,7 +52,7 @@ from sparsekv.kernels.routing import (
     route_tokens,
     top_buckets,
 )
-from sparsekv.kernels.sketch import Candidates, Sketch, decode, encode, sketch_tokens
+from sparsekv.kernels.sketch import Candidates, Sketch, decode_codes, encode_keys, sketch_tokens
 from sparsekv.kernels.stored import append_token, decode_attention
 from sparsekv.kernels.types import (
     BucketMeans,
@@ -66,6 +65,7 @@ from sparsekv.kernels.types import (
     RouterScores,
     ScoreMoments,
 )
+from sparsekv.kernels.vote import soft_vote
 
 __all__ = [
     "RANK",
@@ -97,10 +97,10 @@ __all__ = [
     "build_index",
     "choose_tokens",
     "collisions",
-    "decode",
     "decode_attention",
+    "decode_codes",
     "dense_attention",
-    "encode",
+    "encode_keys",
     "extend_index",
     "factored",
     "gather_from_host",
@@ -112,7 +112,6 @@ __all__ = [
     "log_phi_keys",
     "mass_cap",
     "merge",
-    "paged_scores",
     "phi_cache",
     "phi_extend",
     "phi_features",
@@ -126,6 +125,7 @@ __all__ = [
     "route_tokens",
     "sketch_tokens",
     "slots_at",
+    "soft_vote",
     "square_sums",
     "top_buckets",
 ]

@@ -15,9 +15,19 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.completion import REST_EPS, remainder
-from sparsekv.kernels.gather import anchor_indices, attend_gathered, gather_rows, merge, slots_at
+from sparsekv.kernels.gather import anchor_indices, gather_rows, slots_at
 from sparsekv.kernels.indexing import bucket_tokens
-from sparsekv.kernels.launch import at_once, dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.launch import (
+    NEG_INF,
+    acc_dtype,
+    at_once,
+    dense_last,
+    finite,
+    on_device,
+    overlaps,
+    padded,
+    power_of_two,
+)
 from sparsekv.kernels.types import CompletionQuery
 
 MAX_SPLITS = 256
@@ -130,6 +140,42 @@ def attend_buckets_reference(
 ) -> tuple[Tensor, Tensor]:
     """`attend_buckets` in plain torch."""
     return attend_tokens_reference(q, k, v, bucket_tokens(order, offsets, buckets), **regions)
+
+
+def attend_gathered(
+    q: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float, log_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over rows already gathered: q `[Q, Hq, d]`, keys and values `[Q, H, n, d]` with `H` dividing `Hq`, used
+    `[Q, H, n]` false = padding, log_weights `[Q, H, n]` added to the scores.
+
+    Returns `(out [Q, Hq, d], lse [Q, Hq])`.
+    """
+    count, heads_q, dim = q.shape
+    lists, width = keys.shape[1], keys.shape[2]
+    acc = acc_dtype(q)
+    keys, values = (x.to(acc).reshape(count * lists, width, dim) for x in (keys, values))
+    query = q.to(acc).reshape(count * lists, heads_q // lists, dim)
+    scores = torch.bmm(query, keys.mT).mul_(scale)
+    if log_weights is not None:
+        scores += log_weights.to(acc).reshape(count * lists, 1, width)
+    scores.masked_fill_(~used.reshape(count * lists, 1, width), NEG_INF)
+    if width == 0:
+        return q.new_zeros(count, heads_q, dim), scores.new_full((count, heads_q), NEG_INF)
+    # weights over their own sum, not over exp(lse): large scores round the logarithm
+    top = finite(scores.amax(-1, keepdim=True))
+    weights = scores.sub_(top).exp_()
+    mass = weights.sum(-1, keepdim=True)
+    out = torch.bmm(weights, values) / torch.where(mass > 0, mass, 1.0)
+    return out.reshape(count, heads_q, dim).to(q.dtype), (top + mass.log()).reshape(count, heads_q)
+
+
+def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
+    lse = torch.logsumexp(lses, dim=0)
+    weights = torch.exp(lses - finite(lses.amax(0)))
+    mass = weights.sum(0)
+    total = (weights[..., None] * outs.to(weights.dtype)).sum(0)
+    return (total / torch.where(mass > 0, mass, 1.0)[..., None]).to(outs.dtype), lse
 
 
 def _key_features(completion: CompletionQuery) -> Tensor:

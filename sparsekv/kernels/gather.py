@@ -1,11 +1,11 @@
-"""Keys and values gathered row by row, attention over what was gathered, and the merge of partial attentions."""
+"""Rows of a cache: which tokens are anchors, where tokens lie in pages, and keys and values gathered row by row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, finite, power_of_two
+from sparsekv.kernels.launch import power_of_two
 
 HOST_BLOCK = 16
 
@@ -28,33 +28,6 @@ def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
     return torch.index_select(flat, 0, place.reshape(-1), out=out).view(*index.shape, dim)
 
 
-def attend_gathered(
-    q: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float, log_weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention over rows already gathered: q `[Q, Hq, d]`, keys and values `[Q, H, n, d]` with `H` dividing `Hq`, used
-    `[Q, H, n]` false = padding, log_weights `[Q, H, n]` added to the scores.
-
-    Returns `(out [Q, Hq, d], lse [Q, Hq])`.
-    """
-    count, heads_q, dim = q.shape
-    lists, width = keys.shape[1], keys.shape[2]
-    acc = acc_dtype(q)
-    keys, values = (x.to(acc).reshape(count * lists, width, dim) for x in (keys, values))
-    query = q.to(acc).reshape(count * lists, heads_q // lists, dim)
-    scores = torch.bmm(query, keys.mT).mul_(scale)
-    if log_weights is not None:
-        scores += log_weights.to(acc).reshape(count * lists, 1, width)
-    scores.masked_fill_(~used.reshape(count * lists, 1, width), NEG_INF)
-    if width == 0:
-        return q.new_zeros(count, heads_q, dim), scores.new_full((count, heads_q), NEG_INF)
-    # weights over their own sum, not over exp(lse): large scores round the logarithm
-    top = finite(scores.amax(-1, keepdim=True))
-    weights = scores.sub_(top).exp_()
-    mass = weights.sum(-1, keepdim=True)
-    out = torch.bmm(weights, values) / torch.where(mass > 0, mass, 1.0)
-    return out.reshape(count, heads_q, dim).to(q.dtype), (top + mass.log()).reshape(count, heads_q)
-
-
 def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor) -> Tensor:
     """Tokens of sink and local window of every query, `[Q, n]` int64 padded with -1; each token once."""
     longest = int((lengths - tail_starts).clamp(min=0).max()) if lengths.numel() else 0
@@ -70,15 +43,6 @@ def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
     table give those of its last block."""
     block = (places // page).clamp(max=table.shape[1] - 1)
     return table.gather(1, block).long() * page + places % page
-
-
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
-    lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - finite(lses.amax(0)))
-    mass = weights.sum(0)
-    total = (weights[..., None] * outs.to(weights.dtype)).sum(0)
-    return (total / torch.where(mass > 0, mass, 1.0)[..., None]).to(outs.dtype), lse
 
 
 def gather_from_host(source: Tensor, index: Tensor) -> Tensor:

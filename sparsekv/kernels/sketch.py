@@ -67,13 +67,13 @@ def largest(rank: int, width: int, device: Any = None) -> Tensor:
     return torch.where(torch.arange(rank, device=device) < 2 * width - rank, 127, 7)
 
 
-def encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
+def encode_keys(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     """Codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, w]` int8, w = width."""
-    return launch_encode(keys, sketch, width) if on_device(keys) else encode_reference(keys, sketch, width)
+    return launch_encode_keys(keys, sketch, width) if on_device(keys) else encode_keys_reference(keys, sketch, width)
 
 
-def encode_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """`encode` in plain torch, some keys at a time."""
+def encode_keys_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
+    """`encode_keys` in plain torch, some keys at a time."""
     acc, rank = acc_dtype(keys), sketch.rank
     maps, centre = sketch.keys.to(acc), sketch.centre.to(acc)[..., None, :]
     top, whole = largest(rank, width, keys.device), 2 * width - rank
@@ -85,7 +85,7 @@ def encode_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     return torch.cat(parts, dim=2)
 
 
-def decode(codes: Tensor, rank: int) -> Tensor:
+def decode_codes(codes: Tensor, rank: int) -> Tensor:
     """The numbers in codes, `[..., w] -> [..., r]` int8."""
     width = codes.shape[-1]
     alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
@@ -210,8 +210,8 @@ def best_tokens_reference(grades: Tensor, tokens: Tensor | None, budget: Tensor,
     return out.scatter_(-1, slot, torch.where(chosen, listed, -1))[..., :widest]
 
 
-def launch_encode(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """`encode` through Triton."""
+def launch_encode_keys(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
+    """`encode_keys` through Triton."""
     from sparsekv.kernels.sketch_triton import encode_kernel
 
     keys, maps, centre = dense_last(keys), sketch.keys.contiguous(), sketch.centre.contiguous()

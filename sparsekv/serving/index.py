@@ -25,7 +25,7 @@ from sparsekv.kernels import (
     attend_tokens,
     bucket_sums,
     build_index,
-    encode,
+    encode_keys,
     extend_index,
     half_variance,
     round_means,
@@ -173,7 +173,7 @@ class LayerIndex:
             bare = rows
         self.bucket_at.index_copy_(1, at, assign_buckets(bare, self.centroids)[0].to(torch.int16))
         if self.codes is not None and self.sketch is not None:
-            self.codes.index_copy_(2, at, encode(rows, self.sketch, self.width))
+            self.codes.index_copy_(2, at, encode_keys(rows, self.sketch, self.width))
 
     def _complete(self, slots: Tensor, regions: Regions) -> None:
         """Buckets and codes of the mid region's tokens that have none, from the pages."""

@@ -7,7 +7,7 @@ it is compared on the device, for every row with every seat, and a row that is n
 guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once on a CPU; on a
 CUDA device it looks at the first decode batch after another one, and else at what the step before left behind.
 
-What is written here in plain torch is done for a decode batch on a CUDA device by two launches (`kernels.seating`).
+What is written here in plain torch is done for a decode batch on a CUDA device by two launches (`seating`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.kernels.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 from sparsekv.serving.index import Lanes, Unsorted
+from sparsekv.serving.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 
 SLACK = 64
 """Tokens that a tail may grow beyond its room before the row is attended to fully: the host learns late on CUDA."""

@@ -7,7 +7,7 @@ import torch
 
 from sparsekv.core.sketch import check_sketch, fit_queries, fit_sketch, principal, second_moment
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import Sketch, decode, encode
+from sparsekv.kernels import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.sketch import query_side_reference, sketch_scores_reference
 
 DIM, HEADS, GROUP, LENGTH = 12, 2, 3, 400
@@ -39,7 +39,7 @@ def of_codes(queries: torch.Tensor, keys: torch.Tensor, sketch: Sketch, width: i
     """Scores `[2, H, G, T, n]` from codes."""
     side = query_side_reference(queries.transpose(1, 2).flatten(0, 1), sketch, 1.0)
     side = side.unflatten(0, (2, -1)).transpose(1, 2).unflatten(1, (HEADS, GROUP))
-    return torch.einsum("bhgtr,bhnr->bhgtn", side, decode(encode(keys, sketch, width), sketch.rank).double())
+    return torch.einsum("bhgtr,bhnr->bhgtn", side, decode_codes(encode_keys(keys, sketch, width), sketch.rank).double())
 
 
 def exact(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_codes_err_as_those_of_the_eigenvectors_do(
 
     def error(sketch: Sketch) -> float:
         truth = torch.einsum("bhgtd,bhnd->bhgtn", queries.unflatten(1, (HEADS, GROUP)), keys - keys.mean(2, True))
-        numbers = decode(encode(keys, sketch, width), sketch.rank).to(dtype)
+        numbers = decode_codes(encode_keys(keys, sketch, width), sketch.rank).to(dtype)
         found = torch.einsum("bhgtr,bhnr->bhgtn", queries.unflatten(1, (HEADS, GROUP)) @ sketch.queries[:, :, None],
                              numbers - numbers.mean(2, True))
         return float((found - truth).square().mean() / truth.square().mean())
@@ -140,17 +140,17 @@ def test_queries_are_fitted_to_codes_of_another_basis() -> None:
     """Least squares: as the regression of every key on its code, and nearer to the scores than the basis' own side."""
     queries, keys = drawn(3)
     foreign = fitted(*drawn(4), 5, 1)
-    codes = encode(keys, foreign, 5)
+    codes = encode_keys(keys, foreign, 5)
     used = torch.arange(LENGTH) < torch.tensor([[LENGTH], [100]])
     asks = fit_queries(foreign, codes, keys, used)
-    own = decode(codes[1, 1, :100], foreign.rank).double()
+    own = decode_codes(codes[1, 1, :100], foreign.rank).double()
     own = own - own.mean(0)
     solved = torch.linalg.lstsq(own, keys[1, 1, :100] - keys[1, 1, :100].mean(0)).solution
     torch.testing.assert_close(asks[1, 1], solved.mT, rtol=1e-2, atol=1e-3)
     everywhere = foreign._replace(queries=fit_queries(foreign, codes, keys, used | True))
     assert lost(queries, keys, everywhere, 5) < 0.9 * lost(queries, keys, foreign, 5)
     for alike in (keys[:, :, :1].expand_as(keys), keys[:, :, :0]):
-        nothing = fit_queries(foreign, encode(alike, foreign, 5), alike, used[:, :alike.shape[2]])
+        nothing = fit_queries(foreign, encode_keys(alike, foreign, 5), alike, used[:, :alike.shape[2]])
         torch.testing.assert_close(nothing, foreign.queries.expand_as(nothing))
 
 
@@ -166,7 +166,7 @@ def test_queries_or_keys_that_are_all_alike(dtype: torch.dtype) -> None:
         if k.shape[2]:
             tokens = torch.arange(LENGTH).expand(100, HEADS, -1)
             asked = queries.transpose(1, 2).flatten(0, 1)
-            scores = sketch_scores_reference(asked, sketch, encode(k, sketch, 4), 0.3, tokens)
+            scores = sketch_scores_reference(asked, sketch, encode_keys(k, sketch, 4), 0.3, tokens)
             torch.testing.assert_close(scores.sum(-1), torch.full_like(scores[..., 0], GROUP))
 
 

@@ -39,7 +39,6 @@ from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
-from sparsekv.kernels.paged import launch_paged, paged_scores_reference
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
 from sparsekv.kernels.stored import (
     append_token_reference,
@@ -47,6 +46,7 @@ from sparsekv.kernels.stored import (
     launch_append,
     launch_decode,
 )
+from sparsekv.kernels.vote import launch_vote, soft_vote_reference
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
@@ -331,8 +331,8 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
             assert float((scores.amax(-1) - scores.gather(-1, found.long()[..., None])[..., 0]).max()) < 1e-3
     first, last = (torch.randint(0, keys + 1, (2 * queries,), device=device) for _ in range(2))
     last[0] = keys
-    found = launch_paged(q, k, first, last, scale=dim**-0.5)
-    truth = paged_scores_reference(q.double(), k.double(), first, last, scale=dim**-0.5)
+    found = launch_vote(q, k, first, last, scale=dim**-0.5)
+    truth = soft_vote_reference(q.double(), k.double(), first, last, scale=dim**-0.5)
     assert error(found, truth) < LIMITS[dtype]
     index = torch.randint(0, keys, (2 * queries, heads, 19), device=device)
     assert torch.equal(launch_gather(k, index), gather_rows(k, index))
@@ -414,9 +414,9 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
-        for codes in (sketch.launch_encode(keys, maps, width), sketch.encode_reference(keys, maps, width)):
+        for codes in (sketch.launch_encode_keys(keys, maps, width), sketch.encode_keys_reference(keys, maps, width)):
             assert codes.shape == (2, heads, length, width) and codes.dtype == torch.int8
-            away = sketch.decode(codes, rank) - exact.clamp(-top, top)
+            away = sketch.decode_codes(codes, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
         asked = sketch.launch_ask(q, maps, width, 0.3, sketch.GRADES + 5)

@@ -14,11 +14,10 @@ from sparsekv.kernels import (
     completion,
     indexing,
     losses,
-    paged,
     routing,
-    seating,
     sketch,
     stored,
+    vote,
 )
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
@@ -29,16 +28,17 @@ from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import losses_triton as lo
-from sparsekv.kernels import paged_triton as p
 from sparsekv.kernels import routing_triton as r
-from sparsekv.kernels import seating_triton as se
 from sparsekv.kernels import sketch_triton as sk
 from sparsekv.kernels import stored_triton as d
+from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.launch import at_once
+from sparsekv.serving import seating
+from sparsekv.serving import seating_triton as se
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
@@ -150,9 +150,9 @@ def main() -> None:
         size = dim * (4 if half == "fp32" else 2)
         blocks = {n: at_once(getattr(indexing, n), size, indexing.ROW_BYTES) for n in ("BLOCK", "BUCKETS")}
         check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.WARPS, half, SHARED, stages=indexing.STAGES)
-    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": paged.BLOCK, "DIM": 128}, paged.WARPS,
+    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.BLOCK, "DIM": 128}, vote.WARPS,
           "bf16")
-    check(p.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": paged.VOTE_BLOCK}, paged.WARPS, "bf16", (90,))
+    check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTE_BLOCK}, vote.WARPS, "bf16", (90,))
     check(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
     for apart in (False, True):
         check(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
@@ -203,7 +203,7 @@ def main() -> None:
     check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row)}, 4, "fp32", least)
     check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 256, "WIDTH": 256,
                                   "BLOCK": at_once(64, row)}, 4, "fp32", least)
-    check(p.page_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(paged.BLOCK, row), "DIM": 256}, paged.WARPS,
+    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(vote.BLOCK, row), "DIM": 256}, vote.WARPS,
           "fp32", least, stages=3)
     check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row), "WIDTH": 256,
                           "OFFSETS": True}, routing.SCORE_WARPS, "fp32", least, stages=3)

@@ -18,7 +18,7 @@ from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import Sketch, decode
+from sparsekv.kernels import Sketch, decode_codes
 
 BYTES, WIDE, BUDGET = 4, 2, 7
 
@@ -168,7 +168,7 @@ def test_without_queries_of_the_prompt_the_basis_is_the_artifacts() -> None:
     before, _, _ = make_view()
     found, fixed = (selector(replace(before, recent_queries=None), fit=fit) for fit in ("fitted", "fixed"))
     assert found.turned is None and torch.equal(found.codes, fixed.codes)
-    assert decode(found.codes, 2 * BYTES - WIDE).abs().max() <= 127
+    assert decode_codes(found.codes, 2 * BYTES - WIDE).abs().max() <= 127
 
 
 def test_an_artifact_without_sketches_decodes_by_buckets_alone_and_says_so() -> None:

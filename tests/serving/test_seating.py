@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.kernels import seating
+from sparsekv.serving import seating
 from sparsekv.serving.index import Unsorted
 from sparsekv.serving.seats import Batch, Places, Seats
 

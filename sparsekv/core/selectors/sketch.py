@@ -16,7 +16,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import Sketch, encode, sketch_tokens
+from sparsekv.kernels import Sketch, encode_keys, sketch_tokens
 
 FITS = ("fitted", "fixed")
 CANDIDATES = 0.1
@@ -160,7 +160,7 @@ class SketchRouter(Router):
     def _more(self, view: LayerView, sketch: Sketch) -> Tensor:
         """The codes with those of the keys that have none."""
         known = 0 if self.codes is None else self.codes.shape[2]
-        new = encode(view.keys[:, :, known:int(view.regions.mid_last.max())], sketch, self.width)
+        new = encode_keys(view.keys[:, :, known:int(view.regions.mid_last.max())], sketch, self.width)
         return new if self.codes is None else torch.cat([self.codes, new], dim=2)
 
 

@@ -13,7 +13,7 @@ from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import paged_scores
+from sparsekv.kernels import soft_vote
 
 VOTES = ("soft", "hard", "topk")
 
@@ -117,7 +117,7 @@ class TokenSelect(Selector):
         keys = view.keys_pre(0, view.length) if self.extrapolate else view.keys
         if self.vote == "soft":
             first, last = view.regions.mid_first, view.regions.mid_last
-            votes = paged_scores(q[:, :, 0], keys, first, last, scale=view.scale if self.scaled else 1.0)
+            votes = soft_vote(q[:, :, 0], keys, first, last, scale=view.scale if self.scaled else 1.0)
             return top_tokens(mask_mid(view, votes[:, :, None]), self.budget, self.widest)
         scores = group_scores(replace(view, keys=keys), q).transpose(2, 3).flatten(1, 2)
         return top_tokens(vote(scores, self.budget, self.widest, self.vote), self.budget, self.widest)

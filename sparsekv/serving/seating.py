@@ -1,5 +1,5 @@
 """What the layers of a served decode step share: who sits where, and what every row reads. Two launches, and no host
-synchronisation; the truth is the plain torch of `serving.seats`, which says what the words mean.
+synchronisation; the truth is the plain torch of `seats`, which says what the words mean.
 
 The first launch reads the seats in one program a row, and the program that ends last writes them; between the two the
 host may give seats to rows. Both write to buffers of the caller, whose places a CUDA graph may know.
@@ -40,7 +40,7 @@ def launch_follow(
     """`Seats.follow` of lengths `[R]`, starts `[R + 1]`, table `[R, blocks]`, slots `[T]`: changes the state, sets
     `unsorted [slots + 1]` at the first `noted` slots, and writes found: single bool, own int64, known bool, seat int64
     and wants bool, `[R]`, the last for rows that want a seat or have outgrown `room`."""
-    from sparsekv.kernels.seating_triton import follow_kernel
+    from sparsekv.serving.seating_triton import follow_kernel
 
     rows, count = lengths.shape[0], state.length.shape[0] - 1
     if not rows:
@@ -51,7 +51,8 @@ def launch_follow(
         lengths, starts, slots, table, at, *state, *found, rows, slots.shape[0], 0 if unsorted is None else noted, step,
         count, at.shape[0] - 1, table.stride(0), state.table.stride(0), table.shape[1],
         min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page, SEATS=power_of_two(count + 1),
-        TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), num_warps=WARPS)
+        TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), NOWHERE=NOWHERE,
+        num_warps=WARPS)
 
 
 def launch_lanes(
@@ -61,7 +62,7 @@ def launch_lanes(
 ) -> None:
     """`Seats.lanes` of rows that sit where `known [R]` and `seat [R]` say, `tail [S + 1]`: writes lanes: sparse `[R]`,
     seat `[R]`, anchors `[R, A]`, places `[R]`, rest `[R]` and anchored `[R]`."""
-    from sparsekv.kernels.seating_triton import lanes_kernel
+    from sparsekv.serving.seating_triton import lanes_kernel
 
     rows, size = lengths.shape[0], lanes[2].shape[1]
     if rows:

@@ -4,15 +4,11 @@ specialised on: nothing is compiled while requests are served."""
 import triton
 import triton.language as tl
 
-from sparsekv.kernels import seating
-
-NOWHERE: tl.constexpr = tl.constexpr(seating.NOWHERE)
-
 
 @triton.jit
 def settle(
     lengths, slots, known, own, seat, seat_length, seat_last, seat_used, rows, tokens, step, count,
-    SEATS: tl.constexpr, TILE: tl.constexpr,
+    SEATS: tl.constexpr, TILE: tl.constexpr, NOWHERE: tl.constexpr,
 ):
     """How far the seats are after this step: those found have the row's length, those in whose last slot a token is
     written have none. Of several rows with one seat the last one counts. What other programs have just written is read
@@ -50,6 +46,7 @@ def follow_kernel(
     single, own, known, seat, wants, rows, tokens, noted, step, count, nobody, table_row, seat_row, width, blocks,
     dense_below, room,
     PAGE: tl.constexpr, SEATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr,
+    NOWHERE: tl.constexpr,
 ):
     """One program a row; the one that comes last of all, when nobody reads the seats any more, writes them."""
     row = tl.program_id(0)
@@ -94,7 +91,7 @@ def follow_kernel(
     tl.debug_barrier()
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == rows - 1:
         settle(lengths, slots, known, own, seat, seat_length, seat_last, seat_used, rows, tokens, step, count,
-               SEATS=SEATS, TILE=TILE)
+               SEATS=SEATS, TILE=TILE, NOWHERE=NOWHERE)
         tl.store(arrived, 0)
 
 

@@ -11,18 +11,18 @@ BLOCK, WARPS = 128, 4
 VOTE_BLOCK = 256
 
 
-def paged_scores(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
+def soft_vote(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
     """Soft vote of the heads on every token: `Σ_h softmax(q_h·k·scale)` over tokens `first[q] <= n < last[q]`.
 
     q `[Q, Hq, d]`; first, last `[Q]`; k `[B, Hkv, N, d]` with any strides. Returns `[Q, 1, N]`, zero outside. On CUDA
     the scores are written once and read once.
     """
-    vote = launch_paged if on_device(q) else paged_scores_reference
+    vote = launch_vote if on_device(q) else soft_vote_reference
     return vote(q, k, first, last, scale=scale)
 
 
-def paged_scores_reference(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
-    """`paged_scores` in plain torch."""
+def soft_vote_reference(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
+    """`soft_vote` in plain torch."""
     count, _, dim = q.shape
     batch, heads_kv = k.shape[:2]
     acc = acc_dtype(q)
@@ -34,9 +34,9 @@ def paged_scores_reference(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *,
     return scores.masked_fill(~inside[:, None, None], NEG_INF).softmax(-1).nan_to_num(0.0).sum((1, 2))[:, None]
 
 
-def launch_paged(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
-    """`paged_scores` through Triton."""
-    from sparsekv.kernels.paged_triton import page_kernel, vote_kernel
+def launch_vote(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
+    """`soft_vote` through Triton."""
+    from sparsekv.kernels.vote_triton import scores_kernel, vote_kernel
 
     q, k = dense_last(q), dense_last(k)
     count, heads_q, dim = q.shape
@@ -45,7 +45,7 @@ def launch_paged(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: fl
     group, blocks = heads_q // heads_kv, -(-length // block)
     scores = torch.empty(count, heads_q, length, dtype=torch.float32, device=q.device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))
-    page_kernel[(count * heads_kv, blocks)](
+    scores_kernel[(count * heads_kv, blocks)](
         q, k, first.contiguous(), last.contiguous(), scores, tops, masses, scale, heads_kv, count // k.shape[0], length,
         dim, *q.stride()[:2], *k.stride()[:3], GROUP=group, ROWS=padded(group), BLOCK=block, DIM=padded(dim),
         num_warps=WARPS)

@@ -1,11 +1,11 @@
-"""The Triton kernels of `paged.py`; importing this module imports Triton."""
+"""The Triton kernels of `vote.py`; importing this module imports Triton."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def page_kernel(
+def scores_kernel(
     q, k, first, last, scores, tops, masses, scale, heads_kv, per_row, length, dim, q_row, q_head, k_row, k_head,
     k_token,
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
