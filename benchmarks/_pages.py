@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from _rows import RESULTS, write_rows
+from benchmarks._rows import RESULTS, write_rows
 
 
 def take_over(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import os
 import random
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,9 +31,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from _pages import fill, take_over
-from _rows import RESULTS, row, write_rows
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._pages import fill, take_over
+from benchmarks._rows import RESULTS, row, write_rows
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output

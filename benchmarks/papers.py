@@ -1,7 +1,7 @@
 """The papers' systems as published, and the rivals' settings: the rows of docs/results/papers.json, told in
 docs/papers.md.
 
-    python benchmarks/papers.py --part saap,completion --model MODEL --text FILE.txt [--length 8192] [--variants all]
+    python benchmarks/papers.py --part saap,completion --model MODEL --text FILE.txt [--length 8192] [--quick]
     python benchmarks/papers.py --part lfps --model MODEL --text FILE.txt [--length 4096]
     python benchmarks/papers.py --part faiss --model MODEL --requests FILE [--lengths 4096]
     python benchmarks/papers.py --part million [--length 1048576]
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import statistics
 import sys
 import tempfile
@@ -34,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sparsekv
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, router_of, side_by_side, spend
-from benchmarks.partitions import yarn
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.core.estimators import Estimator, PhiEstimator
@@ -55,12 +55,17 @@ from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader
 from sparsekv.trainers.phi import PhiConfig, train_phi
-from sparsekv.trainers.router import RouterConfig, train_router
+from sparsekv.trainers.router import RECIPES, RouterConfig, train_router
 
 Rows = list[dict[str, Any]]
 SHAPE = {"heads_q": 32, "heads_kv": 8, "dim": 128}
 """Of a layer of an 8B model."""
-PROBES = 32
+SAAP = RECIPES["saap"]
+
+
+def yarn(length: int) -> str | None:
+    """Rope scaling of a model of 8192 positions to a longer context."""
+    return json.dumps({"rope_type": "yarn", "factor": float(-(-length // 8192))}) if length > 8192 else None
 
 
 def stores(options: argparse.Namespace, names: tuple[str, ...]) -> dict[str, CaptureStore]:
@@ -82,50 +87,46 @@ def stores(options: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Cap
 
 def saap(options: argparse.Namespace) -> Rows:
     """Share of the mid region's attention that is read, by budget and by ℓ: the paper's query model on the paper's
-    buckets, its variants, mean keys, nearest centroids, the oracle, exact top-k, and buckets of random directions
-    (Reformer's hashing)."""
+    buckets, mean keys, nearest centroids, the oracle, exact top-k, and buckets of random directions (Reformer's
+    hashing)."""
     device, captured = resolve_device(options.device), stores(options, ("train", "heldout"))
     per_head = -(-1000 // captured["train"].group)  # 1000 queries a step of every query model
-    variants = {"as published": {"max_steps": options.steps, "lr": 1e-5}}
-    if options.variants != "published":
-        quick = {"max_steps": options.quick_steps, "lr": options.quick_lr}
-        changes: dict[str, dict[str, Any]] = {
-            "shorter training": {}, "lr × 10": {"lr": 10 * options.quick_lr}, "queries near and far": {"long_range": 0},
-            "residual, queries near and far": {"long_range": 0, "residual": True},
-            "hidden / 4": {"hidden_size": options.hidden // 4}, "C / 4": {"num_buckets": options.buckets // 4},
-            "C × 4": {"num_buckets": 4 * options.buckets}, "with RoPE": {"key_space": "rot"}}
-        variants |= {name: {**quick, **change} for name, change in changes.items()}
-    if options.variants == "quick":
-        variants = {"shorter training": variants["shorter training"]}
-    made, rows = {}, []
+    name, given = "as published", {"max_steps": options.steps, "lr": 1e-5}
+    if options.quick:
+        name, given = "shorter training", {"max_steps": 8000, "lr": 1e-4}
     case = f"saap, {name_of(options.model)}, {options.length} tokens"
     said = {"length": options.length, "options": f"layers={options.layers} documents={options.documents} "
             f"queries={options.queries} sink=1 window={options.tail} measured={options.measured} "
             f"queries_a_step={per_head * captured['train'].group}"}
-    for name, change in variants.items():
-        with tempfile.TemporaryDirectory() as place:
-            began = time.perf_counter()
-            given = {"num_buckets": options.buckets, "hidden_size": options.hidden, "batch_size": per_head, **change}
-            made[name] = train_router(RouterConfig(
-                capture=str(captured["train"].path), output=place, preset="saap", window_size=options.tail,
-                validation_documents=1, device=device, overwrite=True, **given)).to(device)
-            spent = round(time.perf_counter() - began, 1)
-        rows.append(row(case, name, "train_seconds", spent, "seconds", **said,
-                        training=" ".join(f"{k}={v}" for k, v in given.items())))
-        print(f"{case}: {name} in {spent} s", flush=True)
-    found = saap_masses(captured["heldout"], made, device, options)
+    given |= {"num_buckets": options.buckets, "hidden_size": options.hidden, "batch_size": per_head}
+    with tempfile.TemporaryDirectory() as place:
+        began = time.perf_counter()
+        made = train_router(
+            RouterConfig(capture=str(captured["train"].path), output=place, preset="saap", validation_documents=1,
+                         device=device, overwrite=True),
+            replace(SAAP, window_size=options.tail, **given)).to(device)
+        spent = round(time.perf_counter() - began, 1)
+    rows = [row(case, name, "train_seconds", spent, "seconds", **said,
+                training=" ".join(f"{k}={v}" for k, v in given.items()))]
+    print(f"{case}: {name} in {spent} s", flush=True)
+    found = saap_masses(captured["heldout"], name, made, device, options)
     return rows + [row(case, method, metric, round(value, 4), "share", **said)
                    for (method, metric), value in found.items()]
 
 
-def saap_masses(store: CaptureStore, made: dict[str, RouterArtifact], device: str, options: argparse.Namespace,
+def saap_masses(store: CaptureStore, name: str, artifact: RouterArtifact, device: str, options: argparse.Namespace,
                 ) -> dict[tuple[str, str], float]:
-    """Means over layers, heads and queries of the second half of held-out windows. What is not trained is measured once
-    for its buckets, under their number and space."""
+    """Means over layers, heads and queries of the second half of held-out windows."""
     sums: dict[tuple[str, str], list[float]] = {}
-    documents = list(range(store.num_documents))
-    some = next(iter(made.values())).config  # a capture's own sink and window are not the paper's
-    for request in measured(store, documents, device, options.measured, some.sink_size, some.window_size):
+    documents, buckets = list(range(store.num_documents)), artifact.config.num_buckets
+    place = f"C = {buckets}, " + ("with RoPE" if artifact.config.key_space == "rot" else "without RoPE")
+    generator = torch.Generator().manual_seed(1)
+    directions = torch.randn(artifact.centroids.shape, generator=generator).to(artifact.centroids)
+    hashing = RouterArtifact(artifact.config, torch.nn.functional.normalize(directions, dim=-1), artifact.weights)
+    mean_key = RouterArtifact(replace(artifact.config, scores="mean_key"), artifact.centroids, None)
+    # a capture's own sink and window are not the paper's
+    for request in measured(store, documents, device, options.measured, artifact.config.sink_size,
+                            artifact.config.window_size):
         share, view, queries = mid_share(request), request.view, request.queries
 
         def note(method: str, metric: str, selection: Selection) -> None:
@@ -133,34 +134,22 @@ def saap_masses(store: CaptureStore, made: dict[str, RouterArtifact], device: st
 
         for budget in BUDGETS:
             note("topk", f"mass_share@{budget}", request.build(reader(budget), None)[0].select(view, queries))
-        seen = set()
-        for name, artifact in made.items():
-            model, buckets = router_of(artifact, request), artifact.config.num_buckets
-            for budget in BUDGETS:
-                note(name, f"mass_share@{budget}", spend(model, view, queries, budget))
-            place = f"C = {buckets}, " + ("with RoPE" if artifact.config.key_space == "rot" else "without RoPE")
-            if place not in seen:
-                seen.add(place)
-                untrained = router_of(RouterArtifact(replace(artifact.config, scores="mean_key"), artifact.centroids,
-                                                     None), request)
-                generator = torch.Generator().manual_seed(1)
-                directions = torch.randn(artifact.centroids.shape, generator=generator).to(artifact.centroids)
-                hashed = router_of(RouterArtifact(
-                    artifact.config, torch.nn.functional.normalize(directions, dim=-1), artifact.weights), request)
-                for budget in BUDGETS:
-                    for what, selection in (
-                            ("mean_key", spend(untrained, view, queries, budget)),
-                            ("centroids", nearest_centroids(request, model, budget)),
-                            ("hashing", nearest_centroids(request, hashed, budget)),
-                            ("oracle", best_buckets(request, model, share, budget))):
-                        note(f"{what}, {place}", f"mass_share@{budget}", selection)
-            model.token_budget = None
-            for probes in (buckets // 128, buckets // 32, buckets // 8):
-                model.probes = max(1, probes)
-                whole = model.select(view, queries)
-                note(name, f"mass_share@{model.probes} buckets", whole)
-                sums.setdefault((name, f"selectivity@{model.probes} buckets"), []).append(
-                    float(whole.counts().float().mean()) / int(view.regions.mid_sizes[0]))
+        model, untrained, hashed = (router_of(a, request) for a in (artifact, mean_key, hashing))
+        for budget in BUDGETS:
+            for what, selection in (
+                    (name, spend(model, view, queries, budget)),
+                    (f"mean_key, {place}", spend(untrained, view, queries, budget)),
+                    (f"centroids, {place}", nearest_centroids(request, model, budget)),
+                    (f"hashing, {place}", nearest_centroids(request, hashed, budget)),
+                    (f"oracle, {place}", best_buckets(request, model, share, budget))):
+                note(what, f"mass_share@{budget}", selection)
+        model.token_budget = None
+        for probes in (buckets // 128, buckets // 32, buckets // 8):
+            model.probes = max(1, probes)
+            whole = model.select(view, queries)
+            note(name, f"mass_share@{model.probes} buckets", whole)
+            sums.setdefault((name, f"selectivity@{model.probes} buckets"), []).append(
+                float(whole.counts().float().mean()) / int(view.regions.mid_sizes[0]))
     return {key: statistics.mean(values) for key, values in sums.items()}
 
 
@@ -436,10 +425,7 @@ def main() -> None:
     trained.add_argument("--yarn", action="store_true", help="stretch a model of 8192 positions to the length")
     trained.add_argument("--phi-steps", type=int, default=4000)
     trained.add_argument("--steps", type=int, default=40_000, help="of the query model as published")
-    trained.add_argument("--variants", choices=("published", "quick", "all"), default="published",
-                         help="quick: only the shorter training of --quick-steps at --quick-lr, for a CPU")
-    trained.add_argument("--quick-steps", type=int, default=8000, help="of every variant")
-    trained.add_argument("--quick-lr", type=float, default=1e-4)
+    trained.add_argument("--quick", action="store_true", help="saap: 8000 steps at 1e-4 instead, for a CPU")
     trained.add_argument("--buckets", type=int, default=1024)
     trained.add_argument("--hidden", type=int, default=1024)
     trained.add_argument("--tail", type=int, default=2047, help="local window, whose tokens no target counts")

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path += [str(Path(__file__).resolve().parent.parent / "tests" / room) for room in (
-    "reliability", "capture", "trainers", "runtime")]
+sys.path += [str(Path(__file__).resolve().parent.parent / room) for room in (
+    "", "tests/reliability", "tests/capture", "tests/trainers", "tests/runtime")]
 
 import attacks
-from _pages import fill, take_over
-from _rows import RESULTS, row
 
+from benchmarks._pages import fill, take_over
+from benchmarks._rows import RESULTS, row
 from sparsekv.runtime import decoding
 
 GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {

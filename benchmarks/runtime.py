@@ -13,14 +13,17 @@ import functools
 import importlib.util
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _pages import fill, take_over
-from _rows import RESULTS, row, write_rows
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._pages import fill, take_over
+from benchmarks._rows import RESULTS, row, write_rows
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.layer import LayerView, Queries

@@ -190,115 +190,6 @@ def _cell(values: dict[Any, float], *key: Any) -> str:
     return f"{values[key]:.3f}" if key in values else "–"
 
 
-def partitions() -> str:
-    """Mass share that an oracle and the mean key reach, by partition, length, tail and number of buckets."""
-    rows = load("partitions")
-    values = {(r["length"], r["partition"], r["buckets"], r["tail"], r["method"], r["metric"]): r["value"]
-              for r in rows}
-    lengths, tails = (sorted({r[k] for r in rows if r["tail"]}) for k in ("length", "tail"))
-    counts = sorted({r["buckets"] for r in rows} - {0})
-    curves = [r for r in rows if r["metric"] == "mass_share@0.01" and r["partition"] != "topk"]
-    middle = curves[0]["buckets"]
-    names = list(dict.fromkeys(r["partition"] for r in rows if r["partition"] != "topk"))
-    base = [n for n in names if any(r["partition"] == n for r in curves)]
-
-    def pair(length: int, name: str, buckets: int, tail: int, metric: str = "mass_share@0.05") -> str:
-        found = [values.get((length, name, buckets, tail, m, metric)) for m in ("oracle", "mean_key")]
-        return "–" if found[0] is None else " / ".join(f"{v:.2f}" for v in found)
-
-    def table(wanted: list[str], buckets: int) -> str:
-        lines = []
-        for length in lengths:
-            exact = [f"{values[length, 'topk', 0, t, 'topk', 'mass_share@0.05']:.2f}"
-                     if (length, "topk", 0, t, "topk", "mass_share@0.05") in values else "–" for t in tails]
-            lines.append([f"{length}: exact top-k", *exact, "–"])
-            for n in wanted:
-                lines.append([f"{length}: {n}", *(pair(length, n, buckets, t) for t in tails),
-                              _ratio(values.get((length, n, buckets, 0, "none", "imbalance")))])
-        return markdown(["", *(f"tail {t}" for t in tails), "imbalance"], lines)
-
-    origin = rows[0]
-    by_count = markdown(["", *(f"C = {c}" for c in counts)],
-                        [[f"{length}: {n}", *(pair(length, n, c, tails[0]) for c in counts)]
-                         for length in lengths for n in base])
-    metrics = sorted({r["metric"] for r in curves} | {r["metric"] for r in rows if r["metric"].startswith("mass_")})
-    curve = markdown(["", *(f"{float(m.split('@')[1]):.0%}" for m in metrics)],
-                     [[f"{length}: {n}", *(pair(length, n, middle, tails[0], m) for m in metrics)]
-                      for length in lengths for n in base])
-    return (f"# Partitions: where the order turns\n\n{origin['machine']}; `{origin['command']}` at "
-            f"{origin['commit']}.\n\nSmolLM2-135M, past 8192 tokens with yarn; share of the mid region's attention "
-            "mass in the buckets that make up 5 % of the context: chosen by an oracle / by the untrained mean key. "
-            "Buckets are found on the first 80 % of the text and judged on its last 20 %. `pre`: keys without RoPE; "
-            "`rot`: with RoPE; `own`: the request's own keys with RoPE; `segmentsS`: content buckets (without RoPE) "
-            "within S segments of the positions. Imbalance: `C·Σ share²`.\n\n"
-            f"## By tail, C = {middle}\n\n{table(base, middle)}\n\n"
-            f"## By number of buckets, tail {tails[0]}\n\n{by_count}\n\n"
-            f"## By budget, C = {middle}, tail {tails[0]}\n\n{curve}\n\n"
-            f"## What might raise the ceiling, C = {middle}\n\n"
-            "`centred`: the mean key taken off first; `balanced`: a bias per bucket evens the sizes on training text; "
-            "`split`: buckets above twice the mean size cut into runs of positions; `weighted`: keys drawn for k-means "
-            f"by the attention they receive.\n\n{table([n for n in names if n not in base], middle)}\n")
-
-
-def router_lengths() -> str:
-    """Mass share of the paper's router and of the untrained score, by length, tail and key space; where the order of
-    the two turns."""
-    rows = load("router_lengths")
-    values = {(r["domain"], r["metric"], r["length"], r["tail"], r["space"], r["method"]): r["value"] for r in rows}
-    cells = sorted({(r["length"], r["tail"]) for r in rows})
-    spaces = list(dict.fromkeys(r["space"] for r in rows))
-    metrics = sorted({r["metric"] for r in rows}, key=lambda m: float(m.split("@")[1]))
-    methods = [m for m in ("mlp", "mean_key", "hybrid", "oracle") if any(r["method"] == m for r in rows)]
-    titles = {"heldout": "Held-out text", "ood": "Out of domain"}
-    at = "mass_share@0.05"
-
-    def percent(metric: str) -> str:
-        return f"{float(metric.split('@')[1]):.0%}".replace("%", " %")
-
-    def gaps(domain: str, metric: str) -> dict[str, float]:
-        """By cell and space, by how much `mlp` is above `mean_key`."""
-        pairs = {f"{length} / {tail} / {space}": [values.get((domain, metric, length, tail, space, m))
-                                                  for m in ("mlp", "mean_key")]
-                 for length, tail in cells for space in spaces}
-        return {where: a - b for where, (a, b) in pairs.items() if a is not None and b is not None}
-
-    def turned(domain: str, metric: str) -> str:
-        found = gaps(domain, metric)
-        return ", ".join(where for where, gap in found.items() if gap > 0) or ("nowhere" if found else "–")
-
-    def words(domain: str) -> str:
-        found = gaps(domain, at)
-        if not found:
-            return ""
-        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
-        return (f"{titles[domain]}, at 5 %: `mlp` is above `mean_key` at {sum(g > 0 for g in found.values())} of "
-                f"{len(found)} combinations of length, tail and space: {turned(domain, at)}. The difference of the two "
-                f"runs from {found[least]:+.3f} ({least}) to {found[most]:+.3f} ({most}).\n")
-
-    # a long table may come from several commands
-    origins = "; ".join(dict.fromkeys(f"`{r['command']}` at {r['commit']}" for r in rows))
-    machines = " and ".join(dict.fromkeys(r["machine"] for r in rows))
-    parts = [f"# The paper's router against the untrained score\n\n{machines}; {origins}. Settings: "
-             f"{rows[0]['options']}.\n",
-             "Past 8192 tokens with yarn. Share of the mid region's attention mass in the buckets that make up a part "
-             "of the context, for queries of the second half of a window, mean over layers, heads, documents and "
-             "queries. `mlp`: the paper's query model; `mean_key`: no training, from the request's own bucket means; "
-             "`hybrid`: their sum, trained; `oracle`: buckets by their mass. Space: the keys that are clustered and "
-             "that the query model belongs to, `pre` without RoPE, `rot` with it. Trained on the first 80 % of the "
-             "text, judged on its last 20 % and on Python's documentation.\n",
-             "## Where the order turns\n", *filter(None, map(words, titles)),
-             "By budget, length / tail / space where `mlp` is above `mean_key`:\n\n" + markdown(
-                 ["budget", *titles.values()],
-                 [[percent(m), *(turned(domain, m) for domain in titles)] for m in metrics
-                  if any(r["metric"] == m and r["method"] == "mlp" for r in rows)]) + "\n"]
-    for domain, title in titles.items():
-        table = [[f"{length}, tail {tail}", *(_cell(values, domain, at, length, tail, s, m)
-                                              for s in spaces for m in methods)] for length, tail in cells]
-        parts.append(f"## {title}, at 5 %\n\n" + markdown(
-            ["tokens", *(f"{s}: {m}" for s in spaces for m in methods)], table) + "\n")
-    return "\n".join(parts)
-
-
 def sketch() -> str:
     """The ablation: buckets, sketches, their fit, φ; then bytes of a code, channels of 8 bits, share of candidates."""
     rows = load("sketch")
@@ -336,10 +227,6 @@ def sketch() -> str:
     return "\n".join(parts)
 
 
-def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1f}"
-
-
 def quality() -> None:
     """The pages of RULER, and a figure of all systems a length."""
     from benchmarks.quality import figures, page
@@ -353,7 +240,6 @@ def quality() -> None:
 if __name__ == "__main__":
     decode_figure()
     quality()
-    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("partitions", partitions),
-                       ("router_lengths", router_lengths), ("sketch", sketch)):
+    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("sketch", sketch)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")

@@ -154,7 +154,8 @@ def _sketch(
 
 
 def _float32(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """Artifacts made before may hold a matrix in bfloat16, or in float8 with one scale a column."""
-    weight = take(tensors, name, shape, where).float()
-    scale = (*shape[:-2], 1, shape[-1])
-    return weight * take(tensors, f"{name}.scale", scale, where) if f"{name}.scale" in tensors else weight
+    """Artifacts made before may hold a matrix in bfloat16."""
+    if f"{name}.scale" in tensors:
+        raise SparseKVError(f"{where} has a query model in float8, which sparsekv no longer reads: expected one in "
+                            "float32 or bfloat16; train it again")
+    return take(tensors, name, shape, where).float()

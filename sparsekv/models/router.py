@@ -14,18 +14,14 @@ MOMENTUM, EPS = 0.05, 1e-5
 class BucketRouter(nn.Module):
     """`heads` independent models `W2 relu(BN(W1 q))`. Input `[heads, T, d]`, output logits `[heads, T, C]`.
 
-    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer. residual: a linear
-    map `q W3`, zero at first, is added, and `2d` of the hidden units are given for it, so that the model reads as many
-    bytes (Saap, appendix E.1, which does not say which form it tried: ours).
+    Batch norm runs over T, head by head; `fold` turns it into a scale and shift of the first layer.
     """
 
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int, residual: bool = False):
+    def __init__(self, heads: int, dim: int, num_buckets: int, hidden: int):
         super().__init__()
-        self.w3 = nn.Parameter(torch.zeros(heads, dim, num_buckets)) if residual else None
-        hidden -= 2 * dim if residual else 0
         self.w1 = nn.Parameter(torch.randn(heads, dim, hidden) * dim**-0.5)
         self.gain = nn.Parameter(torch.ones(heads, hidden))
         self.bias = nn.Parameter(torch.zeros(heads, hidden))
@@ -45,17 +41,11 @@ class BucketRouter(nn.Module):
             mean, var = self.running_mean, self.running_var
         scale = self.gain * torch.rsqrt(var + EPS)
         hidden = hidden * scale[:, None] + (self.bias - mean * scale)[:, None]
-        logits = hidden.relu() @ self.w2 + self.b2[:, None]
-        return logits if self.w3 is None else logits + queries @ self.w3
+        return hidden.relu() @ self.w2 + self.b2[:, None]
 
     @torch.no_grad()
     def fold(self) -> QueryModel:
-        """The same function without batch norm, for inference; a linear map as hidden units, `x = relu(x) − relu(−x)`.
-        """
+        """The same function without batch norm, for inference."""
         scale = self.gain * torch.rsqrt(self.running_var + EPS)
-        w1, b1, w2 = self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone()
-        if self.w3 is not None:
-            one = torch.eye(w1.shape[1], dtype=w1.dtype, device=w1.device).expand(len(w1), -1, -1)
-            w1, w2 = torch.cat([w1, one, -one], dim=2), torch.cat([w2, self.w3, -self.w3], dim=1)
-            b1 = torch.nn.functional.pad(b1, (0, 2 * one.shape[-1]))
-        return QueryModel(w1, b1, w2, self.b2.clone())
+        return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone(),
+                          self.b2.clone())

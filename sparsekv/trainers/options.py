@@ -58,8 +58,8 @@ def recipe_option(recipes: Mapping[str, Any], name: str, *, help: str, **extra: 
     return option(None, help=f"{help} [default: {shown}]", **extra)
 
 
-def chosen(options: Any, recipes: Mapping[str, R]) -> R:
-    """The preset's recipe, with the options that were given in place of its own. Raises SparseKVError."""
+def chosen(options: Any, recipes: Mapping[str, R], recipe: R | None = None) -> R:
+    """The preset's recipe, or `recipe`, with the options that were given in place of its own. Raises SparseKVError."""
     if options.preset not in recipes:
         raise SparseKVError(f"unknown preset {options.preset!r}: expected one of {', '.join(recipes)}")
     given = {f.name: getattr(options, f.name, None) for f in fields(recipes[DEFAULT])}  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def chosen(options: Any, recipes: Mapping[str, R]) -> R:
     lr = given.get("lr")
     if lr is not None and not 0 < lr <= HIGHEST_RATE:
         raise SparseKVError(f"--lr must be above 0 and up to {HIGHEST_RATE:g}, found {lr:g}")
-    return replace(recipes[options.preset],  # type: ignore[type-var]
+    return replace(recipe or recipes[options.preset],  # type: ignore[type-var]
                    **{name: value for name, value in given.items() if value is not None})
 
 

@@ -41,17 +41,17 @@ WATCHED_WINDOWS, WATCHED_REQUESTS = 2, 2
 
 @dataclass(frozen=True)
 class RouterRecipe:
-    """How a router is trained. The defaults are what README's tables report: no query model. long_range: a query model
-    trains on queries whose best key is further away than this [tokens], where a window has enough of them; one_window:
-    all queries of a step are of one window. sink_size, window_size: what a query model leaves to exact attention, and
-    the artifact says [tokens]; the capture's where they are None. constant_rate: no warm-up and no decay. sketch_bytes,
-    sketch_wide: a quarter of the head dimension and an eighth of that where they are None."""
+    """How a router is trained. The defaults are what README's tables report: no query model. hidden_size: hidden units
+    of the query model; batch_size: queries of a query head and step; long_range: it trains on queries whose best key is
+    further away than this [tokens], where a window has enough of them; one_window: all queries of a step are of one
+    window. sink_size, window_size: what it leaves to exact attention, and the artifact says [tokens]; the capture's
+    where they are None. constant_rate: no warm-up and no decay. sketch_bytes, sketch_wide: a quarter of the head
+    dimension and an eighth of that where they are None."""
 
     num_buckets: int = 1024
     scores: str = "mean_key"
     key_space: str = "auto"
     hidden_size: int = 1024
-    residual: bool = False
     max_steps: int = 3000
     batch_size: int = 256
     lr: float = 2e-3
@@ -80,28 +80,12 @@ class RouterConfig(TrainingOptions):
     key_space: str | None = recipe_option(
         RECIPES, "key_space", group="Training", help="Keys that are clustered: rot (with RoPE), pre (RoPE removed, as "
                                                      "the paper), or auto: pre from 65536 tokens of context on.")
-    hidden_size: int | None = recipe_option(RECIPES, "hidden_size", group="Training", min=8,
-                                            help="Hidden width of the query model [units].")
-    residual: bool | None = recipe_option(RECIPES, "residual", group="Training",
-                                          help="A linear map beside the query model's two layers, in place of twice "
-                                               "the head dimension of their hidden units.")
     max_steps: int | None = recipe_option(RECIPES, "max_steps", group="Training", min=1,
                                           help="Training steps of the query model [steps].")
-    batch_size: int | None = recipe_option(RECIPES, "batch_size", group="Training", min=2,
-                                           help="Queries per query head and step [queries].")
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
                                      help="Peak learning rate (Adam, warm-up, cosine to zero; saap: constant).")
-    long_range: int | None = recipe_option(RECIPES, "long_range", group="Training", min=0,
-                                           help="The query model trains on queries whose best key is further away than "
-                                                "this, where a window has enough of them [tokens].")
-    sink_size: int | None = option(None, min=0, group="Training", help="First tokens that are always read [tokens]. "
-                                   "[default: the capture's; saap: 1]")
-    window_size: int | None = option(None, min=0, group="Training", help="Last tokens that are always read [tokens]. "
-                                     "[default: the capture's; saap: 2047]")
     sketch_bytes: int | None = option(None, min=0, help="Bytes of a key's sketch, 0 for none [bytes]. [default: a "
                                                         "quarter of the head dimension; saap: 0]")
-    sketch_wide: int | None = option(None, min=0, group="Training", help="Channels of a sketch that have 8 bits; the "
-                                     "others have 4 [channels]. [default: an eighth of the bytes]")
 
 
 class OneLayer(NamedTuple):
@@ -121,11 +105,11 @@ class OneLayer(NamedTuple):
         return self.row
 
 
-def train_router(config: RouterConfig) -> RouterArtifact:
-    """k-means, training where a query model is asked for, quality card, save. Raises SparseKVError for a bad store,
-    options or output."""
+def train_router(config: RouterConfig, recipe: RouterRecipe | None = None) -> RouterArtifact:
+    """k-means, training where a query model is asked for, quality card, save. recipe: in place of the preset's. Raises
+    SparseKVError for a bad store, options or output."""
     config.check()
-    recipe = chosen(config, RECIPES)
+    recipe = chosen(config, RECIPES, recipe)
     check_choice("scores", recipe.scores, SCORES)
     check_choice("key space", recipe.key_space, SPACES)
     store = CaptureStore.open(config.capture)
@@ -141,10 +125,7 @@ def train_router(config: RouterConfig) -> RouterArtifact:
                     for n in ("sink_size", "window_size"))
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
-                            f"local window of {window}; capture longer contexts, or give a smaller --window-size")
-    if recipe.residual and recipe.hidden_size <= 2 * store.head_dim:
-        raise SparseKVError(f"a linear map beside the query model takes {2 * store.head_dim} of its hidden units, and "
-                            f"--hidden-size is {recipe.hidden_size}; give a larger one, or leave out --residual")
+                            f"local window of {window}; capture longer contexts")
     recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide, sink_size=sink, window_size=window)
     if width:
         check_sketch(width, wide, store.head_dim)
@@ -226,8 +207,7 @@ class RouterTask(Task):
         self.heads_kv, self.group = pool.heads_kv, pool.group
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
         dim, buckets = pool.queries.shape[3], recipe.num_buckets
-        self.router = by_head(lambda heads: BucketRouter(
-            heads, dim, buckets, recipe.hidden_size, residual=recipe.residual), seeds)
+        self.router = by_head(lambda heads: BucketRouter(heads, dim, buckets, recipe.hidden_size), seeds)
         distance = pool.positions[:, None] - pool.best
         # stable: equal distances are many, and every device must draw the same queries
         self.order = distance.argsort(dim=2, descending=True, stable=True).int()

@@ -105,7 +105,8 @@ class Run:
                 raise SparseKVError(f"{str(mark)!r} is damaged; delete that folder and train again")
             name = f"the interrupted training in {str(self.out)!r}"
             check_fingerprint(theirs["model"], mine["model"], name)
-            differ = [k for k, v in theirs["options"].items() if v != mine["options"].get(k)]
+            differ = [k for k, v in theirs["options"].items()  # one that is gone and was off changed nothing
+                      if (v or k in mine["options"]) and v != mine["options"].get(k)]
             if differ:
                 raise SparseKVError(f"{name} was started with " + ", ".join(
                     f"{k} {theirs['options'][k]}" for k in differ) + "; now found " + ", ".join(

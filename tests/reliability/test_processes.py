@@ -31,8 +31,8 @@ def words(command: str, model: Path, store: Path, output: Path) -> list[object]:
                  "--methods", "streaming,topk,quest"],
         "demo": ["--model", model, "--context-length", 512, "--num-documents", 40, "--phi-steps", 400, "--phi-width",
                  16, "--num-buckets", 16, "--device", "cpu"],
-        "train-router": ["--capture", store, "--num-buckets", 8, "--preset", "saap", "--max-steps", 30_000,
-                         "--window-size", 16, "--hidden-size", 16, "--batch-size", 8, "--device", "cpu"],
+        "train-router": ["--capture", store, "--num-buckets", 8, "--scores", "mlp", "--max-steps", 30_000,
+                         "--device", "cpu"],
         "train-phi": ["--capture", store, "--width", 16, "--batch-size", 8, "--keys-per-step", 32, "--max-steps",
                       20_000, "--device", "cpu"],
     }[command], "--output", output]

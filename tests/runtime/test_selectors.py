@@ -96,18 +96,8 @@ def test_topk(case):
             assert chosen(shared, row, h) == best(added([softmax(p) for p in parts]), 9)
 
 
-def test_topk_layer_budgets_have_the_same_total():
-    sizes = {"uniform": [], "linear": []}
-    for kind, found in sizes.items():
-        for layer in range(4):
-            _, _, _, s = run("topk", {"layer_idx": layer}, token_budget=20, layer_budgets=kind)
-            found.append(len(chosen(s, 0, 0)))
-    assert sizes == {"uniform": [20] * 4, "linear": [10, 17, 23, 30]} and sum(sizes["linear"]) == 80
-
-
 @pytest.mark.parametrize(("name", "options", "message"), [
     ("topk", {}, "topk needs token_budget"), ("topk", {"token_budget": 3, "accounting": "none"}, "accounting 'none'"),
-    ("topk", {"token_budget": 3, "layer_budgets": "nowhere.json"}, "layer_budgets 'nowhere.json'"),
     ("token_select", {"token_budget": 3, "vote": "loud"}, "vote 'loud'"), ("router", {}, "needs a trained router")])
 def test_options_are_checked_wherever_a_selector_is_built(name, options, message):
     before, _, _ = make_view()

@@ -222,7 +222,7 @@ def test_time_runs_out(store, tmp_path) -> None:
 def test_options_of_the_trainers(store, tmp_path) -> None:
     common = {"max_steps": 5}
     plain = train("router", str(store.path), str(tmp_path / "a"), **common)
-    for i, options in enumerate(({"key_space": "pre"}, {"batch_size": 8}, {"seed": 1})):
+    for i, options in enumerate(({"key_space": "pre"}, {"lr": 1e-2}, {"seed": 1})):
         other = train("router", str(store.path), str(tmp_path / f"r{i}"), **common, **options)
         assert not torch.equal(other.weights.w1, plain.weights.w1), options
     maps = train("phi", str(store.path), str(tmp_path / "p"), **common)

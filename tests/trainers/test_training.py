@@ -65,13 +65,13 @@ def test_phi_learns_and_survives_the_disk(store, tmp_path) -> None:
 
 @pytest.mark.parametrize(("scores", "space"), [("mlp", "pre"), ("mean_key", "rot")])
 def test_router_learns_and_survives_the_disk(store, tmp_path, scores: str, space: str, capsys) -> None:
-    options = {"capture": str(store.path), "num_buckets": 12, "hidden_size": 24, "batch_size": 32, "scores": scores,
-               "key_space": space}
-    long = train_router(RouterConfig(output=str(tmp_path / "b"), max_steps=150, **options))
+    options = {"capture": str(store.path), "num_buckets": 12, "scores": scores, "key_space": space}
+    small = RouterRecipe(hidden_size=24, batch_size=32)
+    long = train_router(RouterConfig(output=str(tmp_path / "b"), max_steps=150, **options), small)
     share, oracle = (long.config.quality[f"{n}mass_share@0.1"] for n in ("", "oracle_"))
     assert 0 < share <= oracle + 0.02  # the oracle ranks buckets; the last one is read in part
     if scores == "mlp":
-        short = train_router(RouterConfig(output=str(tmp_path / "a"), max_steps=1, **options))
+        short = train_router(RouterConfig(output=str(tmp_path / "a"), max_steps=1, **options), small)
         assert share > short.config.quality["mass_share@0.1"]
     again = RouterArtifact.load(tmp_path / "b")
     assert torch.equal(again.centroids, long.centroids)
@@ -102,21 +102,16 @@ def test_defaults_are_the_recipe_and_presets_the_papers(store) -> None:
 
 @pytest.mark.parametrize("preset", ["saap", "completion"])
 def test_presets_train(store, tmp_path, preset: str) -> None:
-    common = {"capture": str(store.path), "output": str(tmp_path / "a"), "preset": preset, "max_steps": 3,
-              "batch_size": 8}
+    common = {"capture": str(store.path), "output": str(tmp_path / "a"), "preset": preset, "max_steps": 3}
     if preset == "saap":
         with pytest.raises(SparseKVError, match="sink of 1 and a local window of 2047"):
-            train_router(RouterConfig(**common, num_buckets=12, hidden_size=24))
-        made = train_router(RouterConfig(**common, num_buckets=12, hidden_size=24, window_size=20))
+            train_router(RouterConfig(**common, num_buckets=12))
+        small = replace(ROUTERS[preset], hidden_size=24, batch_size=8, window_size=20)
+        made = train_router(RouterConfig(**common, num_buckets=12), small)
         assert made.config.key_space == "pre" and made.weights is not None and made.sketch is None
         assert (made.config.sink_size, made.config.window_size) == (1, 20)
-        options = {**common, "num_buckets": 12, "window_size": 20, "long_range": 0, "residual": True}
-        with pytest.raises(SparseKVError, match="takes 32 of its hidden units, and --hidden-size is 32"):
-            train_router(RouterConfig(**{**options, "output": str(tmp_path / "b")}, hidden_size=32))
-        linear = train_router(RouterConfig(**{**options, "output": str(tmp_path / "b")}, hidden_size=40))
-        assert linear.weights is not None and linear.weights.w1.shape[-1] == 40
     else:
-        phi = train_phi(PhiConfig(**common, width=16))
+        phi = train_phi(PhiConfig(**common, batch_size=8, width=16))
         assert not (phi.config.centred or phi.config.capped)
         assert float(phi.shift.abs().max()) == 0 and float(phi.gate.min()) == 1
 
@@ -188,12 +183,13 @@ def test_windows_are_turned_past_their_end(store) -> None:
 def test_a_graph_of_a_step_is_the_step(store, tmp_path, kind: str) -> None:
     """The graph that CUDA replays trains what the CPU does step by step."""
     config, work = {"router": (RouterConfig, train_router), "phi": (PhiConfig, train_phi)}[kind]
-    options = {"router": {"scores": "mlp", "num_buckets": 12, "hidden_size": 24},
-               "phi": {"keys_per_step": 64, "width": 16}}[kind]
+    options = {"router": {"scores": "mlp", "num_buckets": 12},
+               "phi": {"keys_per_step": 64, "width": 16, "batch_size": 16}}[kind]
+    small = {"router": (RouterRecipe(hidden_size=24, batch_size=16),), "phi": ()}[kind]
     losses = []
     for device in ("cuda", "cpu"):
         out = tmp_path / device
-        work(config(capture=str(store.path), output=str(out), max_steps=100, batch_size=16, device=device, **options))
+        work(config(capture=str(store.path), output=str(out), max_steps=100, device=device, **options), *small)
         losses.append(torch.tensor(read_metrics(out / "metrics.csv")["loss"]))
     torch.testing.assert_close(losses[0][:20], losses[1][:20], rtol=2e-2, atol=2e-3)
     assert losses[0][-1] < losses[0][0]
@@ -205,7 +201,6 @@ def test_bad_input_is_refused_before_training(store, tmp_path) -> None:
             ({"num_buckets": 5000}, "5000 buckets need at least as many keys"),
             ({"key_space": "x"}, "unknown key space"),
             ({"sketch_bytes": 9}, "has 17 channels; expected 1 to 16, the head dimension; use other bytes"),
-            ({"sketch_bytes": 3, "sketch_wide": 4}, "4 channels of 8 bits; expected 0 to 3"),
             ({"validation_documents": 5}, "validation documents"),
             ({"capture": str(tmp_path / "nothing")}, "no capture store")):
         with pytest.raises(SparseKVError, match=message):

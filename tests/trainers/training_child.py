@@ -7,18 +7,19 @@ import sys
 import torch
 
 from sparsekv.trainers.phi import PhiConfig, train_phi
-from sparsekv.trainers.router import RouterConfig, train_router
+from sparsekv.trainers.router import RouterConfig, RouterRecipe, train_router
 
 OPTIONS = {
-    "router": {"scores": "mlp", "num_buckets": 12, "hidden_size": 24, "batch_size": 16},
+    "router": {"scores": "mlp", "num_buckets": 12},
     "phi": {"batch_size": 8, "keys_per_step": 32, "width": 16},
 }
+RECIPES = {"router": (RouterRecipe(hidden_size=24, batch_size=16),), "phi": ()}
 COMMON = {"max_steps": 60, "device": "cpu"}
 
 
 def train(kind: str, capture: str, output: str, **options: object):
     config, work = {"router": (RouterConfig, train_router), "phi": (PhiConfig, train_phi)}[kind]
-    return work(config(**{"capture": capture, "output": output, **COMMON, **OPTIONS[kind], **options}))
+    return work(config(**{"capture": capture, "output": output, **COMMON, **OPTIONS[kind], **options}), *RECIPES[kind])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
-
-LAYER_BUDGETS = ("uniform", "linear")
 
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
@@ -63,21 +60,6 @@ class TopK(Selector):
 
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "
                                               "share one list and token_budget counts that list.")
-    layer_budgets: str = option("uniform", help="How the budget is spread over layers: uniform, or linear in depth, "
-                                                "of equal total: half the budget in the first layer, 1.5 times it in "
-                                                "the last.")
-
-    def validate(self) -> None:
-        super().validate()
-        if self.layer_budgets not in LAYER_BUDGETS:
-            raise SparseKVError(f"unknown layer_budgets {self.layer_budgets!r}: expected one of "
-                                f"{', '.join(LAYER_BUDGETS)}; a budget of its own for every layer comes with settings")
-
-    def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
-        if self.layer_budgets == "uniform":
-            return tokens
-        depth = view.layer_idx / max(view.num_layers - 1, 1)
-        return torch.round(tokens * (0.5 + depth)).long()
 
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         return key_bytes(view)
