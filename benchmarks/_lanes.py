@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparsekv.core.registry import SELECTOR_ROWS, rivals
 from sparsekv.evaluation.methods import percent
-from sparsekv.evaluation.scores import BASELINES
 from sparsekv.evaluation.tables import (
     BYTES,
     GAINS,
@@ -57,8 +57,8 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
         if found is not None:
             lines.append([f"sketch+phi agrees with full attention to {least} % at {percent(b)}", cell_text(found),
                           "yes" if found["value"] >= least else "no"])
-    for system in ("router+phi", "sketch+phi"):
-        for name in in_order({rival for m, rival, _ in known if m == system}, BASELINES):
+    for system in (f"{row.name}+phi" for row in SELECTOR_ROWS.values() if row.lane == "own"):
+        for name in in_order({rival for m, rival, _ in known if m == system}, rivals()):
             for b in budgets:
                 line(f"{system} is above {name}", system, name, b, 1e-9)
     return ["target", "found", "reached"], lines

@@ -50,7 +50,7 @@ from sparsekv.evaluation.requests import (
     save_requests,
 )
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.evaluation.tables import LANE_B, in_order, markdown, table
+from sparsekv.evaluation.tables import in_order, lane_b, markdown, table
 from sparsekv.foundation.progress import progress
 from sparsekv.sources.hub import load_model
 from sparsekv.store.manifest import MANIFEST
@@ -155,7 +155,7 @@ def write_tables(options: argparse.Namespace) -> None:
     (options.output / "quality.md").write_text(page(rows), encoding="utf-8")
     figures(rows, options.output)
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
-        print(f"\n{case}\n" + markdown(*table(rows, case, LANE_B)))
+        print(f"\n{case}\n" + markdown(*table(rows, case, lane_b())))
 
 
 def page(rows: Sequence[dict[str, Any]], title: str = "Quality on RULER", name: str = "quality") -> str:
@@ -172,7 +172,7 @@ def page(rows: Sequence[dict[str, Any]], title: str = "Quality on RULER", name: 
 
 def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """A figure of the systems a length, `quality-<length>.png`."""
-    shown = [m for m in in_order({r["method"] for r in rows}, ["full", *LANE_B])
+    shown = [m for m in in_order({r["method"] for r in rows}, ["full", *lane_b()])
              if plain(m) not in PEERS or m in PEERS.values()]  # a rival as it is served best
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
         charged = any("bytes_share" in r for r in rows if r["case"] == case)

@@ -10,14 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, GREY, row_of
 from sparsekv.evaluation.methods import label, plain
 
 # Okabe and Ito's palette, told apart under the common colour-vision deficiencies
-HUES = {"full": "#7f7f7f", "streaming": "#CC79A7", "topk": "#0072B2", "router": "#D55E00", "sketch": "#882255",
-        "quest": "#009E73", "snapkv": "#E69F00", "token_select": "#56B4E9", "lfps": "#8c6bb1", "magicpig": "#a6761d",
-        "streaming_llm": "#d4789c", "pyramidkv": "#b8860b"}
-"""Colour of what is read; what completes it is the line's style."""
-STYLES = {"": "--", "phi": "-", "centroid": ":"}
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#7f7f7f")
 """Colours of lines that are no methods."""
 SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")
@@ -35,9 +31,10 @@ def look(method: str) -> tuple[str, str, Any]:
     """Label (options by their values alone), colour and line style of a method: solid completed by φ, dashed by
     nothing, dotted with other options."""
     selector, _, completion = plain(method).partition("+")
-    style = "-" if selector == "full" else STYLES.get(completion, "-.")
+    row, estimator = row_of(selector), ESTIMATOR_ROWS.get(completion)
+    style = "-" if selector == FULL else "--" if not completion else "-." if estimator is None else estimator.line
     name = re.sub(r"([,:]) ?\w+=", ", ", label(method))
-    return name, HUES.get(selector, HUES["full"]), style if plain(method) == method else ":"
+    return name, GREY if row is None else row.colour, style if plain(method) == method else ":"
 
 
 def canvas(columns: int = 1, rows: int = 1) -> Any:

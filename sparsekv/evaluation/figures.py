@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekv.core.registry import row_of
 from sparsekv.evaluation.canvas import (
-    HUES,
     INK,
     SERIES,
     SHADES,
@@ -235,7 +235,8 @@ def bars(groups: Sequence[str], values: Mapping[str, Sequence[float | None]], wh
     width = 0.8 / max(len(values), 2)
     left = -width * len(values) / 2
     for i, (name, heights) in enumerate(values.items()):
-        colour = HUES.get(name, SERIES[i % len(SERIES)])
+        method = row_of(name)
+        colour = SERIES[i % len(SERIES)] if method is None else method.colour
         places = [g + left + (i + 0.5) * width for g in range(len(groups))]
         axes.bar(places, [h or 0.0 for h in heights], width * 0.92, color=colour, label=name)
     axes.set_xticks(range(len(groups)), [_wrapped(g) for g in groups], fontsize=8)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, NONE, SELECTOR_ROWS, method_names, row_of
 from sparsekv.foundation.errors import SparseKVError
-
-WORDS = {"full": "full attention", "streaming": "sink + tail", "topk": "exact top-k"}
-"""What some selectors are called where there is room for words."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A selector (`full` is full attention), what completes it (none, phi, centroid) and the share of the context it
+    """A selector (`full` is full attention), what completes it (none or an estimator) and the share of the context it
     may retrieve. options: the selector's own that are not its defaults."""
 
     selector: str
-    completion: str = "none"
+    completion: str = NONE
     budget: float | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -28,7 +26,7 @@ class Method:
         """As in tables and result rows: `full`, `topk`, `topk+phi`, `lfps:alpha=0.03`."""
         shown = self.selector + "".join(f":{name}={value if isinstance(value, str) else json.dumps(value)}"
                                         for name, value in self.options)
-        return shown if self.completion == "none" else f"{shown}+{self.completion}"
+        return shown if self.completion == NONE else f"{shown}+{self.completion}"
 
     def alike(self, other: Method | None) -> bool:
         """Whether the other differs in its budget alone, and what is built over a prompt serves both."""
@@ -38,15 +36,14 @@ class Method:
     @property
     def artifacts(self) -> list[str]:
         """Which trained artifacts it needs: `router`, `phi`."""
-        kinds = (_selector(self.selector).artifact_kind, "phi" if self.completion == "phi" else None)
-        return [kind for kind in kinds if kind is not None]
+        rows = (row_of(self.selector), ESTIMATOR_ROWS.get(self.completion))
+        return [kind for row in rows if row is not None for kind in row.needs if kind != "sketches"]
 
 
 def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method]:
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
     budget (`full`, `streaming`) once. Raises SparseKVError."""
     from sparsekv.core.selectors import Selector
-    from sparsekv.runtime.decoding import COMPLETIONS
 
     shared = Selector.option_names()  # the evaluation's own: budget and accounting
     methods: list[Method] = []
@@ -54,14 +51,22 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method
         words, _, completion = name.partition("+")
         selector, *given = words.split(":")
         found = _selector(selector)
-        if (completion or "none") not in COMPLETIONS:
+        if (completion or NONE) not in (*ESTIMATOR_ROWS, NONE):
             raise SparseKVError(f"unknown completion {completion!r} in {name!r}: expected one of "
-                                f"{', '.join(COMPLETIONS)}")
+                                f"{', '.join((*ESTIMATOR_ROWS, NONE))}")
         own = [n for n in found.option_names() if n not in shared]
         options = tuple(_option(word, selector, own) for word in given)
-        methods += [Method(selector, completion or "none", b, options)
+        methods += [Method(selector, completion or NONE, b, options)
                     for b in (budgets if found.spends_budget else (None,))]
     return list(dict.fromkeys(methods))
+
+
+def usual_methods(trained: Collection[str]) -> list[str]:
+    """What is measured where no methods are named. trained: what there is, of `router`, `sketches` and `phi`."""
+    completions = ["", *(f"+{row.name}" for row in ESTIMATOR_ROWS.values()
+                         if row.usual and set(row.needs) <= set(trained))]
+    return [row.name + completion for row in SELECTOR_ROWS.values() if row.usual and set(row.needs) <= set(trained)
+            for completion in completions]
 
 
 def check_methods(methods: Sequence[Method], router: Any) -> None:
@@ -69,7 +74,7 @@ def check_methods(methods: Sequence[Method], router: Any) -> None:
     from sparsekv.runtime.decoding import choose_selector
 
     for method in methods:
-        choose_selector("dense" if method.selector == "full" else method.selector, router, method.budget,
+        choose_selector("dense" if method.selector == FULL else method.selector, router, method.budget,
                         dict(method.options))
 
 
@@ -77,8 +82,11 @@ def label(name: str, budget: float | None = None) -> str:
     """A method's name for readers: `exact top-k, 1 % + φ`."""
     words, _, completion = name.partition("+")
     selector, colon, options = words.partition(":")
-    parts = [WORDS.get(selector, selector), *([options] if colon else []), *([percent(budget)] if budget else [])]
-    return ", ".join(parts) + (f" + {completion.replace('phi', 'φ')}" if completion else "")
+    row, estimator = row_of(selector), ESTIMATOR_ROWS.get(completion)
+    shown = row.label if row is not None and row.label else selector
+    symbol = estimator.symbol if estimator is not None and estimator.symbol else completion
+    parts = [shown, *([options] if colon else []), *([percent(budget)] if budget else [])]
+    return ", ".join(parts) + (f" + {symbol}" if symbol else "")
 
 
 def percent(budget: float) -> str:
@@ -95,10 +103,9 @@ def plain(name: str) -> str:
 def _selector(name: str) -> Any:
     from sparsekv.core.selectors import SELECTORS
 
-    known = {"full": SELECTORS["dense"], **{n: s for n, s in SELECTORS.items() if n != "dense"}}
-    if name not in known:
-        raise SparseKVError(f"unknown selector {name!r}: expected some of {', '.join(known)}")
-    return known[name]
+    if name not in method_names():
+        raise SparseKVError(f"unknown selector {name!r}: expected some of {', '.join(method_names())}")
+    return SELECTORS["dense" if name == FULL else name]
 
 
 def _option(word: str, selector: str, names: Sequence[str]) -> tuple[str, Any]:

@@ -213,7 +213,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     from sparsekv.core.regions import ACCOUNTINGS
-    from sparsekv.evaluation.methods import check_methods, parse_methods
+    from sparsekv.evaluation.methods import check_methods, parse_methods, usual_methods
     from sparsekv.foundation.disk import check_place
     from sparsekv.runtime.supported import load_artifacts
     from sparsekv.sources.corpus import check_corpus
@@ -234,9 +234,9 @@ def _check(config: EvalConfig) -> Checked:
     names = [] if config.methods is None else [n.strip() for n in config.methods.split(",") if n.strip()]
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     if config.methods is None:
-        sketched = router is not None and router.config.sketch_bytes
-        selectors = ["streaming", "topk", *(["router"] if router else []), *(["sketch"] if sketched else [])]
-        names = [s + c for s in selectors for c in ("", *(["+phi"] if phi else []))]
+        sketches = router is not None and router.config.sketch_bytes
+        there = {"router": router is not None, "sketches": sketches, "phi": phi is not None}
+        names = usual_methods([kind for kind, found in there.items() if found])
     methods = parse_methods(["full", *names], budgets)
     for kind, given in (("router", router), ("phi", phi)):
         needs = next((m.name for m in methods if kind in m.artifacts), None)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sparsekv.core.registry import rivals, row_of
 from sparsekv.evaluation.methods import plain
 from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.rows import row
 
-BASELINES = ("streaming", "streaming_llm", "snapkv", "pyramidkv", "token_select", "lfps", "quest", "magicpig")
 RESAMPLES, LEVEL = 2000, 0.95
 
 
@@ -116,10 +116,11 @@ def _depths(made: dict[str, Any], entry: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _rivals(method: str, names: Sequence[str]) -> list[str]:
-    """Whom a method is compared with: full attention, the same selector uncompleted; router + φ and sketch + φ with the
+    """Whom a method is compared with: full attention, the same selector uncompleted; this project's own + φ with the
     systems of Lane B."""
     selector, _, completion = method.partition("+")
-    systems = BASELINES if plain(method) in ("router+phi", "sketch+phi") else ()
+    row = row_of(selector.partition(":")[0])
+    systems = rivals() if row is not None and row.lane == "own" and completion == "phi" else ()
     return [n for n in names if n != method and (n == "full" or (completion and n == selector) or plain(n) in systems)]
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, SELECTOR_ROWS, rivals
 from sparsekv.evaluation.methods import label, percent, plain
 from sparsekv.evaluation.report import Table
 from sparsekv.evaluation.requests import OWN_TASKS
-from sparsekv.evaluation.scores import BASELINES, is_mean
+from sparsekv.evaluation.scores import is_mean
 
-LANE_A = ("topk", "topk+centroid", "topk+phi", "router", "router+centroid", "router+phi", "sketch", "sketch+phi")
-LANE_B = (*BASELINES, "router", "router+phi", "sketch", "sketch+phi", "topk", "topk+phi")
 SCORES = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. –: "
           "the budget cannot pay for what is always read.")
 BYTES = "All that a step of a sparse layer reads, index and completion included, of its keys' and values' bytes."
@@ -111,15 +110,30 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
     return made, [Table(c, *table(rows, c, every_method(rows)), SCORES) for c in single]
 
 
+def lane_a() -> tuple[str, ...]:
+    """How attention is completed, selector fixed: exact top-k and this project's own, with every estimator."""
+    completions = ("", *(f"+{name}" for name in ESTIMATOR_ROWS))
+    return tuple(s + c for s in (*_of("exact"), *_of("own")) for c in completions)
+
+
+def lane_b() -> tuple[str, ...]:
+    """Systems: the rivals, this project's own, and exact top-k, which no system reaches cheaply."""
+    return (*rivals(), *(s + c for s in (*_of("own"), *_of("exact")) for c in ("", "+phi")))
+
+
+def _of(lane: str) -> list[str]:
+    return [row.name for row in SELECTOR_ROWS.values() if row.lane == lane]
+
+
 def every_method(rows: Sequence[dict[str, Any]]) -> list[str]:
     """All methods of the rows, those of the lanes first."""
-    return list(dict.fromkeys((*LANE_A, *LANE_B, *(plain(r["method"]) for r in rows))))
+    return list(dict.fromkeys((*lane_a(), *lane_b(), *(plain(r["method"]) for r in rows))))
 
 
 def lanes(rows: Sequence[dict[str, Any]]) -> dict[str, Sequence[str]]:
     """The two comparisons: titles and the methods of each, in order."""
-    others = [m for m in every_method(rows) if m not in (*LANE_A, *LANE_B, "full")]
-    return {"Lane A: aggregation at a fixed selector": LANE_A, "Lane B: systems": (*LANE_B, *others)}
+    others = [m for m in every_method(rows) if m not in (*lane_a(), *lane_b(), FULL)]
+    return {"Lane A: aggregation at a fixed selector": lane_a(), "Lane B: systems": (*lane_b(), *others)}
 
 
 def cases_of(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
@@ -21,7 +22,6 @@ from sparsekv.runtime.numbers import check_options, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
-COMPLETIONS = (*ESTIMATORS, "none")
 SINK_SIZE, WINDOW_SIZE = 4, 16
 # Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
 # where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
@@ -161,9 +161,8 @@ def choose_selector(
 
 def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:
     """The selector where none is named: the best that the artifact has been trained for."""
-    if router is None:
-        return "dense"
-    return "sketch" if router.sketch is not None and options.get("probes") is None else "router"
+    sketches = router is not None and router.sketch is not None and options.get("probes") is None
+    return default_selector([*(["router"] if router is not None else []), *(["sketches"] if sketches else [])])
 
 
 def _estimator(
@@ -174,12 +173,15 @@ def _estimator(
         return completion, None
     if not isinstance(completion, str | None):
         raise SparseKVError(f"a completion is a name or an Estimator, found {brief(completion)}")
-    completion = completion or ("none" if phi is None else "phi")
-    if completion not in COMPLETIONS:
-        raise SparseKVError(f"unknown completion {completion!r}: expected one of {', '.join(COMPLETIONS)}")
+    completion = completion or (NONE if phi is None else "phi")
+    if completion not in (*ESTIMATOR_ROWS, NONE):
+        raise SparseKVError(f"unknown completion {completion!r}: expected one of "
+                            f"{', '.join((*ESTIMATOR_ROWS, NONE))}")
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
-    return (CentroidEstimator() if completion == "centroid" else None), (phi if completion == "phi" else None)
+    if completion in (NONE, "phi"):
+        return None, phi if completion == "phi" else None
+    return ESTIMATORS[completion](), None
 
 
 def _size(

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from sparsekv.artifacts.checks import check_types, parse_object, said
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.core.regions import check_budget
+from sparsekv.core.registry import default_selector, served
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
 from sparsekv.runtime.settings import Settings
 from sparsekv.sources.named import REPOSITORY
 
 VARIABLE = "SPARSEKV_SETTINGS"
-SELECTORS = ("sketch", "router")
 BUDGET = 0.05
 """Share of the context that is read without more words, as the selectors' own."""
 
@@ -84,8 +84,8 @@ class Serving:
                 if getattr(self, name) is not None:
                     raise SparseKVError(f"{where} has recommended and {name}; expected one of them, since the "
                                         f"recommended file brings its own {name}")
-        if self.selector not in (None, *SELECTORS):
-            raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(SELECTORS)}, which are "
+        if self.selector not in (None, *served()):
+            raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(served())}, which are "
                                 "what is served")
         check_budget(self.token_budget)
         if not 0 <= self.candidates <= 1:
@@ -133,7 +133,8 @@ def make_plan(serving: Serving, shape: Shape) -> Plan:
     router = RouterArtifact.load(folder)
     what = f"the router {folder!r}"
     _check_shape(router.config.model, shape, what)
-    selector = serving.selector or ("sketch" if recommended is None and router.sketch is not None else "router")
+    sketches = ["sketches"] if recommended is None and router.sketch is not None else []
+    selector = serving.selector or default_selector(["router", *sketches])
     if selector == "sketch" and router.sketch is None:
         raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
                             "selector router")

@@ -276,9 +276,9 @@ def test_a_browser_draws_a_sweep(tmp_path) -> None:
     from sparsekv.evaluation.report import write_report
     from sparsekv.evaluation.result_figures import result_figures
     from sparsekv.evaluation.scores import score_rows
-    from sparsekv.evaluation.tables import LANE_A, LANE_B, report_tables
+    from sparsekv.evaluation.tables import lane_a, lane_b, report_tables
 
-    methods = dict.fromkeys(("full", *LANE_A, *LANE_B))
+    methods = dict.fromkeys(("full", *lane_a(), *lane_b()))
     cells = [{"case": f"{task}@8192", "method": method, "budget": None if method in ("full", "streaming") else budget,
               "indices": [0, 1, 2], "scores": [0.3 + 0.01 * i, 0.2, 0.9], "read": 0.03, "cache_tokens": 9.0,
               "tokens": 7000, "seconds": 1.0, "answers": [""] * 3}
