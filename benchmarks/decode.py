@@ -7,7 +7,7 @@ candidates that the best buckets give, 10 % of it, or of all where that reads le
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
-chooses: steps, whale, growth, parts (index, votes, cache). What a token costs in a user's hands is
+chooses: steps, growth, parts (index, votes, cache). What a token costs in a user's hands is
 `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps growth ...]
@@ -49,7 +49,6 @@ from sparsekv.kernels import (
     ScoreMoments,
     assign_buckets,
     attend,
-    attend_buckets,
     attend_tokens,
     build_index,
     choose_tokens,
@@ -110,7 +109,7 @@ def compiled_flex() -> Any:
 class Buffers:
     """One buffer set of a shape: KV cache, index with log-normal bucket sizes, both kinds of router scores, query."""
 
-    def __init__(self, heads_q: int, heads: int, length: int, batch: int, sigma: float, whale: bool, seed: int):
+    def __init__(self, heads_q: int, heads: int, length: int, batch: int, seed: int):
         generator = torch.Generator("cuda").manual_seed(seed)
         dtype = torch.bfloat16
 
@@ -125,10 +124,7 @@ class Buffers:
         self.means = BucketMeans(*round_means(
             normal(batch, heads, BUCKETS, DIM).float(), torch.ones_like(spread)), DIM**-0.5, spread)
         self.mid = mid = max(length - SINK - TAIL, 0)
-        share = torch.exp(sigma * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
-        if whale:
-            share[..., 0] = 10 * share.mean(-1)
-            self.model.b2[:, 0] = 1e4
+        share = torch.exp(0.5 * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
         sizes = (share / share.sum(-1, keepdim=True) * mid).floor().long()
         sizes[..., -1] += mid - sizes.sum(-1)
         self.offsets = torch.nn.functional.pad(sizes.cumsum(-1), (1, 0)).to(torch.int32)
@@ -151,12 +147,7 @@ class Buffers:
 
     def router(self, model: bool = False, probes: int | None = None) -> Router:
         """The product's selector over this index."""
-        made = Router(probes=probes)
-        made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
-        made.weights, made.means, made.steps = (self.model if model else None), self.means.means, self.means.steps
-        made.spread = None if model else self.means.spread
-        made.budget, made.widest = self.budget
-        return made
+        return placed(self, Router(probes=probes), model)
 
     def step(self, router: Router, estimator: PhiEstimator | None = None) -> Step:
         """A step as the runtime takes it."""
@@ -186,13 +177,7 @@ class Buffers:
             self.codes = encode_keys(self.k, self.sketch, SKETCH_BYTES)
             self.widest = [-(-self.mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
-        made = SketchRouter(candidates=candidates)
-        made.order, made.offsets, made.counts, made.space = self.order, self.offsets, self.counts, "rot"
-        made.weights, made.means, made.steps, made.spread = None, *self.means[:2], self.means.spread
-        made.fixed = made.turned = self.sketch
-        made.codes, made.width = self.codes, SKETCH_BYTES
-        made.routed = outweighs(self.mid, SKETCH_BYTES, BUCKETS, DIM) if candidates is None else candidates < 1
-        (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
+        made: SketchRouter = placed(self, SketchRouter(candidates=candidates))
         return made
 
     def sparse_sketch(self) -> torch.Tensor:
@@ -217,9 +202,6 @@ class Buffers:
         if not hasattr(self, "fixed"):
             self.fixed = self.route_only()
         return attend_tokens(self.q, self.k, self.v, self.fixed, **self.options())[0]
-
-    def buckets_only(self) -> torch.Tensor:
-        return attend_buckets(self.q, self.k, self.v, self.order, self.offsets, self.buckets, **self.options())[0]
 
     def route_only(self) -> torch.Tensor:
         return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
@@ -270,6 +252,21 @@ class Buffers:
         return (tokens * 2 * DIM * 2 + self.means.means.numel()) / BANDWIDTH * 1e6
 
 
+def placed(b: Buffers, made: Any, model: bool = False) -> Any:
+    """A router or sketch router as it is after `build` and `prepare`, but over the drawn index: sizes and means of
+    buckets are ours to choose, and none of a million keys is assigned. The one place that knows what they hold."""
+    made.order, made.offsets, made.counts, made.space = b.order, b.offsets, b.counts, "rot"
+    made.weights, made.means, made.steps = (b.model if model else None), b.means.means, b.means.steps
+    made.spread = None if model else b.means.spread
+    made.budget, made.widest = b.budget
+    if isinstance(made, SketchRouter):
+        made.fixed = made.turned = b.sketch
+        made.codes, made.width = b.codes, SKETCH_BYTES
+        made.routed = outweighs(b.mid, SKETCH_BYTES, BUCKETS, DIM) if made.candidates is None else made.candidates < 1
+        (made.widest, made.widest_pool), (made.budget, made.pool) = b.widest, b.spent
+    return made
+
+
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
     """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
     stream = torch.cuda.Stream()
@@ -308,7 +305,7 @@ def double(x: Any) -> Any:
 def check() -> None:
     """Every method against the float64 twins on the GPU; raises where they differ."""
     for heads_q, heads, length, batch in ((32, 8, 5000, 2), (4, 1, 9001, 1), (8, 8, 2100, 3), (16, 1, 2050, 1)):
-        b = Buffers(heads_q, heads, length, batch, 0.5, False, seed=length)
+        b = Buffers(heads_q, heads, length, batch, seed=length)
         phi = b.completion()
         query = phi.query(b.view, b.queries)
         exact = phi_query_reference(b.q.double(), *double((phi.layer.query_map, phi.layer.offset, phi.state)))
@@ -439,7 +436,7 @@ def steps(options: argparse.Namespace) -> None:
     for case, heads_q, heads, length, batch in SHAPES:
         if case not in options.cases:
             continue
-        sets = [Buffers(heads_q, heads, length, batch, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
+        sets = [Buffers(heads_q, heads, length, batch, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
                                     "sparse_sketch", "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
         if batch == 1:
@@ -458,43 +455,15 @@ def steps(options: argparse.Namespace) -> None:
         torch.cuda.empty_cache()
 
 
-def whale() -> None:
-    """The same number of keys, once in equal buckets, once with σ = 1 and one bucket of ten times the mean."""
-    for name, sigma, huge in (("balanced", 0.0, False), ("whale", 1.0, True)):
-        sets = [Buffers(32, 8, 171_000, 1, sigma, huge, seed=i) for i in range(8)]
-        for b in sets:
-            # as many keys in the chosen buckets of either: the rest of the list is cut or filled from other buckets
-            b.buckets = same_reads(b)
-        measure(f"32x8-171k-b1-{name}", sets, ("buckets_only",))
-
-
-def same_reads(b: Buffers) -> torch.Tensor:
-    """The whale if there is one, and buckets around the mean size, until the balanced number of keys is reached."""
-    heads, mean = b.counts.shape[1], int(b.counts.float().mean())
-    chosen = torch.full((1, heads, PROBES), -1, dtype=torch.int32, device="cuda")
-    for h in range(heads):
-        sizes = b.counts[0, h].tolist()
-        left, picked = PROBES * mean, []
-        order = sorted(range(len(sizes)), key=lambda c: abs(sizes[c] - mean))
-        if sizes[0] > 5 * mean:
-            picked, left = [0], left - sizes[0]
-        for c in order:
-            if len(picked) < PROBES and c not in picked and left >= sizes[c] // 2:
-                picked.append(c)
-                left -= sizes[c]
-        chosen[0, h, :len(picked)] = torch.tensor(picked, device="cuda")
-    return chosen
-
-
 def growth() -> None:
     """Time against N, and against ℓ at 171k."""
     global PROBES
     for length in (2 ** n for n in range(13, 21)):
-        sets = [Buffers(32, 8, length, 1, 0.5, False, seed=i) for i in range(8 if length < 600_000 else 4)]
+        sets = [Buffers(32, 8, length, 1, seed=i) for i in range(8 if length < 600_000 else 4)]
         measure(f"growth-n-{length}", sets, ("sparse", "sparse_mlp", "sdpa_cudnn"))
         del sets
         torch.cuda.empty_cache()
-    sets = [Buffers(32, 8, 171_000, 1, 0.5, False, seed=i) for i in range(8)]
+    sets = [Buffers(32, 8, 171_000, 1, seed=i) for i in range(8)]
     for PROBES in (4, 8, 16, 32, 64, 128):
         measure(f"growth-l-{PROBES}", sets, ("sparse_probes",))
     PROBES = 32
@@ -502,7 +471,7 @@ def growth() -> None:
 
 def parts() -> None:
     """Index, votes and completion cache of one layer at 128k: milliseconds, against the same in plain torch."""
-    b = Buffers(32, 8, 131_072, 1, 0.5, False, seed=0)
+    b = Buffers(32, 8, 131_072, 1, seed=0)
     centroids = torch.nn.functional.normalize(torch.randn(8, BUCKETS, DIM, device="cuda"), dim=-1)
     first, last = b.starts + SINK, b.tails
     assignment = assign_buckets(b.k, centroids)
@@ -570,8 +539,8 @@ def parts() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", default=["steps", "whale", "growth", "parts"],
-                        choices=["steps", "whale", "growth", "parts"])
+    parser.add_argument("--parts", nargs="+", default=["steps", "growth", "parts"],
+                        choices=["steps", "growth", "parts"])
     parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
                         help="steps: only these")
     parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
@@ -580,7 +549,7 @@ def main() -> None:
     torch.manual_seed(0)
     check()
     for part in options.parts:
-        {"steps": lambda: steps(options), "whale": whale, "growth": growth, "parts": parts}[part]()
+        {"steps": lambda: steps(options), "growth": growth, "parts": parts}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))

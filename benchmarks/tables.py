@@ -190,43 +190,6 @@ def _cell(values: dict[Any, float], *key: Any) -> str:
     return f"{values[key]:.3f}" if key in values else "–"
 
 
-def sketch() -> str:
-    """The ablation: buckets, sketches, their fit, φ; then bytes of a code, channels of 8 bits, share of candidates."""
-    rows = load("sketch")
-    values = {(r["case"], r["method"], r["budget"]): r["value"] for r in rows}
-    places, methods = (list(dict.fromkeys(r[k] for r in rows)) for k in ("case", "method"))
-    budgets = sorted({r["budget"] for r in rows})
-    parts = [f"# Sketches: what each part brings\n\n{rows[0]['machine']}; `{rows[0]['command']}` at "
-             f"{rows[0]['commit']}. Share of exact top-k's attention mass (by group) that is read, at "
-             + ", ".join(f"{b:.0%}" for b in budgets) + " of the context, layers "
-             + ", ".join(map(str, rows[0]["layers"])) + ".\n"]
-
-    def line(place: str, method: str) -> str:
-        return " / ".join(_cell(values, place, method, b) for b in budgets)
-
-    parts.append(markdown(["", *places], [[m, *(line(p, m) for p in places)] for m in methods if m != "topk"]) + "\n")
-    scored = [r for r in load("quality") if r["metric"] == "score" and r["case"].startswith("ruler@")]
-    steps = {"buckets alone": "router", "+ sketch, fixed": "sketch:fit=fixed", "+ fit to the request": "sketch",
-             "exact top-k": "topk", "full attention": "full"}
-    score = {(r["case"], r["method"], r["budget"]): r["value"] for r in scored if r["value"] is not None}
-    if any(r["method"].startswith("sketch") for r in scored):
-        origin = scored[0]
-        parts.append("## In points of RULER's six offline tasks\n\n"
-                     f"{origin['machine']}; `{origin['command']}` at {origin['commit']}; "
-                     "[quality.md](quality.md) has the intervals.\n")
-    for case in sorted({r["case"] for r in scored if r["method"].startswith("sketch")}, key=lambda c: int(c[6:])):
-        shares = sorted({b for c, m, b in score if c == case and m.startswith("sketch")})
-
-        def points(method: str, case: str = case, shares: list[float] = shares) -> str:
-            found = [score.get((case, method, b), score.get((case, method, None))) for b in shares]
-            return " / ".join("–" if x is None else f"{x:.1f}" for x in (found[:1] if method == "full" else found))
-
-        parts.append(f"### {case}, at " + " / ".join(f"{b:.0%}" for b in shares) + "\n\n" + markdown(
-            ["read", "alone", "+ φ"], [[name, points(m), "" if m == "full" else points(f"{m}+phi")]
-                                       for name, m in steps.items()]) + "\n")
-    return "\n".join(parts)
-
-
 def quality() -> None:
     """The pages of RULER, and a figure of all systems a length."""
     from benchmarks.quality import figures, page
@@ -240,6 +203,6 @@ def quality() -> None:
 if __name__ == "__main__":
     decode_figure()
     quality()
-    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("sketch", sketch)):
+    for name, draw in (("decode", decode), ("generate", generate), ("training", training)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")

@@ -1,16 +1,13 @@
 """Trained routers and feature maps against what they have to beat, on held-out text; and the time of training a layer.
 
     python benchmarks/training.py --model MODEL --text FILE.txt [--phi max_steps=10000] [--output FOLDER]
-    python benchmarks/training.py --part routers --model MODEL --text FILE.txt [--router num_buckets=2048]
-    python benchmarks/training.py --part phi --keep FOLDER --model MODEL --text FILE.txt
     python benchmarks/training.py --part speed
 
 Quality: trains on the first 80 % of the file's characters, measures on its last 20 % and (`ood:` rows) on the embedded
 corpus. Six layers, anchors 4 + 16, queries in the second half of 8192 tokens, each right after its own prefill;
 relative L2 error of the heads' output and share of the mid region's attention mass, means over heads and queries. Rows
-of single heads go to `training-heads.json`. Routers: the untrained and the paper's router alone on the same capture, no
-φ, into `training-routers.json`. Speed: `train-router` and `train-phi` on one layer of an 8B-shaped model (8 KV heads,
-32 query heads, d = 128) and one prompt of 131 072 synthetic tokens.
+of single heads go to `training-heads.json`. Speed: `train-router` and `train-phi` on one layer of an 8B-shaped model (8
+KV heads, 32 query heads, d = 128) and one prompt of 131 072 synthetic tokens.
 
 The trainers' own defaults are what is measured; `--phi`, `--router`, `--phi-128k` and `--router-128k` set any of their
 options over that: `name=value`.
@@ -34,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._synthetic import synthetic_store
-from benchmarks._training import MEASURED_QUERIES, check, fit_shifts, measure, measure_routers
+from benchmarks._training import MEASURED_QUERIES, check, fit_shifts, measure
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
@@ -96,13 +93,14 @@ def train_routers(options: argparse.Namespace, store: CaptureStore, folder: Path
                   ) -> dict[str, RouterArtifact]:
     """The untrained router and the paper's, on the same buckets."""
     common: dict[str, Any] = {"capture": str(store.path), "validation_documents": VALIDATION, "layer_group": 1,
-                              "device": options.device, "seed": options.seed, **chosen}
+                              "device": options.device, "seed": options.seed}
     routers = {}
     for kind in KINDS:
         began, place = time.perf_counter(), folder / kind
         trained = (place / "config.json").is_file()  # by an earlier run
         routers[kind] = RouterArtifact.load(place) if trained else train_router(
-            RouterConfig(**{**common, "scores": kind, "output": str(place), "resume": place.exists()}))
+            RouterConfig(**common, output=str(place), resume=place.exists()),
+            RouterRecipe(**{**chosen, "scores": kind}))
         print(f"{kind} in {time.perf_counter() - began:.0f} s", flush=True)
     return {kind: router.to(options.device) for kind, router in routers.items()}
 
@@ -160,29 +158,6 @@ def quality(options: argparse.Namespace) -> None:
     print(write_rows("training-heads", head_rows, options.output))
 
 
-def maps_alone(options: argparse.Namespace) -> None:
-    """The capture and the maps, kept: another process trains the routers meanwhile, `--part quality` measures."""
-    folder = Path(options.keep)
-    train_maps(options, capture(options, folder)["train"], folder, overridden(PHI, options.phi, PhiRecipe))
-
-
-def routers_alone(options: argparse.Namespace) -> None:
-    chosen = overridden(ROUTER, options.router, RouterRecipe)
-    with folder_of(options) as place:
-        folder, began = Path(place), time.perf_counter()
-        stores = capture(options, folder)
-        print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
-        routers = train_routers(options, stores["train"], folder, chosen)
-        about = (f"router: {words(chosen)} documents={options.documents} queries={options.queries} "
-                 f"length={options.length} layers={options.layers}")
-        rows = [row(prefix + case, method, metric, round(value, 4), UNITS[metric], seed=options.seed, options=about)
-                for prefix, name in (("", "heldout"), ("ood:", "ood"))
-                for (case, method, metric), value in measure_routers(stores[name], routers, options.device).items()]
-    for found in rows:
-        print(f"{found['case']:30}{found['metric']:12}{found['value']:8.4f}")
-    print(write_rows("training-routers", rows, options.output))
-
-
 def kept(folder: Path, metric: str) -> list[dict[str, Any]]:
     """Rows of the other part that an earlier run left in the folder: they keep their own origin."""
     file = folder / "training.json"
@@ -213,24 +188,21 @@ def speed(options: argparse.Namespace) -> None:
         folder = Path(place)
         store = synthetic_store(folder / "store", length=options.speed_length, queries=options.speed_queries,
                                 device=options.device, seed=options.seed)
-        common: dict[str, Any] = {"capture": str(store.path), "device": options.device, "seed": options.seed}
-        # a short run first: kernels compile, libraries load
-        small = {"max_steps": 3, "overwrite": True}
-        train_router(RouterConfig(**common, **{**router, **small}, output=str(folder / "router")))
-        train_phi(PhiConfig(**common, **{**phi, **small}, output=str(folder / "phi")))
-        jobs = (("router-layer-128k", router, lambda: train_router(
-                    RouterConfig(**common, **{**router, "overwrite": True}, output=str(folder / "router")))),
-                ("phi-layer-128k", phi, lambda: train_phi(
-                    PhiConfig(**common, **{**phi, "overwrite": True}, output=str(folder / "phi")))))
-        for case, chosen, job in jobs:
+        common: dict[str, Any] = {"capture": str(store.path), "device": options.device, "seed": options.seed,
+                                  "overwrite": True}
+        work = {"router": lambda given: train_router(RouterConfig(**common, output=str(folder / "router")),
+                                                     RouterRecipe(**given)),
+                "phi": lambda given: train_phi(PhiConfig(**common, output=str(folder / "phi"), **given))}
+        for kind, chosen in (("router", router), ("phi", phi)):
+            work[kind]({**chosen, "max_steps": 3})  # kernels compile, libraries load
             _synchronize()
             began = time.perf_counter()
-            job()
+            work[kind](chosen)
             _synchronize()
             seconds = time.perf_counter() - began
-            rows.append(row(case, "all heads", "seconds", round(seconds, 2), "s", seed=options.seed,
+            rows.append(row(f"{kind}-layer-128k", "all heads", "seconds", round(seconds, 2), "s", seed=options.seed,
                             options=f"{words(chosen)} length={options.speed_length} queries={options.speed_queries}"))
-            print(f"{case:20} {seconds:8.1f} s", flush=True)
+            print(f"{kind:8} {seconds:8.1f} s", flush=True)
     print(write_rows("training", [*kept(options.output, "quality"), *rows], options.output))
 
 
@@ -241,7 +213,7 @@ def _synchronize() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("quality", "phi", "routers", "speed"), default="quality")
+    parser.add_argument("--part", choices=("quality", "speed"), default="quality")
     parser.add_argument("--model")
     parser.add_argument("--text")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -266,9 +238,7 @@ def main() -> None:
         return
     if not options.model or not options.text:
         parser.error("--model and --text are needed to measure quality")
-    if options.part == "phi" and not options.keep:
-        parser.error("--part phi trains the maps for another run: give --keep FOLDER")
-    {"quality": quality, "phi": maps_alone, "routers": routers_alone}[options.part](options)
+    quality(options)
 
 
 if __name__ == "__main__":
