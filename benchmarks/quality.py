@@ -41,8 +41,10 @@ from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
 from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
 from sparsekv.evaluation.methods import parse_methods, plain
+from sparsekv.evaluation.own_tasks import continuations, spread_windows
 from sparsekv.evaluation.requests import (
     RULER_OFFLINE,
+    SUITES,
     Request,
     first_of_each,
     load_requests,
@@ -58,6 +60,8 @@ from sparsekv.store.manifest import MANIFEST
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming",
                     *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
+TAIL = 256
+"""Tokens of a window of text that are scored, given all before."""
 
 
 def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
@@ -90,8 +94,15 @@ def by_length(lengths: Sequence[int], samples: Sequence[int]) -> dict[int, int]:
     return dict(zip(lengths, list(samples) * (len(lengths) // len(samples)), strict=True))
 
 
+def own_text(tokenizer: Any, name: str, path: str, length: int, count: int) -> list[Request]:
+    """Windows of a text file to be continued, as task `perplexity_<name>`."""
+    tokens = tokenizer(Path(path).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    return continuations(spread_windows(tokens, length, count), task=f"perplexity_{name}", tail=TAIL)
+
+
 def make_prompts(options: argparse.Namespace) -> None:
-    """RULER's offline tasks at every length, as many of each as are used, in a file that needs no lm-eval."""
+    """RULER's tasks at every length, as many of each as are used, and windows of texts, in a file that needs no
+    lm-eval: the tasks that need no download, or all of them with the data of RULER's own repository."""
     lengths = options.lengths or LENGTHS
     counts = by_length(lengths, options.samples or SAMPLES[:len(lengths)])
     tokenizer = load_model(options.model, device="cpu")[1]
@@ -99,7 +110,10 @@ def make_prompts(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for length, count in counts.items():
-            made += make_requests(options.tasks or RULER_OFFLINE, folder, [length], count)
+            made += make_requests(options.tasks or (RULER_OFFLINE if options.ruler_data is None else SUITES["ruler"]),
+                                  folder, [length], count, data=options.ruler_data)
+            for name, path in options.text:
+                made += own_text(tokenizer, name, path, length, options.windows)
     save_requests(options.make_prompts, made, {"lengths": lengths, "samples": list(counts.values()),
                                                "model": options.model})
     print(f"{len(made)} prompts: {options.make_prompts}")
@@ -187,6 +201,13 @@ def pair(text: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
+def named(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not equals or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"expected NAME=FILE with a text file, found {text!r}")
+    return name, path
+
+
 def numbers(kind: type) -> object:
     return lambda text: [kind(x) for x in text.split(",")]
 
@@ -197,6 +218,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="file of prompts, by --make-prompts or `sparsekv eval "
                                                      "--save-requests`")
     parser.add_argument("--make-prompts", type=Path, help="only make such a file")
+    parser.add_argument("--ruler-data", type=Path, help="folder with RULER's own data/synthetic/json, from which all "
+                                                        "13 tasks are made without a network")
+    parser.add_argument("--text", type=named, action="append", default=[], metavar="NAME=FILE",
+                        help="with --make-prompts: also windows of this text to be continued, task perplexity_NAME")
+    parser.add_argument("--windows", type=int, default=12, help="windows of every --text and length")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)

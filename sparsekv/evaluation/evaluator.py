@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.core.estimators import CentroidEstimator
+from sparsekv.core.estimators import CentroidEstimator, UniformEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
 from sparsekv.core.regions import AMORTISE_OVER
 from sparsekv.evaluation.batch import Batch, all_sparse, answer_batch, continue_text, prefill_batch
@@ -168,6 +168,8 @@ class Evaluator:
         completion: Any = method.completion
         if completion == "centroid":
             completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
+        elif completion == "uniform":
+            completion = UniformEstimator(max(1, round(self._cache_tokens(method))))
         made = attach(self.model, selector="dense" if method.selector == "full" else method.selector,
                       completion=completion, **options)
         made.compiles = False

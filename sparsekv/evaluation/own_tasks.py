@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from sparsekv.evaluation.requests import Request
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.corpus import make_windows, read_documents
 
 NEEDLE = "\n\nThe secret number of the lighthouse keeper is {number}. Remember it.\n\n"
@@ -37,10 +38,21 @@ def own_requests(
     return made
 
 
-def continuations(windows: Sequence[Sequence[int]]) -> list[Request]:
-    """A request a window of token ids: perplexity, attention error and selectivity over its last tokens."""
-    return [Request("perplexity", len(tokens), index, list(tokens), [], "continuation",
-                    min(CONTINUATION, len(tokens) // 2), []) for index, tokens in enumerate(windows)]
+def continuations(
+    windows: Sequence[Sequence[int]], *, task: str = "perplexity", tail: int = CONTINUATION,
+) -> list[Request]:
+    """A request a window of token ids: perplexity, attention error and selectivity over its last `tail` tokens. A task
+    of another name begins with `perplexity_`."""
+    return [Request(task, len(tokens), index, list(tokens), [], "continuation", min(tail, len(tokens) // 2), [])
+            for index, tokens in enumerate(windows)]
+
+
+def spread_windows(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
+    """`count` windows of `length` tokens, evenly spread over a text. Raises SparseKVError for one that is too short."""
+    if len(tokens) < length:
+        raise SparseKVError(f"the text has {len(tokens)} tokens; expected at least {length}, those of a window")
+    step = (len(tokens) - length) / max(count - 1, 1)
+    return [list(tokens[first:first + length]) for first in (round(i * step) for i in range(count))]
 
 
 def make_needles(

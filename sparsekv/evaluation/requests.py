@@ -36,6 +36,8 @@ RULER_ONLINE = ("niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multi
 DATA = {"ruler_qa_squad": "SQuAD v2", "ruler_qa_hotpot": "HotpotQA",
         **dict.fromkeys(RULER_ONLINE[:5], "Paul Graham's essays")}
 """What a task that is not offline downloads."""
+RULER_DATA = {"essay": "PaulGrahamEssays.json", "squad": "squad.json", "hotpot": "hotpotqa.json"}
+"""The same as files, of RULER's own `scripts/data/synthetic/json`."""
 BABILONG = tuple(f"babilong_qa{i}" for i in range(1, 6))
 BABILONG_SIZES = {1024 * 2**i: f"{2**i}k" for i in range(8)}
 """Lengths that BABILong comes in, and its names for them."""
@@ -48,8 +50,9 @@ SUITES = {"ruler": RULER_OFFLINE + RULER_ONLINE, "ruler-offline": RULER_OFFLINE,
           "infinitebench": INFINITEBENCH}
 
 
-TOKENS_NEEDED = {"niah_single_1": 24, "niah_multikey_2": 24, "niah_multikey_3": 48, "ruler_vt": 30, "ruler_cwe": 64,
-                 "ruler_fwe": 40}
+TOKENS_NEEDED = {"niah_single_1": 24, "niah_single_2": 24, "niah_single_3": 48, "niah_multikey_1": 24,
+                 "niah_multikey_2": 24, "niah_multikey_3": 48, "niah_multivalue": 72, "niah_multiquery": 72,
+                 "ruler_vt": 30, "ruler_cwe": 64, "ruler_fwe": 40}
 """Tokens in which RULER's tasks can be answered; lm-eval allows up to 128, which changes no correct answer."""
 
 
@@ -167,13 +170,19 @@ def check_names(tasks: Sequence[str]) -> None:
 
 def make_requests(
     tasks: Sequence[str], tokenizer: str | Path, lengths: Sequence[int], samples: int, *, seed: int = 0,
-    skip_missing: bool = False, advance: Callable[..., None] = lambda: None,
+    skip_missing: bool = False, data: Path | None = None, advance: Callable[..., None] = lambda: None,
 ) -> list[Request]:
     """The first `samples` documents of every task (and length, for RULER and BABILong) as lm-eval makes them.
 
     tokenizer: a folder with a tokenizer, which sizes RULER's prompts. skip_missing: leave out tasks whose data cannot
-    be fetched. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be fetched.
+    be fetched. data: a folder with the files of RULER's own `data/synthetic/json` (`RULER_DATA`), from which its tasks
+    are made without a network. Raises SparseKVError without lm-eval, for unknown tasks and for data that cannot be
+    fetched.
     """
+    absent = [n for n in RULER_DATA.values() if data is not None and not (data / n).is_file()]
+    if absent:
+        raise SparseKVError(f"{str(data)!r} has no {', '.join(absent)}; expected the files of RULER's "
+                            "scripts/data/synthetic/json")
     check_names(tasks)
     manager = _task_manager(tokenizer, lengths, tasks)
     ruler, sized = (bool(set(tasks) & set(names)) for names in (SUITES["ruler"], BABILONG))
@@ -186,9 +195,9 @@ def make_requests(
     requests: list[Request] = []
     missing: set[str] = set()
     for name in tasks:
-        data = _data_of(name, manager)
+        source = _data_of(name, manager)
         try:
-            if data in missing:
+            if source in missing:
                 continue  # asked for once: what is not there takes half a minute to be refused
             if name in BABILONG:
                 for length in lengths:
@@ -197,14 +206,15 @@ def make_requests(
                     requests += [replace(r, length=length, metric="string_match_all", doc=None,
                                          targets=[r.doc["target"].strip()]) for r in made if r.doc is not None]
             else:
-                requests += _requests_of(name, manager, samples, seed)
+                requests += _requests_of(name, manager, samples, seed, data)
         except _fetch_errors() as error:
             if not skip_missing:
                 raise SparseKVError(
-                    f"the data of task {name} ({data}) cannot be fetched here: {first_line(error)}; make the requests "
-                    "on a machine with a network (--save-requests), or add --skip-missing to leave such tasks out"
+                    f"the data of task {name} ({source}) cannot be fetched here: {first_line(error)}; make the "
+                    "requests on a machine with a network (--save-requests), or add --skip-missing to leave such "
+                    "tasks out"
                     ) from error
-            missing.add(data)
+            missing.add(source)
         except ImportError as error:
             if not skip_missing:
                 raise SparseKVError(f"task {name} needs packages that are not installed: {first_line(error)}; or add "
@@ -257,13 +267,13 @@ def _data_of(name: str, manager: Any) -> str:
     return next((_data_of(m, manager) for m in members if isinstance(m, str) and m != name), name)
 
 
-def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Request]:
+def _requests_of(name: str, manager: Any, samples: int, seed: int, data: Path | None = None) -> list[Request]:
     import numpy as np
 
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (the tasks draw from the global generator)
     with _quiet():
-        tasks = manager.load([_fewer(name, manager, samples)])["tasks"].values()
+        tasks = manager.load([_fewer(name, manager, samples, data)])["tasks"].values()
     found: list[Request] = []
     for task in tasks:
         if task.OUTPUT_TYPE != "generate_until":
@@ -281,8 +291,9 @@ def _requests_of(name: str, manager: Any, samples: int, seed: int) -> list[Reque
     return found
 
 
-def _fewer(name: str, manager: Any, samples: int) -> Any:
-    """The task as lm-eval knows it; RULER's, which make 500 prompts of every length, with `samples` of each."""
+def _fewer(name: str, manager: Any, samples: int, data: Path | None) -> Any:
+    """The task as lm-eval knows it; RULER's, which make 500 prompts of every length and fetch what they are made of
+    (lm-eval 0.4.13 has no option for either), with `samples` of each and of what is in the folder `data`, if given."""
     entry = manager.task_index.get(name) if name in SUITES["ruler"] else None
     path, _, function = str((entry.cfg or {}).get("custom_dataset", "") if entry is not None else "").rpartition(".")
     if not path:
@@ -292,16 +303,44 @@ def _fewer(name: str, manager: Any, samples: int) -> Any:
     def made(**options: Any) -> Any:
         own = vars(importlib.import_module(home + Path(path).name))
         modules = [own, *(vars(m) for m in list(sys.modules.values()) if m.__name__.startswith(home))]
-        shown = [(module, module["tqdm"]) for module in modules if "tqdm" in module]
+        other: dict[str, Any] = {"tqdm": lambda every, **_: itertools.islice(every, samples)}  # loops over prompts
+        other |= _read_from(data, modules) if data is not None else {}
+        shown = [(module, key, module[key]) for module in modules for key in other if key in module]
         try:
-            for module, _ in shown:
-                module["tqdm"] = lambda every, **_: itertools.islice(every, samples)  # each loop over prompts has one
+            for module, key, _ in shown:
+                module[key] = other[key]
             return own[function](**options)
         finally:
-            for module, before in shown:
-                module["tqdm"] = before
+            for module, key, before in shown:
+                module[key] = before
 
     return {"group": "fewer", "task": [{"task": name, "custom_dataset": made}]}
+
+
+def _read_from(data: Path, modules: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What lm-eval's RULER reads its texts with, by name, reading files of a folder. Sentences of the essays end where
+    NLTK's tokenizer of English finds them, or, where its model is not installed, its untrained one."""
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+    haystack = next((m["get_haystack"] for m in modules if "get_haystack" in m), None)
+
+    def get_haystack(type_haystack: str) -> Any:
+        if type_haystack != "essay":
+            assert haystack is not None
+            return haystack(type_haystack=type_haystack)
+        return json.loads((data / RULER_DATA["essay"]).read_text(encoding="utf-8"))["text"].split()
+
+    def download_json(url: str) -> Any:
+        return json.loads((data / RULER_DATA["hotpot" if "hotpot" in url else "squad"]).read_text(encoding="utf-8"))
+
+    found: dict[str, Any] = {"get_haystack": get_haystack, "download_json": download_json}
+    try:
+        import nltk
+
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError:
+        found["cached_sent_tokenize"] = functools.cache(PunktSentenceTokenizer().tokenize)
+    return found
 
 
 def _request(instance: Any, ruler: bool) -> Request:

@@ -150,7 +150,7 @@ def _agreement(entry: dict[str, Any], full: dict[str, Any] | None) -> list[float
 def mean_case(case: str) -> str:
     """The mean that the case of a task enters; empty for this project's own and for tasks without a length."""
     task, _, length = case.partition("@")
-    if not length or task in OWN_TASKS:
+    if not length or task.split("_")[0] in OWN_TASKS:
         return ""
     return f"{'babilong' if task.startswith('babilong') else 'ruler'}@{length}"
 

@@ -59,8 +59,10 @@ def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tenso
 
 def sort_by_bucket(bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
     """The places `[..., N]` of bucket `[..., N]` in the order of their buckets, those of a bucket ascending, what is
-    not used (broadcastable; None: all are) last; and where the buckets begin, `[..., C + 1]`."""
-    keyed = bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)
+    not used (broadcastable; None: all are) last; and where the buckets begin, `[..., C + 1]`. Both are contiguous,
+    whatever the strides of bucket and used: a sort keeps those of what it sorts, and kernels read the places in a
+    row."""
+    keyed = (bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)).contiguous()
     counts = torch.zeros(*keyed.shape[:-1], num_buckets + 1, dtype=torch.int64, device=keyed.device)
     counts.scatter_add_(-1, keyed, torch.ones_like(keyed))
     offsets = torch.nn.functional.pad(counts[..., :num_buckets].cumsum(-1), (1, 0))

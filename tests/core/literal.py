@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator, UniformEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import Step
@@ -51,6 +51,12 @@ def literal_step(
         elif isinstance(estimator, CentroidEstimator):
             more = centroid_logits(view, estimator, b, rot[b, :, t], keys[b], values[b], rest)
             logits, vectors = torch.cat([logits, more[0]], 1), torch.cat([vectors, more[1]], 1)
+        elif isinstance(estimator, UniformEstimator):
+            drawn = estimator.drawn(view, queries)[row].cpu().repeat_interleave(view.group, dim=0)
+            times = torch.zeros_like(scores).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=scores.dtype)) * rest
+            stands = times * rest.sum(1, keepdim=True) / times.sum(1, keepdim=True).clamp(min=1)
+            plain = torch.einsum("hnd,hd->hn", keys[b], rot[b, :, t]) * view.scale
+            logits = torch.where(rest, plain + stands.log(), logits)
         elif (own := selector.partial(view, queries, step.selection)) is not None:
             logits = torch.cat([logits, own[1][row, :, None].double().cpu()], 1)
             vectors = torch.cat([vectors, own[0][row, :, None].double().cpu()], 1)

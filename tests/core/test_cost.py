@@ -13,7 +13,7 @@ from sparsekv.core.cost import read_shares, token_bytes
 from sparsekv.core.selectors import SELECTORS
 
 HEADS_KV, DIM, SIZE, BUCKETS = 2, 10, 8, 8
-PHI, CENTROIDS = 16, 256
+PHI, CENTROIDS, SAMPLES = 16, 256, 256
 
 
 def own_bytes(case: str, x) -> float:
@@ -63,6 +63,8 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
         estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM + listed) * SIZE * HEADS_KV
     elif completion == "centroid":
         estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV
+    elif completion == "uniform":
+        estimate = SAMPLES * 2 * DIM * SIZE * HEADS_KV
     found = float(read_shares(x.view, x.queries, x.step.selection, x.selector, x.estimator)[1])
     assert found == pytest.approx((read + (own_bytes(case, x) + estimate) / row) / context, rel=1e-6)
 

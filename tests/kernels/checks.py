@@ -614,12 +614,14 @@ def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
 
 
 def check_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Sums over buckets, of which some are empty, and every row against its own; rows of a longer storage."""
+    """Sums over buckets, of which some are empty, and every row against its own; rows of a longer storage, and a mask
+    whose dimensions lie in another order."""
     batch, heads, length, dim, buckets = shape
     torch.manual_seed(0)
     x = torch.randn(batch, heads, length + 9, dim, device=device, dtype=dtype)[:, :, 4:length + 4]
     bucket = torch.randint(0, max(1, buckets - 2), (batch, heads, length), device=device, dtype=torch.int32)
-    for used in (None, torch.rand(batch, 1, length, device=device) < 0.7):
+    turned = (torch.rand(heads, batch, length, device=device) < 0.7).transpose(0, 1)
+    for used in (None, torch.rand(batch, 1, length, device=device) < 0.7, turned):
         mine, truth = launch_sums(x, bucket, used, buckets), bucket_sums_reference(x.double(), bucket, used, buckets)
         assert torch.equal(mine[0].double(), truth[0])
         assert error(mine[1], truth[1]) < 1e-6
