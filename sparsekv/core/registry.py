@@ -170,8 +170,8 @@ for _row in (
                 "MagicPIG (Chen et al. 2024) §4", colour="#a6761d", lane="rival"),
     EstimatorRow("centroid", "estimators.centroid:CentroidEstimator",
                  "buckets of the request's keys, each by its mean key and mean value", "baseline", line=":"),
-    EstimatorRow("uniform", "estimators.uniform:UniformEstimator", "a uniform sample of them", "vAttention (Desai et al. "
-                 "2025) §4", line="--"),
+    EstimatorRow("uniform", "estimators.uniform:UniformEstimator", "a uniform sample of them",
+                 "vAttention (Desai et al. 2025)"),
     EstimatorRow("phi", "estimators.phi:PhiEstimator", "trained feature maps", "completion paper §4", symbol="φ",
                  line="-", needs=("phi",), usual=True),
 ):
