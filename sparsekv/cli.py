@@ -139,7 +139,8 @@ def _command_function(row: Command) -> Callable[..., None]:
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
         shown = default is not inspect.Parameter.empty and default is not None
-        names, about = metadata.pop("names", ()), _escape(field.metadata.get("help", ""))  # [tokens]: no tag
+        about = field.metadata.get("help", "")
+        names, about = metadata.pop("names", ()), _escape(about() if callable(about) else about)  # [tokens]: no tag
         info = declare(*names, help=about, show_default=shown, **metadata)
         parameters.append(inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsekv.commands.demo import DemoConfig, run_demo
-from sparsekv.commands.demo_report import BUDGETS, COLUMNS, TABLE
+from sparsekv.commands.demo_report import BUDGETS, COLUMNS, shown
 from sparsekv.evaluation.figures import error_by_budget
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
@@ -27,7 +27,7 @@ def made(tmp_path_factory):
 
 def test_the_table_says_what_was_read_what_was_found_and_what_it_cost(made) -> None:
     header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in made.table.splitlines())
-    assert tuple(header) == COLUMNS and len(lines) == len(TABLE)
+    assert tuple(header) == COLUMNS and len(lines) == len(shown())
     assert lines[0][0] == "all tokens (full attention)" and lines[0][1:3] == ["100.0%", "100.0%"]
     found = {line[0]: line for line in lines}
     assert set(found) >= {"sink + tail (4 and 16 tokens) + φ", "the best 1 % (exact top-k)",
@@ -42,7 +42,7 @@ def test_the_report_explains_itself(made) -> None:
     page = made.report.read_text(encoding="utf-8")
     assert made.said in page and made.said in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
-    assert number and page.count("<tr>") == 2 * (1 + len(TABLE)) and page.count("<svg") == 3
+    assert number and page.count("<tr>") == 2 * (1 + len(shown())) and page.count("<svg") == 3
     for words in ("Full attention reads", "was left as it is", "the held-out text surprises", "Down is better"):
         assert words in page
 

@@ -137,17 +137,16 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     first two windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.commands.demo_report import BUDGETS, TABLE
+    from sparsekv.commands.demo_report import BUDGETS, shown
     from sparsekv.evaluation.evaluator import Evaluator
-    from sparsekv.evaluation.methods import parse_methods
+    from sparsekv.evaluation.methods import parse_methods, usual_methods
     from sparsekv.evaluation.own_tasks import continuations, make_needles
 
     windows = [heldout.tokens(i).tolist() for i in range(heldout.num_documents)]
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
-    table = [m for name, budget in TABLE for m in parse_methods([name], [budget or 0.0])]
-    drawn = ["topk", "topk+phi", "router", "router+phi", "sketch", "sketch+phi"]
-    curves = [m for m in parse_methods(drawn, BUDGETS) if m not in table]
+    table = shown()
+    curves = [m for m in parse_methods(usual_methods(("router", "sketches", "phi")), BUDGETS) if m not in table]
     texts = continuations(windows)
     router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
     parts: list[tuple[str, list[Any], list[Method]]] = [

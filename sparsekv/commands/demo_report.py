@@ -6,15 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, row_of
+from sparsekv.evaluation.methods import Method, parse_methods, percent, usual_methods
+
 if TYPE_CHECKING:
     from sparsekv.evaluation.report import Table
     from sparsekv.store.store import CaptureStore
 
 BUDGETS = (0.01, 0.02, 0.05, 0.10)
-TABLE: tuple[tuple[str, float | None], ...] = (
-    ("full", None), ("streaming", None), ("streaming+phi", None), ("topk", 0.01), ("topk+phi", 0.01), ("router", 0.05),
-    ("router+phi", 0.05), ("sketch", 0.01), ("sketch+phi", 0.01))
-"""The rows of the table: methods and their budgets. The figure has all of BUDGETS."""
+"""Budgets of the figure; a row of the table has one."""
 COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
 CURVE_REQUESTS = 4
 READING = (
@@ -29,18 +29,24 @@ READING = (
     "can be had. error: how far what an attention head hands on is from full attention's, relative; 0 is the same.")
 
 
+def shown() -> list[Method]:
+    """The rows of the table: what is measured where no methods are named, each at a budget of its own."""
+    return [method for name in (FULL, *usual_methods(("router", "sketches", "phi"))) if (row := row_of(
+        name.partition("+")[0])) is not None for method in parse_methods([name], [row.demo_budget])]
+
+
 def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
-    """The table, its rows in the order of TABLE. rows: result rows of one length; heldout: for the sizes of sink and
+    """The table, its rows in the order of `shown`. rows: result rows of one length; heldout: for the sizes of sink and
     window."""
     from sparsekv.evaluation.report import Table
 
     known = {(r["method"], r["budget"], r["metric"]): r for r in rows}
     lines = []
-    for method, budget in TABLE:
-        texts, needles = known.get((method, budget, "rel_err")), known.get((method, budget, "score"))
-        loss = known.get((method, budget, "perplexity"))
+    for method in shown():
+        texts, needles, loss = (known.get((method.name, method.budget, metric))
+                                for metric in ("rel_err", "score", "perplexity"))
         lines.append([
-            _words(method, budget, heldout.config), _cell(texts, "read", "{:.1%}"),
+            _words(method, heldout.config), _cell(texts, "read", "{:.1%}"),
             _cell(texts, "bytes_share", "{:.1%}"),
             "–" if needles is None else f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}",
             _cell(loss, "value", "{:.2f}"), _cell(texts, "value", "{:.3f}")])
@@ -98,22 +104,18 @@ def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureSt
     asked = len(numbers) // 2
     answers = {(c["method"], c["budget"]): c["answers"][c["indices"].index(asked)] for c in cells
                if c["case"].startswith("needle") and asked in c["indices"]}
-    lines = [[_words(method, budget, heldout.config), " ".join(answers[method, budget].split()) or "–",
-              "yes" if numbers[asked] in answers[method, budget] else "no"]
-             for method, budget in TABLE if (method, budget) in answers]
+    lines = [[_words(method, heldout.config), " ".join(answer.split()) or "–",
+              "yes" if numbers[asked] in answer else "no"] for method in shown() if (answer := answers.get((method.name, method.budget))) is not None]
     return Table(f"One of the questions: the hidden number is {numbers[asked]}",
                  ("what a step reads", "the answer", "right"), lines)
 
 
-def _words(method: str, budget: float | None, config: dict[str, Any]) -> str:
+def _words(method: Method, config: dict[str, Any]) -> str:
     """A method for readers who do not know its name."""
-    selector, _, completion = method.partition("+")
-    said = {"full": "all tokens (full attention)",
-            "streaming": f"sink + tail ({config['sink_size']} and {config['window_size']} tokens)",
-            "topk": f"the best {100 * (budget or 0):g} % (exact top-k)",
-            "router": f"the router's {100 * (budget or 0):g} %, by buckets",
-            "sketch": f"the router's best {100 * (budget or 0):g} %, by sketches"}[selector]
-    return said + (" + φ" if completion else "")
+    row, estimator = row_of(method.selector), ESTIMATOR_ROWS.get(method.completion)
+    words = (row.demo_words if row is not None else "") or f"{method.selector}, {{budget}}"
+    said = words.format(budget=percent(method.budget or 0.0), sink=config["sink_size"], window=config["window_size"])
+    return said + ("" if estimator is None else f" + {estimator.symbol or estimator.name}")
 
 
 def _cell(row: dict[str, Any] | None, name: str, form: str) -> str:

@@ -127,6 +127,11 @@ def served() -> tuple[str, ...]:
     return tuple(row.name for row in SELECTOR_ROWS.values() if row.served)
 
 
+def diagnosed() -> list[str]:
+    """Selectors whose steps diagnostics take."""
+    return [row.name for row in SELECTOR_ROWS.values() if row.diagnosed]
+
+
 def default_selector(trained: Collection[str]) -> str:
     """The selector where none is named. trained: what there is, of `router` and `sketches`."""
     return [row.name for row in SELECTOR_ROWS.values() if row.default and set(row.needs) <= set(trained)][-1]

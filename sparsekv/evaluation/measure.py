@@ -32,10 +32,10 @@ from sparsekv.core.offline import (
     requests,
     scores,
 )
+from sparsekv.core.registry import SELECTOR_ROWS, diagnosed
 from sparsekv.core.rope import RopeTable
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import two_parts
 from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
 from sparsekv.foundation.errors import SparseKVError
@@ -134,15 +134,22 @@ def _examine(
         estimators["centroid"] = CentroidEstimator(equal_buckets(made.cache_tokens, view.keys.shape[-1]))
     for estimator in estimators.values():
         estimator.build(view)
-    best = _steps(total, request, made, TopK(token_budget=0.0), estimators)
-    if router is not None:
-        chooser = Router(token_budget=0.0, artifact=router)
-        read = _steps(total, request, made, chooser, {k: e for k, e in estimators.items() if k == "phi"})
-        total.add("recall", "reached", [mass_read(share, r).mean(0) for r in read], count)
-        total.add("recall", "best", [mass_read(share, best_buckets(request, chooser, share, b)).mean(0)
-                                     for b in made.budgets], count)
-        total.add("recall", "topk", [_overlap(r, b, share) for r, b in zip(read, best, strict=True)], count)
-        total.add("heads", "imbalance", imbalance(chooser.counts[0]).repeat_interleave(view.group), count)
+    read: dict[str, list[Selection]] = {}
+    for name in diagnosed():
+        if SELECTOR_ROWS[name].needs and router is None:
+            continue
+        trained: dict[str, Any] = {"artifact": router} if SELECTOR_ROWS[name].needs else {}
+        selector = SELECTORS[name](token_budget=0.0, **trained)
+        shown = {k: e for k, e in estimators.items() if name == "topk" or k == "phi"}
+        read[name] = _steps(total, request, made, selector, shown)
+        if isinstance(selector, Router):
+            total.add("recall", "best", [mass_read(share, best_buckets(request, selector, share, b)).mean(0)
+                                         for b in made.budgets], count)
+            total.add("heads", "imbalance", imbalance(selector.counts[0]).repeat_interleave(view.group), count)
+    if "router" in read:
+        total.add("recall", "reached", [mass_read(share, r).mean(0) for r in read["router"]], count)
+        total.add("recall", "topk", [_overlap(r, b, share) for r, b in zip(read["router"], read["topk"], strict=True)],
+                  count)
     if phi is not None:
         _examine_map(total, request, phi.at(0.0), estimators["phi"])
     made.fractions, curve = mass_curve(share, int(view.regions.mid_sizes))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparsekv.core.registry import SELECTOR_ROWS, diagnosed
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
@@ -28,8 +29,9 @@ class RecommendConfig:
     min_mass: float | None = option(None, help="Quality to keep: mean share of the attention that is read exactly over "
                                                "layers and heads, at least this (layers of full attention count as 1).",
                                     min=0, max=1)
-    selector: str | None = option(None, help="Selector: router or topk (which reads every key to choose); without it "
-                                             "router if the diagnostics have one.")
+    selector: str | None = option(None, help=lambda: (
+        f"Selector: {' or '.join(diagnosed())} (topk reads every key to choose); without it a trained one if the "
+        "diagnostics have it."))
     dense_layers: str = option("0", help="Layers that keep full attention whatever they cost, separated by commas.")
     overwrite: bool = option(False, help="Replace an existing settings file.")
 
@@ -86,8 +88,8 @@ def recommend(
     Budgets go where they buy most: from the cheapest choice of every layer on, the upgrade with the largest gain per
     token, on the convex hull of its choices, until the goal is met. Raises SparseKVError for an unknown selector.
     """
-    have = [n for n in ("router", "topk") if n in d.errors]
-    selector = selector or have[0]
+    have = [name for name in diagnosed() if name in d.errors]
+    selector = selector or max(have, key=lambda name: bool(SELECTOR_ROWS[name].needs))
     if selector not in have:
         raise SparseKVError(f"the diagnostics have no selector {selector!r}; they have {', '.join(have)}")
     menu = {layer: choices(d, row, selector) for row, layer in enumerate(d.layers)
@@ -102,7 +104,8 @@ def recommend(
         "layers": {str(layer): {"error": c.error, "mass": c.mass, "read": c.cost} for layer, c in picked.items()}}
     goal = {"max_error": max_error} if max_error is not None else {"min_mass": min_mass}
     return Settings(d.model, selector, "phi" if completed else "none", d.sink_size, d.window_size, layers,
-                    d.router if selector == "router" else None, d.phi if completed else None, goal, _rounded(measured))
+                    d.router if SELECTOR_ROWS[selector].needs else None, d.phi if completed else None, goal,
+                    _rounded(measured))
 
 
 def choices(d: Diagnostics, row: int, selector: str) -> list[Choice]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sparsekv.core.registry import ESTIMATOR_ROWS, SELECTOR_ROWS, method_names
 from sparsekv.evaluation.cells import FORMAT as CELLS
 from sparsekv.evaluation.cells import collect, read_cells, write_cells
 from sparsekv.evaluation.requests import FORMAT as REQUESTS
@@ -46,10 +47,11 @@ class EvalConfig:
     router: str | None = option(None, help="Router artifact (folder or name).")
     phi: str | None = option(None, help="Feature-map artifact (folder or name).")
 
-    methods: str | None = option(None, group=METHODS, help=(
-        "Methods to measure beside full attention, separated by commas: a selector, with +phi or +centroid what "
-        "completes it, options as lfps:alpha=0.03; without it streaming, topk and, with --router, router and (where it "
-        "has sketches) sketch, each also with +phi if --phi is given."))
+    methods: str | None = option(None, group=METHODS, help=lambda: (
+        f"Methods to measure beside full attention, separated by commas: a selector ({', '.join(method_names()[1:])}), "
+        f"with {' or '.join(f'+{name}' for name in ESTIMATOR_ROWS)} what completes it, options as lfps:alpha=0.03; "
+        f"without it {', '.join(r.name for r in SELECTOR_ROWS.values() if r.usual)} as far as --router has what they "
+        "need, each also with +phi if --phi is given."))
     budgets: str = option("0.01,0.05", group=METHODS, help="Tokens retrieved per query and KV head, as fractions of "
                                                            "the context, separated by commas.")
     accounting: str = option("retrieved", group=METHODS, help=(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.foundation.config import SEEDS, option
 from sparsekv.foundation.errors import SparseKVError
 
@@ -24,9 +25,9 @@ class GenerateConfig:
     phi: str | None = option(None, help="Feature-map artifact (folder or name); switches completion on.")
     token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
                                                    "prompt, from 1 on a count [tokens].", min=0)
-    selector: str | None = option(None, help="What is read exactly: sketch, router, topk, streaming, dense, … "
-                                             "Without it: sketch if a router is given (router if it has none, or with "
-                                             "--probes), else dense.", group="What is read")
+    selector: str | None = option(None, group="What is read", help=lambda: (
+        f"What is read exactly: {', '.join(SELECTOR_ROWS)}. Without it: sketch if a router is given (router if it has "
+        "none, or with --probes), else dense."))
     probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1,
                                 group="What is read")
     sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
