@@ -104,8 +104,12 @@ def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureSt
     asked = len(numbers) // 2
     answers = {(c["method"], c["budget"]): c["answers"][c["indices"].index(asked)] for c in cells
                if c["case"].startswith("needle") and asked in c["indices"]}
-    lines = [[_words(method, heldout.config), " ".join(answer.split()) or "–",
-              "yes" if numbers[asked] in answer else "no"] for method in shown() if (answer := answers.get((method.name, method.budget))) is not None]
+    lines = []
+    for method in shown():
+        answer = answers.get((method.name, method.budget))
+        if answer is not None:
+            lines.append([_words(method, heldout.config), " ".join(answer.split()) or "–",
+                          "yes" if numbers[asked] in answer else "no"])
     return Table(f"One of the questions: the hidden number is {numbers[asked]}",
                  ("what a step reads", "the answer", "right"), lines)
 
