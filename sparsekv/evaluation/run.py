@@ -196,7 +196,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.result_figures import result_figures
     from sparsekv.evaluation.rows import provenance
-    from sparsekv.evaluation.tables import markdown, report_tables
+    from sparsekv.evaluation.tables import markdown, methods_table, report_tables
 
     tables, details = report_tables(rows)
     text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in (*tables, *details)]
@@ -207,7 +207,8 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
                     "install 'sparsekv[eval]'` and the same command with --resume; no answer is lost.")
     write_text(output / "table.md", "\n\n".join(text) + "\n")
     figures = result_figures(rows)
-    write_report(output / "report.html", "sparsekv eval", provenance(), tables, figures, details)
+    write_report(output / "report.html", "sparsekv eval", provenance(), tables, figures,
+                 [*details, methods_table(rows)])
     write_pngs(output, figures)
     return "\n\n".join(text)
 

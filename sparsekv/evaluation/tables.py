@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, SELECTOR_ROWS, rivals
+from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, SELECTOR_ROWS, rivals, row_of
 from sparsekv.evaluation.methods import label, percent, plain
 from sparsekv.evaluation.report import Table
 from sparsekv.evaluation.requests import OWN_TASKS
@@ -108,6 +108,14 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
             if lines:
                 made.append(Table(f"{case}. {title}", header, lines, note))
     return made, [Table(c, *table(rows, c, every_method(rows)), SCORES) for c in single]
+
+
+def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """What the selectors of the rows read, and where they come from."""
+    found = dict.fromkeys(plain(r["method"]).partition("+")[0] for r in rows)
+    known = [(name, row) for name in found if (row := row_of(name)) is not None]
+    return Table("Methods", ["method", "reads", "source"],
+                 [[name, row.reads.replace("`", ""), row.source] for name, row in known])
 
 
 def lane_a() -> tuple[str, ...]:

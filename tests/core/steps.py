@@ -18,16 +18,23 @@ from sparsekv.core.step import LayerState, Step
 from sparsekv.runtime.cache import SparseCache
 
 BUDGET = 13
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {"token_budget": BUDGET} if kind.spends_budget else {}) for name, kind in SELECTORS.items()
-    if name != "dense"}
-"""Selector and options by the name of the test."""
-CASES |= {f"{name}-per_head": (name, {**given, "per_query_head": True}) for name, given in CASES.values()
-          if "per_query_head" in SELECTORS[name].option_names()}
-CASES |= {"router-probes": ("router", {"probes": 3}), "router-mean_key": ("router", {"token_budget": BUDGET,
-                                                                                     "scores": "mean_key"}),
-          "sketch-fixed": ("sketch", {"token_budget": BUDGET, "fit": "fixed", "candidates": 0.7}),
-          "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key"})}
+
+
+def cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Selector and options by the name of the test: every selector that is registered, and some with other options."""
+    made: dict[str, tuple[str, dict[str, Any]]] = {
+        name: (name, {"token_budget": BUDGET} if kind.spends_budget else {}) for name, kind in SELECTORS.items()
+        if name != "dense"}
+    made |= {f"{name}-per_head": (name, {**given, "per_query_head": True}) for name, given in made.values()
+             if "per_query_head" in SELECTORS[name].option_names()}
+    return made | {
+        "router-probes": ("router", {"probes": 3}),
+        "router-mean_key": ("router", {"token_budget": BUDGET, "scores": "mean_key"}),
+        "sketch-fixed": ("sketch", {"token_budget": BUDGET, "fit": "fixed", "candidates": 0.7}),
+        "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key"})}
+
+
+CASES = cases()
 COMPLETIONS = ("none", *ESTIMATORS)
 GROUPS = (1, 3, 4, 8)
 PADS = (0, 7, 30)
@@ -74,7 +81,7 @@ def steps_of(
     model, case: str, completion: str, batch: int, monkeypatch, *, prompt: int = PROMPT,
 ) -> tuple[list[Taken], SparseCache]:
     """Decode a padded batch, some tokens alone and the last in a chunk."""
-    name, options = CASES[case]
+    name, options = cases()[case]
     router, phi = trained(model)
     taken: list[Taken] = []
     step = LayerState.step

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from literal import literal_step
-from steps import CASES, CHUNK, COMPLETIONS, GROUPS, PADS, PROMPT, SIZES, steps_of, tiny, trained
+from steps import CASES, CHUNK, COMPLETIONS, GROUPS, PADS, PROMPT, SIZES, cases, steps_of, tiny, trained
 
 from sparsekv.core.estimators import ESTIMATORS, PhiEstimator
 from sparsekv.core.layer import Queries
@@ -59,7 +59,7 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
         SIZES["window_size"], view.rope, 1, 2)
     offline = request(window, PROMPT, len(before))
     router, phi = trained(model)
-    name, options = CASES[case]
+    name, options = cases()[case]
     selector = SELECTORS[name](**options, **({"artifact": router} if SELECTORS[name].artifact_kind else {}))
     kind = ESTIMATORS.get(completion)
     torch.manual_seed(0)
