@@ -1,4 +1,5 @@
-"""Draw docs/results/*.md from the rows beside them: `python benchmarks/tables.py`. No figure is ever typed."""
+"""Draw docs/results/*.md from the rows beside them, and the tables of methods in README.md and docs/runtime.md, which
+`python benchmarks/tables.py methods` draws alone. No figure is ever typed."""
 
 from __future__ import annotations
 
@@ -201,6 +202,11 @@ def quality() -> None:
 
 
 if __name__ == "__main__":
+    from benchmarks import _methods
+
+    _methods.write()
+    if sys.argv[1:] == ["methods"]:
+        raise SystemExit
     decode_figure()
     quality()
     for name, draw in (("decode", decode), ("generate", generate), ("training", training)):
