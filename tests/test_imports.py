@@ -104,6 +104,12 @@ def _imported_lazily(module: str) -> bool:
                    for name in imports(path, top_only=True))
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if inside(module_of(path), "artifacts")], ids=module_of)
+def test_artifacts_neither_draw_nor_fetch(path: Path) -> None:
+    found = {n.split(".")[0] for n in imports(path)} & {"matplotlib", "huggingface_hub", "requests", "urllib", "http"}
+    assert not found, f"{module_of(path)} imports {found}: sources/ draws an artifact's page and brings it from the hub"
+
+
 def test_import_is_fast_and_loads_nothing_heavy() -> None:
     code = ("import sys, sparsekv; assert sparsekv.__version__; "
             "print([m for m in ('torch', 'transformers', 'triton', 'faiss', 'lightning') if m in sys.modules])")

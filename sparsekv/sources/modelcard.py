@@ -7,9 +7,10 @@ import json
 from pathlib import Path, PurePath
 from typing import Any
 
-from sparsekv.artifacts.card import figure_caption, quality_figure, quality_table
+from sparsekv.core.registry import PAPERS
 from sparsekv.foundation.disk import placed
 from sparsekv.sources.named import REPOSITORY
+from sparsekv.sources.quality import figure_caption, quality_figure, quality_table
 
 README, FIGURE = "README.md", "quality.png"
 SHOWN = ("preset", "num_buckets", "scores", "key_space", "sketch_bytes", "width", "keys_per_step", "optimizer", "seed")
@@ -19,8 +20,7 @@ SAYS = {
     "router": "a router: buckets of keys, and sketches of keys, by which a decoding step finds the few per cent of the "
               "cache that it reads",
     "phi": "feature maps φ: they estimate the attention over all that a decoding step does not read"}
-SOURCES = {"router": "self-attention with asymmetric partitions (Saap)",
-           "phi": "top-k retrieval with fixed-size linear-attention completion"}
+SOURCES = {"router": f"{PAPERS['Saap']} (Saap)", "phi": PAPERS["completion paper"]}
 
 
 def write_card(folder: str | Path, configs: dict[str, dict[str, Any]], *, nested: bool = False) -> None:

@@ -1,0 +1,81 @@
+"""How good an artifact is, for its page: its quality card as a table and as a figure."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from sparsekv.core.registry import GREY, SELECTOR_ROWS
+
+LABELS = {"mass_share": "router", "sketch_mass_share": "router and sketches",
+          "oracle_mass_share": "oracle on its buckets", "error": "nothing else",
+          "+ phi error": "φ for the rest"}
+COLOURS = {"mass_share": SELECTOR_ROWS["router"].colour, "sketch_mass_share": SELECTOR_ROWS["sketch"].colour,
+           "oracle_mass_share": GREY, "error": GREY, "+ phi error": SELECTOR_ROWS["router"].colour}
+BANDS = ("mass_share", "error", "+ phi error")
+"""Lines with their quartiles: the other ones of a router lie close to its own."""
+
+
+def figure_caption(kind: str) -> str:
+    """What the figure shows, in words."""
+    if kind == "router":
+        return "Attention that is read, by the share of the context read; bands are quartiles over heads"
+    return "Error of a head's output, by what is read exactly; bands are quartiles over heads"
+
+
+def _columns(kind: str, quality: dict[str, Any]) -> tuple[list[str], dict[str, list[str]]]:
+    """Places on the axis, and the card's entries at each of them by line; lines that are not complete are left out."""
+    if kind == "router":
+        names = ("mass_share", "sketch_mass_share", "oracle_mass_share")
+        budgets = [name.partition("@")[2] for name in quality if name.startswith("mass_share@")]
+        places = [f"{float(b):.0%}" for b in budgets]
+        lines = {name: [f"{name}@{b}" for b in budgets] for name in names}
+    else:
+        cases = [name.removesuffix(" + phi error") for name in quality if name.endswith(" + phi error")]
+        places = ["sink + tail", *(f"top-k {float(c.partition('@')[2]):.0%}" for c in cases[1:])]
+        lines = {name: [f"{case} {name}" for case in cases] for name in ("error", "+ phi error")}
+    return places, {name: keys for name, keys in lines.items() if keys and all(k in quality for k in keys)}
+
+
+def quality_table(kind: str, quality: dict[str, Any]) -> str:
+    """The means in Markdown; empty where the artifact was not judged."""
+    places, lines = _columns(kind, quality)
+    if not lines:
+        return ""
+    first = "context read" if kind == "router" else "read exactly"
+    rows = [[first, *(LABELS[name] for name in lines)], ["---", *("---:" for _ in lines)]]
+    rows += [[place, *(f"{quality[keys[i]]:.3f}" for keys in lines.values())] for i, place in enumerate(places)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
+    """The same as lines, with the quartiles over heads, as PNG; None where the artifact was not judged."""
+    places, lines = _columns(kind, quality)
+    heads = quality.get("per_head", {})
+    if not lines or not all(key in heads for keys in lines.values() for key in keys):
+        return None
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    at = np.arange(len(places))
+    for name, keys in lines.items():
+        low, high = np.stack([np.quantile(np.concatenate([np.asarray(row, float) for row in heads[key]]), (0.25, 0.75))
+                              for key in keys], axis=1)
+        if name in BANDS:
+            axes.fill_between(at, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+        axes.plot(at, [quality[key] for key in keys], color=COLOURS[name], marker="o", label=LABELS[name],
+                  linestyle="-" if name in BANDS else "--", markersize=6 if name in BANDS else 3)
+    axes.set_xticks(at, places)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("context read" if kind == "router" else "read exactly")
+    axes.set_ylabel("attention read [share]" if kind == "router" else "error [relative L2]")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#8888", linewidth=0.5)
+    axes.legend(frameon=False, ncols=len(lines), loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
+    FigureCanvasAgg(figure)
+    made = io.BytesIO()
+    figure.savefig(made, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return made.getvalue()
