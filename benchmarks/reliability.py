@@ -21,7 +21,6 @@ import attacks
 
 from benchmarks._pages import fill, take_over
 from benchmarks._rows import RESULTS, row
-from sparsekv.runtime import decoding
 
 GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "flipped bits, every format": lambda folder: attacks.flip_bits(folder, 1100),
@@ -35,7 +34,6 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
 
 
 def main() -> None:
-    decoding.DENSE_BYTES = {}
     for name in sys.argv[1:] or GROUPS:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:

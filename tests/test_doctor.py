@@ -20,10 +20,9 @@ def run(monkeypatch, capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
-def without(monkeypatch, *modules: str) -> None:
-    """The machine as it is where these modules are not installed."""
-    real = importlib.util.find_spec
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name in modules else real(name))
+def without(monkeypatch, module: str) -> None:
+    """The machine as it is where this module is not installed."""
+    monkeypatch.setitem(sys.modules, module, None)
 
 
 def test_the_text_names_machine_packages_and_abilities(monkeypatch, capsys) -> None:

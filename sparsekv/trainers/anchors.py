@@ -11,15 +11,15 @@ from sparsekv.trainers.pool import Pool
 AT_ONCE = 512
 
 
-def anchor_attention(pool: Pool) -> tuple[Tensor, Tensor]:
+def anchor_attention(pool: Pool, at_once: int = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Partial attention `(out [D, Lq, T, d], lse [D, Lq, T])` of every captured query over the first `sink_size` keys
-    and the last `window_size` up to its own position, out in the pool's dtype, lse in float32."""
+    and the last `window_size` up to its own position, out in the pool's dtype, lse in float32. at_once: queries of a call."""
     documents, heads_q, count, _ = pool.queries.shape
     out = torch.empty_like(pool.queries)
     lse = torch.empty(documents, heads_q, count, device=out.device)
     for document in range(documents):
-        for a in range(0, count, AT_ONCE):
-            some = slice(a, a + AT_ONCE)
+        for a in range(0, count, at_once):
+            some = slice(a, a + at_once)
             lengths = pool.positions[document, some] + 1
             none = torch.empty(len(lengths), pool.heads_kv, 0, dtype=torch.long, device=out.device)
             found, mass = attend_tokens(

@@ -82,13 +82,14 @@ def test_a_training_is_pushed_and_attached_by_one_name(hub: Hub, trained: Path) 
     model, ids = make_model(), prompt(80)
     found = []
     for given in (("ann/tiny",), (str(trained),), (trained,)):
-        with sparsekv.attach(model, *given, token_budget=8) as attachment:
+        with sparsekv.attach(model, *given, token_budget=8, dense_below=0) as attachment:
             found.append(attachment.generate(ids, max_new_tokens=6))
             assert attachment.decoding.phi is not None and attachment.decoding.selector.name == "sketch"
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    with sparsekv.attach(model, router="ann/tiny", phi="ann/tiny", token_budget=8) as attachment:
+    with sparsekv.attach(model, router="ann/tiny", phi="ann/tiny", token_budget=8, dense_below=0) as attachment:
         assert torch.equal(attachment.generate(ids, max_new_tokens=6), found[0])
-    with sparsekv.attach(model, "ann/tiny", phi=PhiArtifact.load(trained / "phi"), token_budget=8) as attachment:
+    phi = PhiArtifact.load(trained / "phi")
+    with sparsekv.attach(model, "ann/tiny", phi=phi, token_budget=8, dense_below=0) as attachment:
         assert torch.equal(attachment.generate(ids, max_new_tokens=6), found[0])
 
 

@@ -163,7 +163,7 @@ def test_attach_keeps_what_recommend_promised(made, tmp_path, goal: dict, select
     assert measured["error"] <= goal.get("max_error", 9) and measured["mass"] >= goal.get("min_mass", 0)
     assert 0 not in settings.layers and settings.layers and "heads served worst" in result.table
     ids = CaptureStore.open(folder / "store").tokens(0)[None]
-    with sparsekv.attach(model, settings=tmp_path / "settings.json") as attachment:
+    with sparsekv.attach(model, settings=tmp_path / "settings.json", dense_below=0) as attachment:
         cache = attachment.prefill(ids[:, :-1])
         model(ids[:, -1:], past_key_values=cache)
         report = attachment.report()

@@ -304,7 +304,7 @@ def attach_with_anything(count: int, seed: int = 0) -> Outcome:
         asked = prompt(rng.choice((1, 2, 30, 70)))
 
         def generate(given: dict[str, Any] = given, asked: torch.Tensor = asked) -> Any:
-            with attach(model, **given):
+            with attach(model, **{"dense_below": 0, **given}):
                 out = model.generate(asked, max_new_tokens=3, do_sample=False)
             assert out.shape[1] == asked.shape[1] + 3
             return out
@@ -408,7 +408,7 @@ def decode_hard_numbers(count: int, seed: int = 0) -> Outcome:
         plain = model(asked).logits.isfinite().all()
 
         def run(model: Any = model, given: dict[str, Any] = given, asked: torch.Tensor = asked) -> Any:
-            with torch.no_grad(), attach(model, **given) as attachment:
+            with torch.no_grad(), attach(model, dense_below=0, **given) as attachment:
                 cache, got = attachment.prefill(asked), []
                 for token in (5, 6, 7, 8):
                     got.append(model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits)

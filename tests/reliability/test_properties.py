@@ -77,7 +77,7 @@ def test_any_header(name: str, targets: dict[str, attacks.Target], length: int, 
 def test_any_option_of_any_selector(data: st.DataObject, tokens: int) -> None:
     model = make_model()
     name = data.draw(st.sampled_from(sorted(SELECTORS)))
-    options: dict[str, Any] = {"selector": name, "token_budget": 8}
+    options: dict[str, Any] = {"selector": name, "token_budget": 8, "dense_below": 0}
     if SELECTORS[name].artifact_kind == "router":
         options["router"] = artifacts(model)[0]
     option = data.draw(st.sampled_from(sorted({*SELECTORS[name].option_names(), "sink_size", "window_size",

@@ -21,7 +21,8 @@ PROMPT, BORDER = 100, 16
 
 def options(name: str, completion: str) -> dict[str, Any]:
     router, phi = artifacts(make_model())
-    found: dict[str, Any] = {"selector": name, "token_budget": 12, "completion": completion, "decode_window": BORDER}
+    found: dict[str, Any] = {"selector": name, "token_budget": 12, "completion": completion, "decode_window": BORDER,
+                             "dense_below": 0}
     return found | ({"phi": phi} if completion == "phi" else {}) | (
         {"router": router} if SELECTORS[name].artifact_kind == "router" else {})
 

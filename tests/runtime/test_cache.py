@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.foundation.errors import SparseKVError
 
 
@@ -24,7 +23,7 @@ def step(model, ids, cache):
 def test_several_turns_equal_one_prompt(family: str):
     model, ids = make_model(family), prompt(140)
     plain = model(ids).logits
-    with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=(), decode_window=8) as attachment:
+    with attach(model, selector="topk", token_budget=1.0, dense_layers=(), decode_window=8) as attachment:
         cache = attachment.prefill(ids[:, :50], chunk_size=20)
         got = [step(model, ids[:, t:t + 1], cache) for t in range(50, 80)]
         got.append(step(model, ids[:, 80:110], cache))
@@ -36,7 +35,7 @@ def test_crop_into_the_index_builds_it_again():
     model, ids = make_model(), prompt(120)
     router, phi = artifacts(model)
     options = {"router": router, "phi": phi, "token_budget": 10, "decode_window": 8}
-    with sparsekv.attach(model, **options) as attachment:
+    with attach(model, **options) as attachment:
         cache = attachment.prefill(ids[:, :60])
         for t in range(60, 100):
             step(model, ids[:, t:t + 1], cache)
@@ -57,7 +56,7 @@ def test_rows_are_selected_repeated_and_reordered():
     mask = torch.ones_like(ids)
     mask[1, :20] = 0
     router, phi = artifacts(model)
-    with sparsekv.attach(model, router=router, phi=phi, token_budget=10) as attachment:
+    with attach(model, router=router, phi=phi, token_budget=10) as attachment:
         cache = attachment.prefill(ids, mask)
         more = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], 1)
         new = prompt(1, 3, seed=5)
@@ -79,7 +78,7 @@ def test_beam_search_and_prompt_lookup_equal_the_plain_model():
     model, ids = make_model(), prompt(40)
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
         plain = model.generate(ids, max_new_tokens=12, do_sample=False, **options)
-        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()):
+        with attach(model, selector="topk", token_budget=1.0, dense_layers=()):
             assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **options), plain)
 
 
@@ -88,16 +87,16 @@ def test_a_prefix_is_saved_and_loaded(tmp_path):
     router, phi = artifacts(model)
     options = {"router": router, "phi": phi, "token_budget": 12}
     path = tmp_path / "prefix.safetensors"
-    with sparsekv.attach(model, **options) as attachment:
+    with attach(model, **options) as attachment:
         cache = attachment.prefill(ids[:, :80])
         want = step(model, ids[:, 80:81], cache.fork())
         attachment.save_prefix(cache, path)
         with pytest.raises(SparseKVError, match="empty"):
             attachment.save_prefix(attachment.cache(), tmp_path / "empty")
-    with sparsekv.attach(model, **options) as again:
+    with attach(model, **options) as again:
         torch.testing.assert_close(step(model, ids[:, 80:81], again.load_prefix(path)), want)
     other, _ = artifacts(make_model("qwen3"))
-    with sparsekv.attach(make_model("qwen3"), router=other, token_budget=3) as foreign:
+    with attach(make_model("qwen3"), router=other, token_budget=3) as foreign:
         with pytest.raises(SparseKVError, match="LlamaForCausalLM"):
             foreign.load_prefix(path)
         with pytest.raises(SparseKVError, match="no prefix"):
@@ -109,7 +108,7 @@ def test_a_prefix_written_with_index_and_estimate_inside_still_loads(tmp_path):
     model, ids = make_model(), prompt(90)
     router, phi = artifacts(model)
     new, old = tmp_path / "new.safetensors", tmp_path / "old.safetensors"
-    with sparsekv.attach(model, router=router, phi=phi, token_budget=12) as attachment:
+    with attach(model, router=router, phi=phi, token_budget=12) as attachment:
         cache = attachment.prefill(ids[:, :80])
         attachment.save_prefix(cache, new)
         with safe_open(str(new), framework="pt") as file:
@@ -138,7 +137,7 @@ def held_bytes() -> int:
 def test_soak_memory_grows_by_keys_values_and_index_alone(tokens: int):
     model, ids = make_model(), prompt(64)
     router, phi = artifacts(model)
-    with torch.inference_mode(), sparsekv.attach(model, router=router, phi=phi, token_budget=32,
+    with torch.inference_mode(), attach(model, router=router, phi=phi, token_budget=32,
                                                  decode_window=24 if tokens < 500 else 256) as attachment:
         cache, token = attachment.prefill(ids), ids[:, -1:]
         sizes = {}

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tiny import make_model
+from tiny import attach, make_model
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 
 SHARES = [0.0, 0.02, 0.1]
@@ -41,7 +40,7 @@ def test_a_step_takes_the_shift_of_what_it_reads(made, options: dict, shift: flo
     model, router, phi = made
     length = round(8 / 0.06)
     ids = torch.randint(1, 95, (1, length + 1), generator=torch.Generator().manual_seed(0))
-    with sparsekv.attach(model, router=router if options["selector"] == "router" else None, phi=phi, completion="phi",
+    with attach(model, router=router if options["selector"] == "router" else None, phi=phi, completion="phi",
                          dense_below=0, **options) as attachment:
         cache = attachment.prefill(ids[:, :-1])
         model(ids[:, -1:], past_key_values=cache)

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import FAMILIES, make_model, prompt
+from tiny import FAMILIES, attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
@@ -25,7 +25,7 @@ def test_everything_selected_is_the_plain_model(name: str) -> None:
     for options in ({"selector": "topk", "token_budget": 1.0}, {"router": router, "probes": 8},
                     {"router": router, "probes": 8, "phi": phi},
                     {"selector": "topk", "token_budget": 1.0, "per_query_head": True, "phi": phi}):
-        with sparsekv.attach(model, dense_layers=(), **options) as attachment:
+        with attach(model, dense_layers=(), **options) as attachment:
             assert torch.equal(model.generate(ids, **GREEDY), plain)
             cache = attachment.prefill(plain[:, :70])
             steps = [model(plain[:, t:t + 1], past_key_values=cache, use_cache=True).logits for t in range(70, 80)]
@@ -40,13 +40,13 @@ def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, 
     model, ids = make_model(), prompt(90)
     router, phi = artifacts(model, space=space, scores=scores)
     options = {"router": router, "phi": phi, "token_budget": 0.1}
-    with sparsekv.attach(model, **options) as one:
+    with attach(model, **options) as one:
         cache = one.prefill(ids[:, :80])
         first, second = cache.fork(), cache.fork()
         steps = [model(ids[:, t:t + 1], past_key_values=first, use_cache=True).logits for t in range(80, 90)]
         again = [model(ids[:, t:t + 1], past_key_values=second, use_cache=True).logits for t in range(80, 90)]
         torch.testing.assert_close(torch.cat(steps, 1), torch.cat(again, 1))
-    with sparsekv.attach(model, **options) as other:
+    with attach(model, **options) as other:
         other.sparse_chunks = other.compares = True
         chunk = model(ids[:, 80:], past_key_values=cache.fork(), use_cache=True).logits
     torch.testing.assert_close(torch.cat(steps, 1), chunk, rtol=1e-4, atol=1e-4)
@@ -64,7 +64,7 @@ def test_padded_rows_decode_as_they_do_alone(options: dict) -> None:
         options = {**options, "router": router}
     mask = torch.ones_like(ids)
     mask[0, :11], mask[2, :40] = 0, 0
-    with sparsekv.attach(model, **options):
+    with attach(model, **options):
         together = model.generate(ids, attention_mask=mask, **GREEDY)
         for row, pad in enumerate((11, 0, 40)):
             alone = model.generate(ids[row:row + 1, pad:], **GREEDY)
@@ -75,11 +75,11 @@ def test_the_model_is_left_as_it_was() -> None:
     model, ids = make_model(), prompt(LENGTH)
     before, plain = model.config._attn_implementation, model.generate(ids, **GREEDY)
     hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
-    with pytest.raises(ZeroDivisionError), sparsekv.attach(model, selector="streaming"):
+    with pytest.raises(ZeroDivisionError), attach(model, selector="streaming"):
         _ = 1 // 0
-    attachment = sparsekv.attach(model, selector="streaming")
+    attachment = attach(model, selector="streaming")
     with attachment:
-        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()) as inner:
+        with attach(model, selector="topk", token_budget=1.0, dense_layers=()) as inner:
             assert torch.equal(model.generate(ids, **GREEDY), plain)
         assert inner.report()["sparse_calls"] > 0
         with pytest.raises(SparseKVError, match="in use already"):
@@ -96,13 +96,13 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_an_attachment_that_is_never_entered_says_so() -> None:
     model = make_model("llama")
     with pytest.warns(UserWarning, match="never entered, so nothing decoded sparsely; write `with sparsekv.attach"):
-        sparsekv.attach(model, selector="topk", token_budget=4)
+        attach(model, selector="topk", token_budget=4)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with sparsekv.attach(model, selector="topk", token_budget=4):
+        with attach(model, selector="topk", token_budget=4):
             pass
         with pytest.raises(SparseKVError):
-            sparsekv.attach(model, selector="nobody")
+            attach(model, selector="nobody")
 
 
 def test_beams_and_several_sequences_run() -> None:
@@ -110,7 +110,7 @@ def test_beams_and_several_sequences_run() -> None:
     for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}):
         plain = model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options}, generation_config=None) \
             if "num_beams" in options else None
-        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=()):
+        with attach(model, selector="topk", token_budget=1.0, dense_layers=()):
             out = model.generate(ids, max_new_tokens=6, **{"do_sample": False, **options})
         assert plain is None or torch.equal(out, plain)
         assert out.shape[0] == options.get("num_return_sequences", 1)
@@ -119,10 +119,10 @@ def test_beams_and_several_sequences_run() -> None:
 def test_long_generation_moves_tokens_into_the_index() -> None:
     model, ids = make_model(), prompt(LENGTH)
     router, phi = artifacts(model)
-    with sparsekv.attach(model, router=router, phi=phi, probes=2, decode_window=16) as attachment:
+    with attach(model, router=router, phi=phi, probes=2, decode_window=16) as attachment:
         out = model.generate(ids, max_new_tokens=120, min_new_tokens=120, do_sample=False)
     assert out.shape[1] == 195 and attachment.report()["selectivity"] < 0.9
-    with sparsekv.attach(model, router=router, probes=8, decode_window=16, dense_layers=()):
+    with attach(model, router=router, probes=8, decode_window=16, dense_layers=()):
         all_read = model.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False)
     assert torch.equal(all_read, model.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False))
 
@@ -133,27 +133,26 @@ def test_short_caches_are_decoded_densely_until_they_are_long(placement: str) ->
     router, phi = artifacts(model)
     options = {"router": router, "phi": phi, "probes": 2, "placement": placement}
     plain = model.generate(ids, **GREEDY)
-    with sparsekv.attach(model, dense_below=1000, **options) as attachment:
+    with attach(model, dense_below=1000, **options) as attachment:
         assert torch.equal(model.generate(ids, **GREEDY), plain)
         assert attachment.report()["sparse_calls"] == 0 and attachment.report()["selectivity"] == 1.0
-    with sparsekv.attach(model, dense_below=80, **options) as attachment:
+    with attach(model, dense_below=80, **options) as attachment:
         model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
     # 8 steps over caches of 76 to 83 tokens, in two layers; layer 0 is dense
     assert attachment.report()["sparse_calls"] == 4 * 2 and attachment.report()["dense_calls"] == 4 * 2 + 8
 
 
-def test_the_length_where_dense_wins_follows_the_bytes_of_the_cache(monkeypatch) -> None:
+@pytest.mark.parametrize(("placement", "sparse"), [("gpu", 0), ("cpu", 8 * 2)])
+def test_the_length_where_dense_wins_follows_the_bytes_of_the_cache(placement: str, sparse: int) -> None:
     model, ids = make_model(), prompt(LENGTH)
     router, _ = artifacts(model)
-    assert DENSE_BYTES["cpu"] > 0 and DENSE_BYTES["cuda"] > 0
-    for limit, sparse in (({"cpu": 80 * 2 * 2 * 16 * 4}, 4 * 2), (DENSE_BYTES, 0), ({}, 8 * 2)):
-        monkeypatch.setattr("sparsekv.runtime.decoding.DENSE_BYTES", limit)
-        with sparsekv.attach(model, router=router, probes=2) as attachment:
-            model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
-        assert attachment.report()["sparse_calls"] == sparse
-        with sparsekv.attach(model, router=router, probes=2, placement="cpu") as attachment:
-            model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
-        assert attachment.report()["sparse_calls"] == 8 * 2
+    with sparsekv.attach(model, router=router, probes=2, placement=placement) as attachment:
+        model.generate(ids, **{**GREEDY, "min_new_tokens": 9})
+    assert attachment.report()["sparse_calls"] == sparse
+    for rows, dtype in ((1, torch.float32), (3, torch.float32), (3, torch.bfloat16)):
+        keys = torch.empty(rows, 2, 0, 16, dtype=dtype)
+        found = attachment.decoding.short_until(keys) * rows * 2 * 2 * 16 * dtype.itemsize
+        assert 0 <= found - DENSE_BYTES["cpu"] < rows * 2 * 2 * 16 * 4 or (placement == "cpu" and found == 0)
 
 
 BAD = [
@@ -181,7 +180,7 @@ def test_attach_has_at_most_twelve_options_beside_the_selectors_own() -> None:
 @pytest.mark.parametrize(("options", "message"), BAD)
 def test_bad_options_are_refused_with_a_sentence(options: dict, message: str) -> None:
     with pytest.raises(SparseKVError, match=message):
-        sparsekv.attach(make_model(), **options)
+        attach(make_model(), **options)
 
 
 def test_bad_artifacts_models_and_caches_are_refused() -> None:
@@ -191,20 +190,20 @@ def test_bad_artifacts_models_and_caches_are_refused() -> None:
     router, phi = artifacts(model)
     for probes in (0, 9):
         with pytest.raises(SparseKVError, match="between 1 and the router's 8"):
-            sparsekv.attach(model, router=router, probes=probes)
+            attach(model, router=router, probes=probes)
     for kind, foreign in (("router", phi), ("phi", router), ("phi", 3)):
         with pytest.raises(SparseKVError, match=f"{kind} is a .*; expected a .*Artifact or the folder of one"):
-            sparsekv.attach(model, **{kind: foreign})
+            attach(model, **{kind: foreign})
     other = make_model(num_hidden_layers=2)
     for trained in ({"router": router}, {"phi": phi, "selector": "streaming"}):
         with pytest.raises(SparseKVError, match=r"num_layers 3.*num_layers 2"):
-            sparsekv.attach(other, **trained)
+            attach(other, **trained)
     t5 = T5ForConditionalGeneration(T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=20))
     with pytest.raises(SparseKVError, match="encoder-decoder"):
-        sparsekv.attach(t5, selector="streaming")
+        attach(t5, selector="streaming")
     with pytest.raises(SparseKVError, match=r"torch\.compile"):
-        sparsekv.attach(torch.compile(model), selector="streaming")
-    with sparsekv.attach(model, selector="streaming"):
+        attach(torch.compile(model), selector="streaming")
+    with attach(model, selector="streaming"):
         with pytest.raises(SparseKVError, match="StaticCache"):
             model.generate(ids, past_key_values=StaticCache(config=model.config, max_cache_len=100), **GREEDY)
         with pytest.raises(SparseKVError, match="cache_implementation"):
@@ -215,7 +214,7 @@ def test_calls_that_cannot_be_served_are_sentences() -> None:
     from transformers import GenerationConfig
 
     model, ids = make_model(), prompt(LENGTH)
-    with sparsekv.attach(model, selector="topk", token_budget=8) as attachment:
+    with attach(model, selector="topk", token_budget=8) as attachment:
         with pytest.raises(SparseKVError, match="remove use_cache=False"):
             model.generate(ids, GenerationConfig(use_cache=False, max_new_tokens=3))
         with pytest.raises(SparseKVError, match="no sparse index"):
@@ -235,7 +234,7 @@ def test_calls_that_cannot_be_served_are_sentences() -> None:
             parameter.requires_grad_(asked)
             model.zero_grad()
     other = make_model("qwen2")
-    with sparsekv.attach(other, selector="topk", token_budget=8), pytest.raises(SparseKVError, match="another model"):
+    with attach(other, selector="topk", token_budget=8), pytest.raises(SparseKVError, match="another model"):
         other(ids[:, :1], past_key_values=cache)
 
 
@@ -243,6 +242,6 @@ def test_contiguous_positions_of_all_keys_are_the_plain_model() -> None:
     model, ids = make_model(), prompt(LENGTH)
     plain = model.generate(ids, **GREEDY)
     how = {"selector": "token_select", "extrapolate": True, "token_budget": 1.0, "dense_layers": ()}
-    with sparsekv.attach(model, **how) as attachment:
+    with attach(model, **how) as attachment:
         assert torch.equal(model.generate(ids, **GREEDY), plain)
     assert attachment.report()["sparse_calls"] > 0

@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
-
-import sparsekv
 
 pytestmark = pytest.mark.gpu
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
@@ -27,7 +25,7 @@ def test_everything_selected_is_the_plain_model_on_the_gpu(name: str) -> None:
     for options in ({"selector": "topk", "token_budget": 1.0}, {"router": router, "probes": 8},
                     {"router": router, "probes": 8, "phi": phi},
                     {"selector": "topk", "token_budget": 1.0, "per_query_head": True}):
-        with sparsekv.attach(model, dense_layers=(), **options) as attachment:
+        with attach(model, dense_layers=(), **options) as attachment:
             assert torch.equal(model.generate(ids, **GREEDY), plain)
         assert attachment.report()["sparse_calls"] > 0
 
@@ -38,7 +36,7 @@ def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
 
     def logits() -> torch.Tensor:
         device = model.device
-        with sparsekv.attach(model, router=router, phi=phi, probes=2) as attachment:
+        with attach(model, router=router, phi=phi, probes=2) as attachment:
             attachment.sparse_chunks = True
             cache = attachment.prefill(ids[:, :150].to(device))
             return model(ids[:, 150:].to(device), past_key_values=cache, use_cache=True).logits.float().cpu()
@@ -60,7 +58,7 @@ def test_rows_fetched_from_the_host_give_the_same_logits(selector: str, scores: 
     router, phi = artifacts(model, scores=scores)
     logits = {}
     for placement in ("gpu", "offload", "cpu"):
-        with torch.inference_mode(), sparsekv.attach(
+        with torch.inference_mode(), attach(
                 model, router=router, phi=phi, selector=selector, completion=completion, token_budget=20,
                 decode_window=16, placement=placement) as attachment:
             cache = attachment.prefill(ids[:, :100], chunk_size=40)
@@ -74,6 +72,6 @@ def test_rows_fetched_from_the_host_give_the_same_logits(selector: str, scores: 
 
 def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:
     model, ids = fresh().to("cuda", torch.bfloat16), prompt(300).cuda()
-    with torch.inference_mode(), sparsekv.attach(model, selector="topk", token_budget=20) as attachment:
+    with torch.inference_mode(), attach(model, selector="topk", token_budget=20) as attachment:
         whole, cut = (attachment.prefill(ids, chunk_size=size).layers[2].keys.float() for size in (300, 70))
     assert (whole - cut).norm() <= 0.03 * whole.norm()

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.core.selectors import SELECTORS
 
 LENGTH, NEW = 70, 5
@@ -33,7 +32,7 @@ def test_selector_on_family(name: str, family: str) -> None:
     mask[0, :7], mask[2, :30] = 0, 0
     given = {"input_ids": torch.where(mask == 0, 0, ids), "attention_mask": mask}
     router, phi = artifacts(model)
-    with sparsekv.attach(model, selector=name, phi=phi, **options(name, router, 12)) as attachment:
+    with attach(model, selector=name, phi=phi, **options(name, router, 12)) as attachment:
         out = model.generate(**given, **GREEDY)
         report = attachment.report()
     assert all(torch.isfinite(step).all() for step in out.logits)
@@ -41,7 +40,7 @@ def test_selector_on_family(name: str, family: str) -> None:
     if name in SAMPLES:
         return
     plain = model.generate(**given, **GREEDY)
-    with sparsekv.attach(model, selector=name, phi=phi, dense_layers=(), **options(name, router, 10_000),
+    with attach(model, selector=name, phi=phi, dense_layers=(), **options(name, router, 10_000),
                          **FLAT.get(name, {})):
         out = model.generate(**given, **GREEDY)
     assert torch.equal(out.sequences, plain.sequences)

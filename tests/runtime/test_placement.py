@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.foundation.errors import SparseKVError
 
@@ -28,7 +27,7 @@ def test_placement_changes_nothing(name: str, completion: str):
     options |= {"router": router} if kind.artifact_kind else {}
     outs = {}
     for placement in ("gpu", "cpu") if kind.scores_keys else ("gpu", "cpu", "offload"):
-        with sparsekv.attach(model, placement=placement, **options) as attachment:
+        with attach(model, placement=placement, **options) as attachment:
             outs[placement] = model.generate(ids, attention_mask=mask, max_new_tokens=20, min_new_tokens=20, **GREEDY)
             assert attachment.report()["sparse_calls"] > 0
     want = outs.pop("gpu")
@@ -40,7 +39,7 @@ def test_placement_changes_nothing(name: str, completion: str):
 @pytest.mark.parametrize("name", [name for name, kind in SELECTORS.items() if kind.scores_keys])
 def test_offload_wants_a_selector_with_an_index(name: str):
     with pytest.raises(SparseKVError, match="placement='cpu'"):
-        sparsekv.attach(make_model(), placement="offload", selector=name, token_budget=20)
+        attach(make_model(), placement="offload", selector=name, token_budget=20)
 
 
 def test_offloaded_caches_chunk_crop_fork_and_reorder():
@@ -50,7 +49,7 @@ def test_offloaded_caches_chunk_crop_fork_and_reorder():
     options = {"router": router, "phi": phi, "token_budget": 15}
     logits = {}
     for place in ("gpu", "offload"):
-        with sparsekv.attach(model, placement=place, **options) as attachment:
+        with attach(model, placement=place, **options) as attachment:
             cache = attachment.prefill(ids[:, :60], chunk_size=25)
             fork = cache.fork()
             out = [model(ids[:, t:t + 1], past_key_values=fork, use_cache=True).logits for t in range(60, 70)]

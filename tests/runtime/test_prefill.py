@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from views import make_view
 
-import sparsekv
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.foundation.errors import SparseKVError
@@ -95,7 +94,7 @@ def test_padding_has_no_contiguous_positions() -> None:
 
 
 def attached(model, budget: int, **options):
-    return sparsekv.attach(model, selector="token_select", token_budget=budget, sink_size=SINK, window_size=WINDOW,
+    return attach(model, selector="token_select", token_budget=budget, sink_size=SINK, window_size=WINDOW,
                            prefill_chunk=CHUNK, dense_below=0, **options)
 
 
@@ -107,7 +106,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(family: str) -> None:
     with attached(model, BUDGET) as attachment:
         whole = attachment.prefill(ids, mask)
         parts = attachment.prefill(ids, mask, chunk_size=2 * CHUNK)
-    with sparsekv.attach(model, selector="dense") as dense:
+    with attach(model, selector="dense") as dense:
         full = dense.prefill(ids, mask)
     for a, b in zip(whole.layers, parts.layers, strict=True):
         torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-5)
@@ -130,7 +129,7 @@ def test_the_published_settings_are_arguments_of_attach(extrapolate: bool) -> No
     """A prompt shorter than sink and window is read whole."""
     model, ids = make_model("llama"), prompt(60, 1)
     plain = model.generate(ids, max_new_tokens=3, do_sample=False)
-    with sparsekv.attach(model, selector="token_select", extrapolate=extrapolate, dense_below=0,
+    with attach(model, selector="token_select", extrapolate=extrapolate, dense_below=0,
                          **SELECTORS["token_select"].PUBLISHED) as attachment:
         assert torch.equal(attachment.generate(ids, max_new_tokens=3), plain)
         decoding = attachment.decoding

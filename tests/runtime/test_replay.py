@@ -55,7 +55,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def attached(model, replays: bool, name: str, **options):
-    options = {**SELECTORS[name], **options}
+    options = {"dense_below": 0, **SELECTORS[name], **options}
     router, phi = artifacts(model)
     if name in ("router", "router+phi", "probes", "sketch", "fixed", "all"):
         options = {"selector": "router", **options, "router": router}

@@ -69,7 +69,7 @@ def decode(device: str, name: str, replays: bool, told: torch.Tensor | None) -> 
     """Logits `[2, steps, V]` on the way, each step's token that of `told [2, steps]`, without it the likeliest; and the
     report."""
     model, ids, _ = long_model(device)
-    options = dict(METHODS[name])
+    options = {"dense_below": 0, **METHODS[name]}
     router, phi = artifacts(model, buckets=128, space="rot", scores="mean_key", features=32)
     if name.startswith("router") or name == "sketch":
         options["router"] = router

@@ -6,10 +6,9 @@ import json
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
@@ -31,7 +30,7 @@ def test_every_layer_reads_what_its_setting_promises(tmp_path, selector: str) ->
     folder = str(tmp_path / "router") if selector == "router" else None
     made = Settings(**{**vars(settings(selector)), "router": folder})
     path = made.save(tmp_path / "there" / "settings.json")
-    with sparsekv.attach(model, settings=path) as attachment:
+    with attach(model, settings=path) as attachment:
         cache = attachment.prefill(ids)
         for _ in range(3):
             model(ids[:, :1], past_key_values=cache)
@@ -50,7 +49,7 @@ def test_gates_switch_heads_off() -> None:
     budgets = {"token_budget": 0.05, "dense_layers": (0,), "sink_size": 4, "window_size": 16}
 
     def logits(**options):
-        with sparsekv.attach(model, **options):
+        with attach(model, **options):
             return torch.stack(model.generate(ids, **GREEDY).logits)
 
     def gated(*gate):
@@ -68,7 +67,7 @@ def test_a_budget_of_nothing_reads_the_anchors_alone() -> None:
     model, ids = make_model(), prompt(LENGTH)
     router, _ = artifacts(model)
     for selector in ("topk", "router"):
-        with sparsekv.attach(model, settings=settings(selector, l1=LayerSetting(0.0)), router=router) as attachment:
+        with attach(model, settings=settings(selector, l1=LayerSetting(0.0)), router=router) as attachment:
             model.generate(ids, max_new_tokens=2, do_sample=False)
             assert attachment.report()["layers"][1]["selectivity"] == pytest.approx(21 / 121)
 
@@ -95,9 +94,9 @@ def test_bad_settings_are_refused_in_one_sentence(tmp_path) -> None:
         path = tmp_path / "bad.json"
         path.write_text(content if isinstance(content, str) else json.dumps(content))
         with pytest.raises(SparseKVError, match=message) as error:
-            sparsekv.attach(model, settings=path)
+            attach(model, settings=path)
         assert "\n" not in str(error.value)
     with pytest.raises(SparseKVError, match="no settings at"):
-        sparsekv.attach(model, settings=tmp_path / "none")
+        attach(model, settings=tmp_path / "none")
     with pytest.raises(SparseKVError, match="their own token_budget"):
-        sparsekv.attach(model, settings=tmp_path / "s", token_budget=3)
+        attach(model, settings=tmp_path / "s", token_budget=3)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from test_selectors import CASES, best, chosen, each, group_of, mid
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 from views import built, extended, make_view
 
-import sparsekv
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
@@ -197,18 +196,18 @@ def test_everything_selected_is_the_plain_model(fit: str) -> None:
     router, _ = artifacts(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with sparsekv.attach(model, router=router, token_budget=1.0, fit=fit, dense_layers=()) as attachment:
+        with attach(model, router=router, token_budget=1.0, fit=fit, dense_layers=()) as attachment:
             assert torch.equal(model.generate(ids, max_new_tokens=9, do_sample=False), plain)
     assert attachment.decoding.selector.name == "sketch" and attachment.report()["sparse_calls"] > 0
     for options in ({"router": artifacts(model, sketched=False)[0]}, {"router": router, "probes": 2}):
-        assert sparsekv.attach(model, **options).decoding.selector.name == "router"
+        assert attach(model, **options).decoding.selector.name == "router"
 
 
 def test_a_prefix_has_the_codes_it_was_saved_with(tmp_path) -> None:
     """Codes are made when decoding begins, from keys and queries that the prefix holds."""
     model, ids = make_model(), prompt(90)
     router, _ = artifacts(model)
-    with sparsekv.attach(model, router=router, token_budget=9) as attachment:
+    with attach(model, router=router, token_budget=9) as attachment:
         cache = attachment.prefill(ids[:, :80])
         attachment.save_prefix(cache, tmp_path / "prefix")
         again = attachment.load_prefix(tmp_path / "prefix")

@@ -55,7 +55,7 @@ def same(one: Path, other: Path) -> bool:
 def test_one_command_and_one_name(place: Path, capsys) -> None:
     whole = place / "whole"
     assert sorted(p.name for p in whole.iterdir()) == ["README.md", "capture", "phi", "router", "train.json"]
-    with sparsekv.attach(make_model(), whole, token_budget=8) as attachment:
+    with sparsekv.attach(make_model(), whole, token_budget=8, dense_below=0) as attachment:
         assert attachment.generate(prompt(60), max_new_tokens=3).shape == (1, 63)
         assert attachment.decoding.phi is not None and attachment.report()["sparse_calls"]
     page = (whole / "README.md").read_text()

@@ -15,7 +15,7 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.offline import relative_error, requests
 from sparsekv.core.step import sparse_step
-from sparsekv.trainers import anchors
+from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import reader
 from sparsekv.trainers.phi import PhiConfig, PhiRecipe, PhiTask, train_phi
 from sparsekv.trainers.pool import Part, load_pool
@@ -27,12 +27,11 @@ def store(tmp_path_factory):
                     queries_per_document=64)
 
 
-def test_anchor_attention_is_that_of_sink_and_tail(store, monkeypatch) -> None:
-    monkeypatch.setattr(anchors, "AT_ONCE", 10)  # several pieces
+def test_anchor_attention_is_that_of_sink_and_tail(store) -> None:
     pool = load_pool(store, [Part(layer, 0, 2) for layer in (0, 2)], [1, 3], device="cpu")
     pool = replace(pool, positions=pool.positions.clone())
     pool.positions[0, :4] = torch.tensor([0, 2, 5, 20])  # hardly a sink, a tail cut short
-    out, lse = anchors.anchor_attention(pool)
+    out, lse = anchor_attention(pool, at_once=10)  # several pieces
     columns = torch.arange(200)
     for document in range(2):
         place = pool.positions[document][:, None]
