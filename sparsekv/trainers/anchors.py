@@ -13,7 +13,8 @@ AT_ONCE = 512
 
 def anchor_attention(pool: Pool, at_once: int = AT_ONCE) -> tuple[Tensor, Tensor]:
     """Partial attention `(out [D, Lq, T, d], lse [D, Lq, T])` of every captured query over the first `sink_size` keys
-    and the last `window_size` up to its own position, out in the pool's dtype, lse in float32. at_once: queries of a call."""
+    and the last `window_size` up to its own position, out in the pool's dtype, lse in float32; `at_once` queries
+    a call."""
     documents, heads_q, count, _ = pool.queries.shape
     out = torch.empty_like(pool.queries)
     lse = torch.empty(documents, heads_q, count, device=out.device)
