@@ -81,7 +81,7 @@ def all_jobs() -> list[Job]:
           for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"))
           for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
-        Job("decode-parts", "benchmarks/decode.py --parts growth parts --output {out}"),
+        Job("decode-parts", "benchmarks/decode.py --parts parts --output {out}"),
         Job("chunk", f"{papers} chunk --lengths 32768,131072,1048576"),
         Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),

@@ -109,29 +109,8 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
             for kind in ("flat", "ivf", "hnsw"):
                 made[f"faiss-{kind}"] = cls(token_budget=BUDGET, factory=kind)
             continue
-        if name == "lfps":
-            made["lfps-equal"] = cls(token_budget=BUDGET)
         made[name] = selector
     return {k: v for k, v in made.items() if wanted is None or k in wanted}
-
-
-def built(name: str, selector: Selector, view: LayerView, layer: Layer) -> float:
-    """Build the index, seconds. `lfps-equal` then takes the largest alpha with which the budget is used up: LFPS reads
-    fewer keys than it may when fewer are candidates."""
-    start = time.perf_counter()
-    build(view, selector, None)
-    seconds = time.perf_counter() - start
-    if name == "lfps-equal":
-        read: list[float] = []
-        for alpha in (0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0):
-            selector.alpha = alpha  # type: ignore[attr-defined]
-            trial = selector.fork()
-            for i in range(12):
-                step(layer, view, trial, read, i)
-            if read[-1] >= BUDGET:
-                break
-        print(f"{name}: alpha {selector.alpha}")  # type: ignore[attr-defined]
-    return seconds
 
 
 @torch.inference_mode()
@@ -141,7 +120,7 @@ def check() -> None:
     view = view_of(layer, 2048)
     truth = dense_step(layer, view, 0)
     for name, selector in selectors(layer, None).items():
-        if name in ("streaming", "magicpig", "lfps", "lfps-equal"):
+        if name in ("streaming", "magicpig", "lfps"):
             continue
         selector.token_budget = 1.0
         if name in ("quest", "pyramidkv"):
@@ -180,7 +159,9 @@ def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: 
             rows.append(row(case, "sdpa", "us", dense, "µs/layer step"))
             print(f"{case:>14} {'sdpa':>16} {dense:>10.0f} µs", flush=True)
             for name, selector in selectors(layer, wanted).items():
-                seconds = built(name, selector, view, layer)
+                start = time.perf_counter()
+                build(view, selector, None)
+                seconds = time.perf_counter() - start
                 read: list[float] = []
                 us = median_us(functools.partial(step, layer, view, selector, read), 5 if name == "magicpig" else steps)
                 rows += [row(case, name, "us", us, "µs/layer step"),

@@ -100,31 +100,6 @@ def generate() -> str:
           for case in cases)])
 
 
-def decode_figure() -> None:
-    """Time against the context's length and against the buckets read."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = load("decode")
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    names = {"sdpa_cudnn": "full attention (cuDNN)", "sparse": "router", "sparse_probes": "query model, 32 buckets",
-             "floor": "bytes"}
-    for axis, prefix, label in ((axes[0], "growth-n-", "context [tokens]"), (axes[1], "growth-l-", "buckets read ℓ")):
-        for (method, name), colour in zip(names.items(), ("#b2182b", "#2166ac", "#1b7837", "#888888"), strict=True):
-            points = [(int(r["case"].rsplit("-", 1)[1]), r["value"]) for r in rows
-                      if r["case"].startswith(prefix) and r["method"] == method]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", ms=3, color=colour, label=name,
-                          ls=":" if method == "floor" else "-")
-        axis.set(xscale="log", yscale="log", xlabel=label, ylabel="µs a step")
-        axis.grid(alpha=0.3, which="both")
-    axes[0].legend(frameon=False, fontsize=8)
-    axes[1].set_title("171k tokens", fontsize=9)
-    figure.savefig(RESULTS / "decode-growth.png", dpi=130)
-
-
 METHODS = {
     "none": "nothing", "phi_gated": "φ", "phi": "φ, all heads on", "centroid": "bucket centroids",
     "moments": "bucket moments", "sampling": "importance sampling", "sampling_uniform": "uniform sampling",
@@ -207,7 +182,6 @@ if __name__ == "__main__":
     _methods.write()
     if sys.argv[1:] == ["methods"]:
         raise SystemExit
-    decode_figure()
     quality()
     for name, draw in (("decode", decode), ("generate", generate), ("training", training)):
         if (RESULTS / f"{name}.json").is_file():

@@ -153,7 +153,6 @@ def quality(options: argparse.Namespace) -> None:
                               for layer, line in zip(stores[name].layers, per_head[metric].tolist(), strict=True)
                               for head, value in enumerate(line)]
             print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
-    print_table(rows)
     print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
     print(write_rows("training-heads", head_rows, options.output))
 
@@ -164,20 +163,6 @@ def kept(folder: Path, metric: str) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     return [r for r in json.loads(file.read_text()) if (r["metric"] == "seconds") == (metric == "seconds")]
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
-    methods = list(dict.fromkeys(r["method"] for r in rows if r["metric"] == "rel_err"))
-    print(f"{'case':26}{'share':>7}" + "".join(f"{m[:10]:>11}" for m in methods))
-    for case in dict.fromkeys(r["case"] for r in rows):
-        if (case, "none", "rel_err") in values:
-            share = values.get((case, "none", "mass_share"))
-            print(f"{case:26}{'–' if share is None else f'{share:.3f}':>7}"
-                  + "".join(f"{values.get((case, m, 'rel_err'), float('nan')):11.4f}" for m in methods))
-    for (case, _, metric), value in values.items():
-        if case.endswith("calibration"):
-            print(f"{case:26}{metric:>14} {value:.3f}")
 
 
 def speed(options: argparse.Namespace) -> None:
