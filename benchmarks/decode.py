@@ -291,8 +291,8 @@ OURS: dict[str, Callable[[Buffers], Step]] = {
     "sparse_sketch_phi": lambda b: b.step(b.sketch_router(), b.completion()),
     "sparse_sketch_flat": lambda b: b.step(b.sketch_router(), None, b.flat),
 }
-"""Steps of the product. `_flat`: of a query that attends to everything alike, as those of random weights do, the grades'
-worst case."""
+"""Steps of the product. `_flat`: of a query that attends to everything alike, as those of random weights do, the
+grades' worst case."""
 
 
 def check() -> None:
