@@ -292,7 +292,7 @@ OURS: dict[str, Callable[[Buffers], Step]] = {
     "sparse_sketch_flat": lambda b: b.step(b.sketch_router(), None, b.flat),
 }
 """Steps of the product. `_flat`: of a query that attends to everything alike, as those of random weights do, the
-grades' worst case."""
+histogram's worst case."""
 
 
 def check() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode_codes
-from sparsekv.kernels.sketch import largest
+from sparsekv.kernels.codes import largest
 
 RIDGE = 0.05
 """Share of the queries' mean variance that is added to every direction: few queries leave most of them out."""

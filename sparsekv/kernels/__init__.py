@@ -22,6 +22,7 @@ from sparsekv.kernels.attend import Pages, attend_buckets, attend_gathered, atte
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
+from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
     RANK,
@@ -52,7 +53,7 @@ from sparsekv.kernels.routing import (
     route_tokens,
     top_buckets,
 )
-from sparsekv.kernels.sketch import Candidates, Sketch, decode_codes, encode_keys, sketch_tokens
+from sparsekv.kernels.sketch import Candidates, sketch_tokens
 from sparsekv.kernels.stored import append_token, decode_attention
 from sparsekv.kernels.types import (
     BucketMeans,

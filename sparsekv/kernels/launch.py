@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,33 @@ from torch import Tensor
 NEG_INF = float("-inf")
 WIDEST = 512
 """Bytes of the widest rows that a kernel holds whole, beside others as wide: 256 numbers in half precision."""
+
+
+class Heads(NamedTuple):
+    """A tensor `[row, head, ...]` as kernels take it: where it begins and its strides; what follows lies dense."""
+
+    base: Tensor
+    row: int
+    head: int
+
+
+class Tokens(NamedTuple):
+    """A tensor `[row, head, token, channel]` as kernels take it: where it begins and its strides, the last one 1."""
+
+    base: Tensor
+    row: int
+    head: int
+    token: int
+
+
+def heads_of(x: Tensor) -> Heads:
+    """x `[row, head, ...]`, dense from there on."""
+    return Heads(x, x.stride(0), x.stride(1))
+
+
+def tokens_of(x: Tensor) -> Tokens:
+    """x `[row, head, token, channel]`, its channels side by side."""
+    return Tokens(x, *x.stride()[:3])
 
 
 def acc_dtype(x: Tensor) -> torch.dtype:

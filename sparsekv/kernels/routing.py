@@ -9,7 +9,7 @@ ends.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,37 +231,48 @@ def launch_route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -
     return chosen
 
 
-def launch_give(
+class RunArguments(NamedTuple):
+    """What `routing_triton.bucket_runs` reads and writes, in which the shapes stand."""
+
+    scores: Tensor
+    offsets: Tensor
+    budget: Tensor
+    seats: Tensor
+    runs: Tensor
+    counts: Tensor
+
+
+def launch_runs(
     scores: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool, seats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The runs of slots that buckets fill (`empty_runs`), and how many tokens these are, `[Q, H]`: scores `[Q, H, C]`
     are densities, or with `logits` logits of the query heads, normalised and summed over the group."""
-    from sparsekv.kernels.routing_triton import give_kernel
+    from sparsekv.kernels.routing_triton import runs_kernel
 
     scores, offsets = scores.contiguous(), offsets.contiguous()
     count, heads, buckets = scores.shape
     batch, heads_kv = offsets.shape[0] if seats is None else count, offsets.shape[1]
     group = heads // heads_kv if logits else 1
     heads //= group
-    rows, wide, overlap = power_of_two(group), places_of(buckets), overlaps(scores.device)
+    rows, wide, overlap = power_of_two(group), padded_buckets(buckets), overlaps(scores.device)
     runs, counts = empty_runs(count, heads, buckets, scores.device)
-    give_kernel[(count * heads,)](
-        scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, counts, heads, count // batch, buckets,
-        widest, LISTS=heads // heads_kv, OVERLAP=overlap, GROUP=group, ROWS=rows, PADDED=wide,
-        LOGITS=logits, SEATED=seats is not None, num_warps=rank_warps(rows * wide),
+    run = RunArguments(scores, offsets, budget.contiguous(), seats_or(seats, offsets), runs, counts)
+    runs_kernel[(count * heads,)](
+        run, heads, count // batch, buckets, widest, LISTS=heads // heads_kv, OVERLAP=overlap, GROUP=group, ROWS=rows,
+        PADDED=wide, LOGITS=logits, SEATED=seats is not None, num_warps=rank_warps(rows * wide),
         **({"launch_pdl": True} if logits and overlap else {}))
     return runs, counts
 
 
-def places_of(buckets: int) -> int:
+def padded_buckets(buckets: int) -> int:
     """Places of a list's runs: a power of two, at least 2, since Triton 3.6 does not compile a search among one."""
     return max(2, power_of_two(buckets))
 
 
 def empty_runs(count: int, heads: int, buckets: int, device: Any) -> tuple[Tensor, Tensor]:
-    """Place for the runs of lists, `[Q, H, 2, C]` int32 with C from `places_of` (`routing_triton.give`), and for
-    the numbers of their tokens, `[Q, H]`."""
-    runs = torch.empty(count, heads, 2, places_of(buckets), dtype=torch.int32, device=device)
+    """Place for the runs of lists, `[Q, H, 2, C]` int32 with C from `padded_buckets` (`routing_triton.bucket_runs`),
+    and for the numbers of their tokens, `[Q, H]`."""
+    runs = torch.empty(count, heads, 2, padded_buckets(buckets), dtype=torch.int32, device=device)
     return runs, torch.empty(count, heads, dtype=torch.int32, device=device)
 
 
@@ -269,11 +280,11 @@ def launch_choose(
     scores: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int, *, logits: bool,
     seats: Tensor | None = None,
 ) -> Tensor:
-    """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`. How many tokens every bucket gives,
-    then the tokens themselves."""
+    """`choose_tokens` through Triton, or with `logits` the end of `route_tokens`. How many tokens of every
+    bucket are taken, then the tokens themselves."""
     from sparsekv.kernels.routing_triton import fill_kernel
 
-    runs, counts = launch_give(scores, offsets, budget, widest, logits=logits, seats=seats)
+    runs, counts = launch_runs(scores, offsets, budget, widest, logits=logits, seats=seats)
     order = dense_last(order)
     count, heads, _, wide = runs.shape
     batch, heads_kv = order.shape[0], offsets.shape[1]

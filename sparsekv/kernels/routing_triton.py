@@ -1,4 +1,9 @@
-"""The Triton kernels of `routing.py`; importing this module imports Triton."""
+"""The Triton kernels of `routing.py`; importing this module imports Triton.
+
+Shapes: Q queries of B rows, Hq query heads, Hkv KV heads of G query heads, d the head dimension, M tokens, C buckets;
+lists are those of the KV heads or, LISTS of each KV head, of the query heads: H of them. Scores are natural logarithms.
+Where SEATED what is kept of a request lies by seat, and S seats stand in the place of B rows.
+"""
 
 import triton
 import triton.language as tl
@@ -34,6 +39,11 @@ def hidden_kernel(
     OVERLAP: tl.constexpr,
 ):
     """`relu(x W1 + b1)`; the rows of a product are FOLD queries times the group."""
+    # grid: (Hkv · blocks of FOLD queries, blocks of hidden units)
+    # x  [Q, Hq, d]            in the space of the model; strides x_row, x_head; num_in = d
+    # w  [Hkv, d, hidden]      num_out = hidden
+    # b  [Hkv, hidden]
+    # y  [Q, Hq, hidden]       written
     model = (tl.program_id(0) % heads).to(tl.int64)
     r = tl.arange(0, ROWS)
     row = ((tl.program_id(0) // heads) * FOLD + r // GROUP).to(tl.int64)
@@ -61,6 +71,13 @@ def score_kernel(
     OFFSETS: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`y W2 + b2`, -inf for empty buckets."""
+    # grid: (Hkv · blocks of FOLD queries, blocks of buckets)
+    # y       [Q, Hq, hidden]                  num_in = hidden
+    # w       [Hkv, hidden, C]                 num_out = C
+    # b       [Hkv, C]
+    # table   [B, Hkv, C] or, OFFSETS, [B, Hkv, C + 1] int32    tokens of a bucket, or where buckets begin
+    # seats   [Q] int64                        if SEATED
+    # logits  [Q, Hq, C] fp32                  written
     model = (tl.program_id(0) % heads).to(tl.int64)
     r = tl.arange(0, ROWS)
     row = ((tl.program_id(0) // heads) * FOLD + r // GROUP).to(tl.int64)
@@ -97,6 +114,14 @@ def mean_kernel(
     OFFSETS: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`mean_key_logits` for FOLD queries of one row of the cache."""
+    # grid: (Hkv · B · blocks of FOLD queries, blocks of buckets)
+    # q        [Q, Hq, d]          with RoPE; strides q_row, q_head
+    # means    [B, Hkv, C, d] int8 `BucketMeans`; strides m_row, m_head, m_bucket
+    # steps    [B, Hkv, C] fp32    the unit of means
+    # spreads  [B, Hkv, C] fp32    half the variance of a bucket's keys in a direction
+    # table    [B, Hkv, C] or, OFFSETS, [B, Hkv, C + 1] int32    tokens of a bucket, or where buckets begin
+    # seats    [Q] int64           if SEATED
+    # logits   [Q, Hq, C] fp32     written
     head = (tl.program_id(0) % heads).to(tl.int64)
     blocks = tl.cdiv(per_row, FOLD)
     cache_row = (tl.program_id(0) // heads // blocks).to(tl.int64)
@@ -150,6 +175,10 @@ def rank_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, KEPT: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The most probable buckets: one program a query and KV head."""
+    # grid: (Q·Hkv,)
+    # logits  [Q, Hq, C] fp32
+    # counts  [B, Hkv, C] int32       tokens of a bucket
+    # chosen  [Q, Hkv, probes] int32  written, falling, padded with -1
     at = tl.program_id(0).to(tl.int64)
     bucket = tl.arange(0, PADDED)
     kv = at // heads // per_row * heads + at % heads
@@ -172,62 +201,69 @@ def rank_kernel(
 
 
 @triton.jit
-def give_kernel(
-    scores, offsets, budget, seats, runs, counts, heads, per_row, num_buckets, width,
+def runs_kernel(
+    run, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """What the buckets give to the budget: one program a query and list."""
-    give(scores, offsets, budget, seats, runs, counts, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets,
-         width, LISTS=LISTS, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, OVERLAP=OVERLAP)
+    """`bucket_runs`, one program a query and list."""
+    # grid: (Q·H,)
+    bucket_runs(run, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, width, LISTS=LISTS, GROUP=GROUP,
+                ROWS=ROWS, PADDED=PADDED, LOGITS=LOGITS, SEATED=SEATED, OVERLAP=OVERLAP)
 
 
 @triton.jit
-def give(
-    scores, offsets, budget, seats, runs, counts, at, heads, per_row, num_buckets, width,
+def bucket_runs(
+    run, at, heads, per_row, num_buckets, width,
     LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, LOGITS: tl.constexpr,
     SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """`give_kernel` for one query and list: how many tokens there are, and the runs of slots that buckets fill, in the
-    buckets' order; of each the slot behind its last, LAST behind the last run, and in the second half of `runs` what
-    turns its slots into places of the index. Densities are compared as the upper halves of the bits of positive floats,
-    plus one: zero is an empty bucket."""
+    """How many tokens of every bucket the budget takes, for query and list `at`, as runs of slots in the buckets'
+    order: of each run the slot behind its last, LAST behind the last run, and what turns its slots into places of the
+    index. Densities are compared as the upper halves of the bits of positive floats, plus one: zero is an empty
+    bucket."""
+    # run.scores   [Q, H, C] fp32           densities or, LOGITS, logits [Q, Hq, C]
+    # run.offsets  [B, Hkv, C + 1] int32    where buckets begin in the index
+    # run.budget   [Q] or by seat, int64    tokens; at most `width`
+    # run.seats    [Q] int64                if SEATED
+    # run.runs     [Q, H, 2, PADDED] int32  written: ends of runs; from slot to place
+    # run.counts   [Q, H] int32             written: tokens
     row = at // heads
-    kv = kept_row(seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
+    kv = kept_row(run.seats, row // per_row, True, SEATED=SEATED) * (heads // LISTS) + at % heads // LISTS
     bucket = tl.arange(0, PADDED)
     inside = bucket < num_buckets
-    begin = tl.load(offsets + kv * (num_buckets + 1) + bucket, mask=inside, other=0)
-    size = sizes_of(offsets, kv, bucket, num_buckets, inside, OFFSETS=True)
-    wanted = tl.minimum(tl.minimum(tl.load(budget + kept_row(seats, row, True, SEATED=SEATED)), width),
+    begin = tl.load(run.offsets + kv * (num_buckets + 1) + bucket, mask=inside, other=0)
+    size = sizes_of(run.offsets, kv, bucket, num_buckets, inside, OFFSETS=True)
+    wanted = tl.minimum(tl.minimum(tl.load(run.budget + kept_row(run.seats, row, True, SEATED=SEATED)), width),
                         tl.sum(size, 0)).to(tl.int32)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    tl.store(counts + at, wanted)
+    tl.store(run.counts + at, wanted)
     if LOGITS:
-        score = probability(scores, at, bucket, size > 0, num_buckets, GROUP=GROUP, ROWS=ROWS)
+        score = probability(run.scores, at, bucket, size > 0, num_buckets, GROUP=GROUP, ROWS=ROWS)
         density = score / tl.maximum(size, 1).to(tl.float32)
     else:
-        density = tl.load(scores + at * num_buckets + bucket, mask=size > 0, other=0.0)
+        density = tl.load(run.scores + at * num_buckets + bucket, mask=size > 0, other=0.0)
     bits = tl.where(size > 0, (tl.maximum(density.to(tl.int32, bitcast=True), 0) >> 16) + 1, 0)
     # the largest density down to which there are as many tokens as wanted, two bits at a time (a sort takes longer)
-    least, shift, digit = wanted * 0, wanted * 0 + 14, tl.arange(0, 4)
+    threshold, shift, digit = wanted * 0, wanted * 0 + 14, tl.arange(0, 4)
     for _ in range(8):
-        higher = least | (digit << shift)
+        higher = threshold | (digit << shift)
         reached = tl.sum(tl.where(bits[None, :] >= higher[:, None], size[None, :], 0), 1)
-        least = tl.max(tl.where(reached >= wanted, higher, 0), 0)
+        threshold = tl.max(tl.where(reached >= wanted, higher, 0), 0)
         shift = tl.maximum(shift - 2, 0)
-    above = tl.where(bits > least, size, 0)
-    equal = tl.where(bits == least, size, 0)
+    above = tl.where(bits > threshold, size, 0)
+    equal = tl.where(bits == threshold, size, 0)
     missing = wanted - tl.sum(above, 0) - (tl.cumsum(equal, 0) - equal)
-    given = above + tl.minimum(tl.maximum(missing, 0), equal)
-    end = tl.cumsum(given, 0)
-    there = (given > 0).to(tl.int32)
-    run = tl.cumsum(there, 0) - 1
-    runs += at * 2 * PADDED
-    tl.store(runs + run, end, mask=there > 0)
-    tl.store(runs + PADDED + run, begin.to(tl.int32) + given - end, mask=there > 0)
-    tl.store(runs + bucket, LAST, mask=bucket >= tl.sum(there, 0))
+    taken = above + tl.minimum(tl.maximum(missing, 0), equal)
+    end = tl.cumsum(taken, 0)
+    there = (taken > 0).to(tl.int32)
+    number = tl.cumsum(there, 0) - 1
+    ends = run.runs + at * 2 * PADDED
+    tl.store(ends + number, end, mask=there > 0)
+    tl.store(ends + PADDED + number, begin.to(tl.int32) + taken - end, mask=there > 0)
+    tl.store(ends + bucket, LAST, mask=bucket >= tl.sum(there, 0))
 
 
 @triton.jit
@@ -255,7 +291,12 @@ def fill_kernel(
     order, runs, counts, tokens, heads, per_row, width, o_row, o_head,
     LISTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """BLOCK slots of one list."""
+    """The tokens of BLOCK slots of one list."""
+    # grid: (Q·H, blocks of slots)
+    # order   [B, Hkv, M] int32           tokens by bucket; strides o_row, o_head
+    # runs    [Q, H, 2, PADDED] int32     see `bucket_runs`
+    # counts  [Q, H] int32                tokens of the list
+    # tokens  [Q, H, width] int32         written, padded with -1
     at = tl.program_id(0).to(tl.int64)
     cache_row, head = at // heads // per_row, at % heads // LISTS
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,29 +1,27 @@
-"""Sketches of keys: every key a few bytes, from which a query's scores are estimated; and the best tokens by them.
+"""The best tokens by the sketches of their keys: the second stage of the selector `sketch` (docs/sketch.md).
 
-A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
-products is the score `q·k` up to a number that is the query's alone. The scores of a group of query heads are
-normalised over the candidates and summed, and the best tokens are those of the largest sum, told apart by grades: eight
-to a doubling, from 2⁻²⁵ of a head's attention on; codes are coarser. Nothing waits for the host, and no shape depends
-on what is in the tensors.
-
-A code of `w` bytes has `r` channels, `w ≤ r ≤ 2w`: its first `2w − r` bytes hold one channel each, in 8 bits, the
-others two each, in 4 bits: byte j is the sum of channel j and 16 times channel `j + r − w`.
+The scores of a group of query heads are normalised over the candidates and summed, and the best tokens are those of the
+largest sum, told apart by the bins of a histogram (`histogram.py`). Nothing waits for the host, and no shape depends on
+what is in the tensors.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.codes import KEYS_AT_ONCE, Sketch, lower_channels, row_stride
 from sparsekv.kernels.gather import gather_rows
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, on_device, overlaps, padded, power_of_two
+from sparsekv.kernels.histogram import BINS, HEADER, best_tokens_reference, bins_of
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, heads_of, on_device, overlaps, power_of_two
 from sparsekv.kernels.routing import (
+    RunArguments,
     empty_runs,
     launch_logits,
-    places_of,
+    padded_buckets,
     rank_warps,
     routable,
     route_tokens_reference,
@@ -31,81 +29,14 @@ from sparsekv.kernels.routing import (
 )
 from sparsekv.kernels.types import RouterScores
 
-ENCODE_BLOCK, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
-BLOCK, SCORE_WARPS = 256, 4
-"""Candidates that are scored together."""
-GRADE_BLOCKS, GRADE_PARTS, GRADE_WARPS = 2, 256, 4
-"""Blocks of them that are graded together, and blocks whose masses are added at once."""
-BEST_BLOCK, BEST_AHEAD, BEST_WARPS = 2048, 128, 8
-ROW = 16
-"""What the lengths of rows of candidates, and of tallies, are multiples of."""
-GRADES, FLOOR, SHIFT = 256, 816, 20
-"""Grades, the bits of 2⁻²⁵ as a float32 without its last SHIFT: grade 1 is of what is below."""
-ONE = 2.0**15
-"""The weight of a block's best candidate: half precision then holds what is 2⁻²⁹ of it, to 2⁻¹¹."""
-TOLD = 4
-"""Numbers between the tallies and what blocks tell each other."""
-KEYS_AT_ONCE = 8192
-
-
-class Sketch(NamedTuple):
-    """How keys and queries of a KV head are sketched: keys and queries `[..., Hkv, d, r]`, centre `[..., Hkv, r]`; the
-    leading dimension is the batch where every row has its own."""
-
-    keys: Tensor
-    centre: Tensor
-    queries: Tensor
-
-    @property
-    def rank(self) -> int:
-        """r."""
-        return self.keys.shape[-1]
-
-
-def largest(rank: int, width: int, device: Any = None) -> Tensor:
-    """The largest code of every channel, `[r]`; the smallest is its opposite."""
-    return torch.where(torch.arange(rank, device=device) < 2 * width - rank, 127, 7)
-
-
-def encode_keys(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """Codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, w]` int8, w = width."""
-    return launch_encode_keys(keys, sketch, width) if on_device(keys) else encode_keys_reference(keys, sketch, width)
-
-
-def encode_keys_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """`encode_keys` in plain torch, some keys at a time."""
-    acc, rank = acc_dtype(keys), sketch.rank
-    maps, centre = sketch.keys.to(acc), sketch.centre.to(acc)[..., None, :]
-    top, whole = largest(rank, width, keys.device), 2 * width - rank
-    parts = []
-    for part in keys.split(KEYS_AT_ONCE, dim=2):
-        codes = (part.to(acc) @ maps - centre + 0.5).floor_().clamp_(-top, top).to(torch.int8)
-        alone, low, high = codes.split([whole, width - whole, width - whole], dim=-1)
-        parts.append(torch.cat([alone, low + 16 * high], dim=-1))
-    return torch.cat(parts, dim=2)
-
-
-def decode_codes(codes: Tensor, rank: int) -> Tensor:
-    """The numbers in codes, `[..., w] -> [..., r]` int8."""
-    width = codes.shape[-1]
-    alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
-    return torch.cat([alone, _lower(pairs), (pairs + 8) >> 4], dim=-1)
-
-
-def _lower(pairs: Tensor) -> Tensor:
-    """The lower channels of bytes of two, int8."""
-    return ((pairs & 15) ^ 8) - 8
-
-
-def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
-    """What codes are multiplied by, `[Q, Hq, r]` float32 at least: q `[Q, Hq, d]` with RoPE, the softmax scale."""
-    count, heads_q, dim = q.shape
-    acc = acc_dtype(q)
-    maps = sketch.queries.to(acc)
-    rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
-    grouped = q.to(acc).reshape(rows, count // rows, heads, heads_q // heads, dim).transpose(1, 2)
-    side = grouped.flatten(2, 3) @ maps.reshape(rows, heads, dim, -1) * scale
-    return side.unflatten(2, (count // rows, -1)).transpose(1, 2).reshape(count, heads_q, -1)
+SCORED_AT_ONCE, SCORE_WARPS = 256, 4
+"""Candidates of a block of `score_kernel`."""
+BINNED_BLOCKS, BINNED_PARTS, BINNED_WARPS = 2, 256, 4
+"""Blocks of them that a program of `histogram_kernel` counts, and blocks whose masses it adds at once."""
+SELECTED_AT_ONCE, LOOK_BACK, SELECT_WARPS = 2048, 128, 8
+"""Candidates of a block of `select_kernel`, and blocks ahead of its own that a program looks at together."""
+ALIGNED = 16
+"""What the lengths of rows of candidates, and of histograms, are multiples of: whole vectors are loaded."""
 
 
 class Candidates(NamedTuple):
@@ -126,7 +57,7 @@ def sketch_tokens(
     candidates: Candidates | None = None, first: Tensor | None = None, last: Tensor | None = None,
 ) -> Tensor:
     """Exactly the `budget[q]` candidates whose sketches promise the largest share of the group's attention, or all
-    where there are fewer; of equal grades those that stand first.
+    where there are fewer; of one bin those that stand first.
 
     q `[Q, Hq, d]` with RoPE, codes `[B, Hkv, M, w]`; without candidates all tokens `first[q] <= i < last[q]` are.
     Returns `[Q, Hkv, widest]` int32 in the order of the candidates, padded with -1.
@@ -144,8 +75,19 @@ def sketch_tokens_reference(
     tokens = None if candidates is None else route_tokens_reference(*candidates)
     if candidates is not None and candidates.seats is not None:
         sketch, budget = sketch._replace(queries=sketch.queries[candidates.seats]), budget[candidates.seats]
-    grades = grades_of(sketch_scores_reference(q, sketch, codes, scale, tokens, first, last))
-    return best_tokens_reference(grades, tokens, budget, widest)
+    bins = bins_of(sketch_scores_reference(q, sketch, codes, scale, tokens, first, last))
+    return best_tokens_reference(bins, tokens, budget, widest)
+
+
+def query_side_reference(q: Tensor, sketch: Sketch, scale: float) -> Tensor:
+    """What codes are multiplied by, `[Q, Hq, r]` float32 at least: q `[Q, Hq, d]` with RoPE, the softmax scale."""
+    count, heads_q, dim = q.shape
+    acc = acc_dtype(q)
+    maps = sketch.queries.to(acc)
+    rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
+    grouped = q.to(acc).reshape(rows, count // rows, heads, heads_q // heads, dim).transpose(1, 2)
+    side = grouped.flatten(2, 3) @ maps.reshape(rows, heads, dim, -1) * scale
+    return side.unflatten(2, (count // rows, -1)).transpose(1, 2).reshape(count, heads_q, -1)
 
 
 def sketch_scores_reference(
@@ -180,118 +122,53 @@ def _products(side: Tensor, codes: Tensor) -> Tensor:
     alone, low, high = side.split([2 * width - side.shape[-1], *[side.shape[-1] - width] * 2], dim=-1)
     found = torch.cat([alone, high / 16], dim=-1) @ codes.to(side.dtype).mT
     if low.shape[-1]:
-        found += (low - high / 16) @ _lower(codes[..., alone.shape[-1]:]).to(side.dtype).mT
+        found += (low - high / 16) @ lower_channels(codes[..., alone.shape[-1]:]).to(side.dtype).mT
     return found
-
-
-def grades_of(scores: Tensor) -> Tensor:
-    """The grades of scores, uint8: 0 where there is no candidate, else 1 to GRADES - 1, as the float32's bits are
-    ordered."""
-    upper = (scores.float().clamp(min=0.0).view(torch.int32) >> SHIFT) - FLOOR
-    return torch.where(scores < 0, 0, upper.clamp(0, GRADES - 2) + 1).to(torch.uint8)
-
-
-def best_tokens_reference(grades: Tensor, tokens: Tensor | None, budget: Tensor, widest: int) -> Tensor:
-    """The `budget[q]` candidates of the best grades `[Q, H, K]`, of equal ones the first: `[Q, H, widest]` int32 in
-    their order, padded with -1. tokens `[Q, H, K]`, or None where candidate i is token i."""
-    count, heads, width = grades.shape
-    out = torch.full((count, heads, widest + 1), -1, dtype=torch.int32, device=grades.device)
-    if width == 0 or widest == 0:
-        return out[..., :widest]
-    wanted = budget[:, None].clamp(max=widest).minimum((grades > 0).sum(-1))
-    kept = grades.topk(min(widest, width), dim=-1).values
-    least = kept.gather(-1, (wanted[..., None] - 1).clamp(min=0))
-    above, equal = grades > least, grades == least
-    missing = wanted[..., None] - above.sum(-1, keepdim=True)
-    chosen = (above | (equal & (equal.cumsum(-1) <= missing))) & (wanted > 0)[..., None]
-    listed = torch.arange(width, dtype=torch.int32, device=grades.device).expand_as(grades) if tokens is None else (
-        tokens.to(torch.int32))
-    slot = torch.where(chosen, chosen.cumsum(-1) - 1, widest)
-    return out.scatter_(-1, slot, torch.where(chosen, listed, -1))[..., :widest]
-
-
-def launch_encode_keys(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """`encode_keys` through Triton."""
-    from sparsekv.kernels.sketch_triton import encode_kernel
-
-    keys, maps, centre = dense_last(keys), sketch.keys.contiguous(), sketch.centre.contiguous()
-    batch, heads, length, dim = keys.shape
-    codes = torch.empty(batch, heads, length, width, dtype=torch.int8, device=keys.device)
-    if codes.numel():
-        encode_kernel[(batch * heads, -(-length // ENCODE_BLOCK))](
-            keys, maps, centre, codes, heads, length, dim, *keys.stride()[:3], _by_row(maps, 4), _by_row(centre, 3),
-            RANK=sketch.rank, BYTES=width, WIDTH=padded(width), BLOCK=ENCODE_BLOCK,
-            DEPTH=min(padded(dim), ENCODE_DEPTH), num_warps=ENCODE_WARPS)
-    return codes
-
-
-class Scored(NamedTuple):
-    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]` float16, ONE for the largest of a block and
-    -1 where there is no candidate; the largest scores of blocks and the sums of their weights over ONE
-    `[Q, Hkv, blocks, G]`; the tokens (None where candidate i is token i) and how many are listed (`[Q, Hkv]`; behind
-    them nothing is written, and K is a multiple of ROW); the zeros of `Asked`."""
-
-    weights: Tensor
-    tops: Tensor
-    masses: Tensor
-    tokens: Tensor | None
-    counts: Tensor | None
-    tallies: Tensor
-
-
-class Graded(NamedTuple):
-    """Grades of the candidates `[Q, Hkv, K]` uint8, tokens and counts of `Scored`, and tallies `[Q, Hkv, tally_of(K,
-    widest)]`: how many have each grade above 1, the number of candidates in the place of grade 0; then TOLD numbers:
-    programs that counted, tokens that are chosen, the lowest grade of them, how many of that grade; then a zero at
-    least for every block of `best_kernel`."""
-
-    grades: Tensor
-    tokens: Tensor | None
-    counts: Tensor | None
-    tallies: Tensor
 
 
 def launch_tokens(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
     candidates: Candidates | None, first: Tensor | None, last: Tensor | None,
 ) -> Tensor:
-    """`sketch_tokens` through Triton: the buckets' scores; what every bucket gives, beside it the queries' sides; the
-    products, the grades, the best. Each launch is prepared while the one before it ends."""
+    """`sketch_tokens` through Triton: the buckets' scores; the candidates' runs, beside them the queries' planes; the
+    candidates' scores, their histogram, the selection. Each launch is prepared while the one before it ends."""
     scored = launch_scores(q, sketch, codes, scale, widest, candidates, first, last)
-    graded = launch_grades(scored, budget, widest, None if candidates is None else candidates.seats)
-    return launch_best(graded, widest)
+    binned = launch_histogram(scored, budget, widest, None if candidates is None else candidates.seats)
+    return launch_select(binned, widest)
 
 
-class Asked(NamedTuple):
-    """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`; the
-    runs of candidates that buckets give and how many these are (`empty_runs`); zeros for the
-    tallies of `Graded`.
+class Prepared(NamedTuple):
+    """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`;
+    histogram `[Q, Hkv, histogram_size]` int32 of zeros; the runs of candidates in the buckets' order and how many
+    candidates these are (`empty_runs`; None where all tokens are candidates).
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
 
-    side: Tensor
+    planes: Tensor
     steps: Tensor
-    runs: Tensor | None
-    tallies: Tensor
+    histogram: Tensor
+    runs: Tensor | None = None
     counts: Tensor | None = None
 
 
-def launch_ask(
-    q: Tensor, sketch: Sketch, width: int, scale: float, tally: int, candidates: Candidates | None = None,
-) -> Asked:
-    """What a query brings to codes of `width` bytes through Triton, with tallies of `tally` numbers."""
-    from sparsekv.kernels.sketch_triton import ask_kernel
+def launch_prepare(
+    q: Tensor, sketch: Sketch, width: int, scale: float, size: int, candidates: Candidates | None = None,
+) -> Prepared:
+    """What scoring codes of `width` bytes needs, through Triton, with histograms of `size` numbers."""
+    from sparsekv.kernels.sketch_triton import prepare_kernel
 
     q, maps = dense_last(q), sketch.queries.contiguous()
     count, heads_q, dim = q.shape
     rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
     group, device, overlap = heads_q // heads, q.device, overlaps(q.device)
-    side = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
+    planes = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
-    tallies = torch.empty(count, heads, tally, dtype=torch.int32, device=device)
-    given: tuple[Tensor, ...] = (steps,) * 6
-    lists, buckets, widest, runs, counts, pdl, seats = 0, 1, 0, None, None, {}, None
+    histogram = torch.empty(count, heads, size, dtype=torch.int32, device=device)
+    prepared = Prepared(planes, steps, histogram)
+    # without candidates no program reads these
+    table = RunArguments(*(steps,) * 6)
+    lists, buckets, widest, pdl, seats = 0, 1, 0, {}, None
     per_row = max(1, count // rows)
     if candidates is not None:
         offsets, seats = candidates.offsets.contiguous(), candidates.seats
@@ -299,15 +176,30 @@ def launch_ask(
         lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
         per_row = count // offsets.shape[0] if seats is None else 1
         runs, counts = empty_runs(count, heads, buckets, device)
-        given = logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts
+        table = RunArguments(logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts)
+        prepared = prepared._replace(runs=runs, counts=counts)
         pdl = {"launch_pdl": True} if overlap else {}
-    most, wide = power_of_two(group), places_of(buckets)
-    ask_kernel[(lists + count * heads_q,)](
-        *given, q, maps, side, steps, tallies, scale, lists, heads, per_row, buckets, widest, dim,
-        *q.stride()[:2], _by_row(maps, 4), tally, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank,
-        BYTES=width, WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
+    most, wide = power_of_two(group), padded_buckets(buckets)
+    prepare_kernel[(lists + count * heads_q,)](
+        table, heads_of(q), maps, planes, steps, histogram, scale, lists, heads, per_row, buckets, widest,
+        dim, row_stride(maps, 4), size, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank, BYTES=width,
+        WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)
-    return Asked(side, steps, runs, tallies, counts)
+    return prepared
+
+
+class Scored(NamedTuple):
+    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]` float16, WEIGHT_ONE for the largest of a
+    block and -1 where there is no candidate; tops `[Q, Hkv, blocks, G]`, the largest scores of blocks, and masses, the
+    sums of their weights over WEIGHT_ONE; the tokens (None where candidate i is token i) and how many are listed
+    (`[Q, Hkv]`; behind them nothing is written, and K is a multiple of ALIGNED); the zeros of `Prepared`."""
+
+    weights: Tensor
+    tops: Tensor
+    masses: Tensor
+    tokens: Tensor | None
+    counts: Tensor | None
+    histogram: Tensor
 
 
 def launch_scores(
@@ -322,14 +214,13 @@ def launch_scores(
     heads, length, bytes_ = codes.shape[1:]
     if codes.stride()[2:] != (bytes_, 1) or codes.stride(0) % bytes_ or codes.stride(1) % bytes_:
         codes = codes.contiguous()
-    # rows of whole vectors
-    width = length if candidates is None else ROW * -(-candidates.widest // ROW)
-    asked = launch_ask(q, sketch, bytes_, scale, tally_of(width, widest), candidates)
-    blocks, group = -(-width // BLOCK), heads_q // heads
+    width = length if candidates is None else ALIGNED * -(-candidates.widest // ALIGNED)
+    prepared = launch_prepare(q, sketch, bytes_, scale, histogram_size(width, widest), candidates)
+    blocks, group = -(-width // SCORED_AT_ONCE), heads_q // heads
     tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
     weights = torch.empty(count, heads, width, group, dtype=torch.float16, device=device)
     tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
-    scored = Scored(weights, tops, masses, tokens, asked.counts, asked.tallies)
+    scored = Scored(weights, tops, masses, tokens, prepared.counts, prepared.histogram)
     if not width:
         return scored
     if candidates is None:
@@ -337,69 +228,75 @@ def launch_scores(
         edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
         lists, wide, strides = (edges[0],) * 3, 1, (0, 0)
     else:
-        assert asked.runs is not None and asked.counts is not None
+        assert prepared.runs is not None and prepared.counts is not None
         order = dense_last(candidates.order)
-        wide, strides, edges = asked.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
-        lists = order, asked.runs, asked.counts
+        wide, strides, edges = prepared.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
+        lists = order, prepared.runs, prepared.counts
     overlap = overlaps(device)
     score_kernel[(count * heads, blocks)](
-        asked.side, asked.steps, codes, *lists, *edges, asked.steps if tokens is None else tokens, weights, tops,
-        masses, heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None,
+        prepared.planes, prepared.steps, codes, *lists, *edges, prepared.steps if tokens is None else tokens, weights,
+        tops, masses, heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None,
         PADDED=wide, RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)),
-        GROUP=group, HEADS=power_of_two(group), BLOCK=BLOCK, PACKED=codes.is_cuda, OVERLAP=overlap,
+        GROUP=group, HEADS=power_of_two(group), BLOCK=SCORED_AT_ONCE, PACKED=codes.is_cuda, OVERLAP=overlap,
         num_warps=SCORE_WARPS, **({"launch_pdl": True} if overlap else {}))
     return scored
 
 
-def launch_grades(scored: Scored, budget: Tensor, widest: int, seats: Tensor | None = None) -> Graded:
-    """The grades of the candidates through Triton, and down to which `budget[q]` of them are chosen, at most `widest`;
-    the zeros of the tallies are used up."""
-    from sparsekv.kernels.sketch_triton import grade_kernel
+class Binned(NamedTuple):
+    """The bins of the candidates `[Q, Hkv, K]` uint8, tokens and counts of `Scored`, and histogram
+    `[Q, Hkv, histogram_size]` int32: how many candidates are in each bin above 1, in the place of bin 0 how many there
+    are; then the header (`histogram.py`), and a zero at least for every block of `select_kernel`."""
 
-    weights, tops, masses, tokens, counts, tallies = scored
+    bins: Tensor
+    tokens: Tensor | None
+    counts: Tensor | None
+    histogram: Tensor
+
+
+def select_blocks(width: int, widest: int) -> int:
+    """Blocks of `select_kernel` for `width` candidates of which at most `widest` are chosen."""
+    return -(-max(width, widest) // SELECTED_AT_ONCE)
+
+
+def histogram_size(width: int, widest: int) -> int:
+    """Numbers in the histogram of a query and head, those behind the bins included."""
+    return BINS + ALIGNED * -(-(HEADER + select_blocks(width, widest)) // ALIGNED)
+
+
+def launch_histogram(scored: Scored, budget: Tensor, widest: int, seats: Tensor | None = None) -> Binned:
+    """The bins of the candidates through Triton, and the threshold down to which `budget[q]` of them are chosen, at
+    most `widest`; the zeros of the histogram are used up."""
+    from sparsekv.kernels.sketch_triton import histogram_kernel
+
+    weights, tops, masses, tokens, counts, histogram = scored
     count, heads, width, group = weights.shape
     blocks, device = tops.shape[2], weights.device
-    grades = torch.empty(count, heads, width, dtype=torch.uint8, device=device)
+    bins = torch.empty(count, heads, width, dtype=torch.uint8, device=device)
     overlap = overlaps(device)
     if width:
-        grade_kernel[(count * heads, -(-blocks // GRADE_BLOCKS))](
-            weights, tops, masses, tallies if counts is None else counts, budget.contiguous(), seats_or(seats, tallies),
-            grades, tallies, heads, width, blocks, widest, tallies.shape[2], GROUP=group, HEADS=power_of_two(group),
-            PARTS=min(GRADE_PARTS, power_of_two(blocks)), BLOCKS=GRADE_BLOCKS, BLOCK=BLOCK, LISTED=counts is not None,
-            SEATED=seats is not None, OVERLAP=overlap, num_warps=GRADE_WARPS,
-            **({"launch_pdl": True} if overlap else {}))
-    return Graded(grades, tokens, counts, tallies)
+        histogram_kernel[(count * heads, -(-blocks // BINNED_BLOCKS))](
+            weights, tops, masses, histogram if counts is None else counts, budget.contiguous(),
+            seats_or(seats, histogram), bins, histogram, heads, width, blocks, widest, histogram.shape[2], GROUP=group,
+            HEADS=power_of_two(group), PARTS=min(BINNED_PARTS, power_of_two(blocks)), BLOCKS=BINNED_BLOCKS,
+            BLOCK=SCORED_AT_ONCE, LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap,
+            num_warps=BINNED_WARPS, **({"launch_pdl": True} if overlap else {}))
+    return Binned(bins, tokens, counts, histogram)
 
 
-def tally_of(width: int, widest: int) -> int:
-    """Numbers in the tallies of a query and head."""
-    return GRADES + ROW * -(-(TOLD + best_blocks(width, widest)) // ROW)
+def launch_select(binned: Binned, widest: int) -> Tensor:
+    """`best_tokens_reference` through Triton; what is left of the histogram's zeros is used up."""
+    from sparsekv.kernels.sketch_triton import select_kernel
 
-
-def best_blocks(width: int, widest: int) -> int:
-    """Blocks of `best_kernel`."""
-    return -(-max(width, widest) // BEST_BLOCK)
-
-
-def launch_best(graded: Graded, widest: int) -> Tensor:
-    """`best_tokens_reference` through Triton; the rest of the tallies' zeros are used up."""
-    from sparsekv.kernels.sketch_triton import best_kernel
-
-    grades, tokens, counts, tallies = graded
-    count, heads, width = grades.shape
-    out = torch.empty(count, heads, widest, dtype=torch.int32, device=grades.device)
+    bins, tokens, counts, histogram = binned
+    count, heads, width = bins.shape
+    out = torch.empty(count, heads, widest, dtype=torch.int32, device=bins.device)
     if not width or not widest:
         return out.fill_(-1)
-    overlap = overlaps(grades.device)
-    blocks = best_blocks(width, widest)
-    best_kernel[(count * heads, blocks)](
-        grades, grades if tokens is None else tokens, tallies, tallies if counts is None else counts, out, width,
-        widest, tallies.shape[2], LISTED=tokens is not None, BLOCK=BEST_BLOCK,
-        AHEAD=min(BEST_AHEAD, power_of_two(blocks)), OVERLAP=overlap, num_warps=BEST_WARPS,
+    overlap = overlaps(bins.device)
+    blocks = select_blocks(width, widest)
+    select_kernel[(count * heads, blocks)](
+        bins, bins if tokens is None else tokens, histogram, histogram if counts is None else counts, out, width,
+        widest, histogram.shape[2], LISTED=tokens is not None, BLOCK=SELECTED_AT_ONCE,
+        LOOK_BACK=min(LOOK_BACK, power_of_two(blocks)), OVERLAP=overlap, num_warps=SELECT_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out
-
-
-def _by_row(x: Tensor, dims: int) -> int:
-    """The stride of the batch, 0 where all rows share one."""
-    return x.stride(0) if x.dim() == dims and x.shape[0] > 1 else 0

@@ -1,65 +1,27 @@
-"""The Triton kernels of `sketch.py`; importing this module imports Triton."""
+"""The Triton kernels of `sketch.py`; importing this module imports Triton.
+
+Shapes: Q queries of B rows, Hq query heads, Hkv KV heads of G query heads, d the head dimension, M tokens, C buckets,
+K candidates (a multiple of 16 where they are listed), r channels and w bytes of a code.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparsekv.kernels import sketch
-from sparsekv.kernels.routing_triton import give, kept_row, tokens_of
+from sparsekv.kernels import histogram as layout
+from sparsekv.kernels.routing_triton import bucket_runs, kept_row, tokens_of
 
-GRADES: tl.constexpr = tl.constexpr(sketch.GRADES)
-FLOOR: tl.constexpr = tl.constexpr(sketch.FLOOR)
-SHIFT: tl.constexpr = tl.constexpr(sketch.SHIFT)
-TOLD: tl.constexpr = tl.constexpr(sketch.TOLD)
-ONE: tl.constexpr = tl.constexpr(sketch.ONE)
-COUNTED: tl.constexpr = tl.constexpr(1 << 30)
-"""Set in what a block of `best_kernel` tells the later ones."""
-
-
-@triton.jit
-def project(total, key, maps, channel, width, dim, RANK: tl.constexpr):
-    """`total [BLOCK, WIDTH]` with the products of a part of a block of keys and the maps of some channels."""
-    weights = tl.load(maps + width[:, None] * RANK + channel[None, :],
-                      mask=(width < dim)[:, None] & (channel < RANK)[None, :], other=0.0)
-    return tl.dot(key, weights.to(key.dtype), total, input_precision="ieee")
-
-
-@triton.jit
-def rounded(total, centre, channel, top, RANK: tl.constexpr):
-    """Some channels of the codes of a block of keys, `[BLOCK, WIDTH]` int32, from their products with the maps."""
-    middle = tl.load(centre + channel, mask=channel < RANK, other=0.0).to(tl.float32)
-    return tl.minimum(tl.maximum(tl.floor(total - middle[None, :] + 0.5), -top), top).to(tl.int32)
-
-
-@triton.jit
-def encode_kernel(
-    keys, maps, centre, codes, heads, length, dim, k_row, k_head, k_token, m_row, c_row,
-    RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-):
-    """Codes of a block of keys; keys and maps pass through shared memory DEPTH of the head dimension at a time."""
-    WHOLE: tl.constexpr = 2 * BYTES - RANK
-    row = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    keys += row * k_row + head * k_head
-    maps += row * m_row + head * dim * RANK
-    centre += row * c_row + head * RANK
-    byte = tl.arange(0, WIDTH)
-    first = tl.zeros([BLOCK, WIDTH], tl.float32)
-    second = tl.zeros([BLOCK, WIDTH], tl.float32)
-    for at in tl.range(0, dim, DEPTH, num_stages=1):
-        width = at + tl.arange(0, DEPTH)
-        key = tl.load(keys + token[:, None].to(tl.int64) * k_token + width[None, :],
-                      mask=(token < length)[:, None] & (width < dim)[None, :], other=0.0)
-        first = project(first, key, maps, byte, width, dim, RANK=RANK)
-        if WHOLE < BYTES:
-            second = project(second, key, maps, byte + RANK - BYTES, width, dim, RANK=RANK)
-    found = rounded(first, centre, byte, tl.where(byte < WHOLE, 127.0, 7.0)[None, :], RANK=RANK)
-    if WHOLE < BYTES:
-        high = rounded(second, centre, byte + RANK - BYTES, 7.0, RANK=RANK)
-        found = tl.where((byte < WHOLE)[None, :], found, found + 16 * high)
-    place = codes + ((row * heads + head) * length + token[:, None]) * BYTES + byte[None, :]
-    tl.store(place, found.to(tl.int8), mask=(token < length)[:, None] & (byte < BYTES)[None, :])
+BINS: tl.constexpr = tl.constexpr(layout.BINS)
+FLOOR: tl.constexpr = tl.constexpr(layout.FLOOR)
+SHIFT: tl.constexpr = tl.constexpr(layout.SHIFT)
+WEIGHT_ONE: tl.constexpr = tl.constexpr(layout.WEIGHT_ONE)
+DONE: tl.constexpr = tl.constexpr(layout.DONE)
+CHOSEN: tl.constexpr = tl.constexpr(layout.CHOSEN)
+THRESHOLD: tl.constexpr = tl.constexpr(layout.THRESHOLD)
+TIES: tl.constexpr = tl.constexpr(layout.TIES)
+TICKET: tl.constexpr = tl.constexpr(layout.TICKET)
+HEADER: tl.constexpr = tl.constexpr(layout.HEADER)
+PUBLISHED: tl.constexpr = tl.constexpr(layout.PUBLISHED)
 
 
 @triton.jit
@@ -73,39 +35,44 @@ def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr)
 
 
 @triton.jit
-def ask_kernel(
-    scores, offsets, budget, seats, runs, counts, q, maps, side, steps, tallies, scale, lists, heads, per_row,
-    num_buckets, listed, dim, q_row, q_head, m_row, tally,
+def prepare_kernel(
+    run, q, maps, planes, steps, histogram, scale, lists, heads, per_row, num_buckets, listed, dim, m_row, h_row,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
     WIDTH: tl.constexpr, DIM: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The first `lists` programs: what the buckets give to the candidates of a query and head. Then one program a query
-    and query head: the four planes of its side and their step; the first of a group sets its tally to zero."""
+    """The first `lists` programs: which tokens of every bucket are candidates of a query and head. Then one program a
+    query and query head: the four planes of its side and their step; the first of a group clears its histogram."""
+    # grid: (lists + Q·Hq,), lists = Q·Hkv or 0
+    # run        what `bucket_runs` reads and writes
+    # q          [Q, Hq, d]                with RoPE
+    # maps       [B or 1, Hkv, d, r]       `Sketch.queries`, RANK = r; stride m_row, 0 where all rows share them
+    # planes     [Q, Hq, 4, w] int8        written; BYTES = w
+    # steps      [Q, Hq] fp32              written: the unit of the planes' numbers
+    # histogram  [Q, Hkv, h_row] int32     cleared
     if tl.program_id(0) < lists:
-        give(scores, offsets, budget, seats, runs, counts, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets,
-             listed, LISTS=1, GROUP=GROUP, ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED,
-             OVERLAP=OVERLAP)
+        bucket_runs(run, tl.program_id(0).to(tl.int64), heads, per_row, num_buckets, listed, LISTS=1, GROUP=GROUP,
+                    ROWS=ROWS, PADDED=PADDED, LOGITS=True, SEATED=SEATED, OVERLAP=OVERLAP)
     else:
-        sides(q, maps, seats, side, steps, tallies, (tl.program_id(0) - lists).to(tl.int64), scale, heads, per_row, dim,
-              q_row, q_head, m_row, tally, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM, SEATED=SEATED,
-              OVERLAP=OVERLAP)
+        query_planes(q, maps, run.seats, planes, steps, histogram, (tl.program_id(0) - lists).to(tl.int64), scale,
+                     heads, per_row, dim, m_row, h_row, GROUP=GROUP, RANK=RANK, BYTES=BYTES, WIDTH=WIDTH, DIM=DIM,
+                     SEATED=SEATED, OVERLAP=OVERLAP)
 
 
 @triton.jit
-def sides(
-    q, maps, seats, side, steps, tallies, at, scale, heads, per_row, dim, q_row, q_head, m_row, tally,
+def query_planes(
+    q, maps, seats, planes, steps, histogram, at, scale, heads, per_row, dim, m_row, h_row,
     GROUP: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
     SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """`ask_kernel` for one query and query head."""
+    """`prepare_kernel` for one query and query head."""
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     row, head = at // (heads * GROUP), at % (heads * GROUP)
-    q += row * q_row + head * q_head
+    own = q.base + row * q.row + head * q.head
     maps += kept_row(seats, row // per_row, True, SEATED=SEATED) * m_row + head // GROUP * dim * RANK
     byte = tl.arange(0, WIDTH)
-    low = channels(q, maps, byte, byte < BYTES, dim, RANK=RANK, DIM=DIM) * scale
+    low = channels(own, maps, byte, byte < BYTES, dim, RANK=RANK, DIM=DIM) * scale
     # a byte of two channels is 16 times the upper one and the lower one
-    high = channels(q, maps, byte + RANK - BYTES, (byte >= WHOLE) & (byte < BYTES), dim, RANK=RANK, DIM=DIM) * scale
+    high = channels(own, maps, byte + RANK - BYTES, (byte >= WHOLE) & (byte < BYTES), dim, RANK=RANK, DIM=DIM) * scale
     bytewise = tl.where(byte < WHOLE, low, high / 16)
     lower = tl.where(byte < WHOLE, 0.0, (low - high / 16) / 16)
     step = tl.max(tl.maximum(tl.abs(bytewise), tl.abs(lower)), 0) / 32512
@@ -114,16 +81,16 @@ def sides(
         gdc_wait()
         gdc_launch_dependents()
     tl.store(steps + at, step)
-    place = side + at * 4 * BYTES + byte
+    place = planes + at * 4 * BYTES + byte
     for plane in tl.static_range(2):
         number = tl.floor((bytewise if plane == 0 else lower) / step + 0.5).to(tl.int32)
         upper = (number + 128) >> 8
         tl.store(place + 2 * plane * BYTES, upper.to(tl.int8), mask=byte < BYTES)
         tl.store(place + (2 * plane + 1) * BYTES, (number - 256 * upper).to(tl.int8), mask=byte < BYTES)
     if at % GROUP == 0:
-        for start in range(0, tally, GRADES):
-            grade = start + tl.arange(0, GRADES)
-            tl.store(tallies + at // GROUP * tally + grade, tl.zeros([GRADES], tl.int32), mask=grade < tally)
+        for start in range(0, h_row, BINS):
+            each = start + tl.arange(0, BINS)
+            tl.store(histogram + at // GROUP * h_row + each, tl.zeros([BINS], tl.int32), mask=each < h_row)
 
 
 @triton.jit
@@ -139,15 +106,25 @@ def lower_of(held, PACKED: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    side, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
+    planes, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
     c_row, c_head, o_row, o_head,
     LISTED: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """The scores of a block of candidates for the group's heads, as weights that are ONE for the block's largest and -1
-    where there is no candidate; that largest score, and the sum of the weights over ONE. LISTED: candidates are what
-    the buckets give, and are written down; blocks behind the last stay as they are."""
+    """The scores of BLOCK candidates for the group's heads, as weights that are WEIGHT_ONE for the block's largest and
+    -1 where there is no candidate; that largest score, and the sum of the weights over WEIGHT_ONE. LISTED: candidates
+    are those of the runs, and are written down; blocks behind the last stay as they are. Else all tokens between first
+    and last are."""
+    # grid: (Q·Hkv, blocks of candidates)
+    # planes, steps  [Q, Hq, 4, w] int8, [Q, Hq] fp32   `Prepared`
+    # codes          [B, Hkv, M, w] int8                strides c_row, c_head; ALIGNED divides all places
+    # order          [B, Hkv, M] int32                  tokens by bucket; strides o_row, o_head
+    # runs, counts   [Q, Hkv, 2, C] and [Q, Hkv] int32  see `bucket_runs`
+    # first, last    [Q] int32                          tokens
+    # tokens         [Q, Hkv, K] int32                  written if LISTED; count = K
+    # weights        [Q, Hkv, K, G] fp16                written
+    # tops, masses   [Q, Hkv, blocks, G] fp32           written: natural logarithm; sum over WEIGHT_ONE
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
@@ -174,7 +151,7 @@ def score_kernel(
                    mask=used[:, None] & (byte < BYTES)[None, :], other=0)
     # both planes of a head are columns side by side: their products end in the same thread
     column = tl.arange(0, 2 * HEADS)
-    plane = side + ((at * GROUP + column // 2)[None, :] * 4 + (column % 2)[None, :]) * BYTES + byte[:, None]
+    plane = planes + ((at * GROUP + column // 2)[None, :] * 4 + (column % 2)[None, :]) * BYTES + byte[:, None]
     inside = (column // 2 < GROUP)[None, :] & (byte < BYTES)[:, None]
     sums = tl.dot(held, tl.load(plane, mask=inside, other=0), out_dtype=tl.int32)
     if WHOLE < BYTES:
@@ -189,19 +166,27 @@ def score_kernel(
     tl.store(tops + part, top, mask=group < GROUP)
     tl.store(masses + part, tl.sum(weight, 0), mask=group < GROUP)
     tl.store(weights + (at * count + place)[:, None] * GROUP + group[None, :],
-             tl.where(used[:, None], weight * ONE, -1.0).to(tl.float16),
+             tl.where(used[:, None], weight * WEIGHT_ONE, -1.0).to(tl.float16),
              mask=(place < count)[:, None] & (group < GROUP)[None, :])
 
 
 @triton.jit
-def grade_kernel(
-    weights, tops, masses, counts, budget, seats, grades, tallies, heads, count, parts, width, tally,
+def histogram_kernel(
+    weights, tops, masses, counts, budget, seats, bins, histogram, heads, count, parts, width, h_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The grades of some blocks of `score_kernel` from the softmax of every head over all candidates, summed over the
-    group; and how many have each grade above 1, the number of candidates in the place of grade 0. The last program of a
-    list to count tells how many are chosen, down to which grade, and how many of that grade."""
+    """The bins of BLOCKS blocks of `score_kernel`, from the softmax of every head over all candidates, summed over the
+    group; and how many candidates are in each bin above 1, the number of candidates in the place of bin 0. The last
+    program of a list to count finds the threshold."""
+    # grid: (Q·Hkv, parts / BLOCKS)
+    # weights       [Q, Hkv, K, G] fp16       as `score_kernel` writes them; count = K
+    # tops, masses  [Q, Hkv, parts, G] fp32   the same
+    # counts        [Q, Hkv] int32            candidates, if LISTED
+    # budget        [Q] or by seat, int64     tokens
+    # seats         [Q] int64                 if SEATED
+    # bins          [Q, Hkv, K] uint8         written
+    # histogram     [Q, Hkv, h_row] int32     zeros before; bins and header are written
     at = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, HEADS)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -235,66 +220,77 @@ def grade_kernel(
     mass = tl.sum(sums * tl.exp(highest - top[None, :]), 0)
     own = tl.load(tops[None, :] + block[:, None] * GROUP, mask=(block < written)[:, None] & (group < GROUP)[None, :],
                   other=float("-inf"))
-    factor = tl.exp(own - top[None, :]) / (tl.where(mass > 0, mass, 1.0) * ONE)[None, :]
+    factor = tl.exp(own - top[None, :]) / (tl.where(mass > 0, mass, 1.0) * WEIGHT_ONE)[None, :]
     share = tl.sum(tl.maximum(weight, 0.0) * factor[:, None, :], 2)
     used = tl.max(weight, 2) >= 0
-    upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> SHIFT) - FLOOR, 0) + 1, GRADES - 1)
-    grade = tl.where(used, upper, 0)
-    tl.store(grades + at * count + place, grade.to(tl.uint8), mask=place < count)
-    tallies += at * tally
+    upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> SHIFT) - FLOOR, 0) + 1, BINS - 1)
+    own_bin = tl.where(used, upper, 0)
+    tl.store(bins + at * count + place, own_bin.to(tl.uint8), mask=place < count)
+    histogram += at * h_row
+    header = histogram + BINS
     # counted here first: additions to one number would wait for each other
-    each = tl.arange(0, GRADES)
-    flat = tl.reshape(grade, [BLOCKS * BLOCK])
-    many = tl.where(each > 0, tl.histogram(flat, GRADES, mask=flat > 1), tl.sum((flat > 0).to(tl.int32), 0))
-    tl.atomic_add(tallies + each, many, mask=many > 0, sem="relaxed")
+    every = tl.arange(0, BINS)
+    flat = tl.reshape(own_bin, [BLOCKS * BLOCK])
+    many = tl.where(every > 0, tl.histogram(flat, BINS, mask=flat > 1), tl.sum((flat > 0).to(tl.int32), 0))
+    tl.atomic_add(histogram + every, many, mask=many > 0, sem="relaxed")
     tl.debug_barrier()
-    told = tallies + GRADES
-    if tl.atomic_add(told, 1, sem="acq_rel") == tl.cdiv(there, BLOCKS * BLOCK) - 1:
+    if tl.atomic_add(header + DONE, 1, sem="acq_rel") == tl.cdiv(there, BLOCKS * BLOCK) - 1:
         allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
-        size = tl.load(tallies + each)
-        wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(each == 0, size, 0), 0)).to(tl.int32)
-        size = tl.where(each > 1, size, 0)
-        total = tl.sum(size, 0)
-        higher = total - tl.cumsum(size, 0)
-        here = (higher < wanted) & (higher + size >= wanted)
-        least = tl.max(tl.where(here, each, 1), 0)
-        tl.store(told + 1, wanted)
-        tl.store(told + 2, tl.where(wanted > 0, least, GRADES))
-        tl.store(told + 3, wanted - tl.where(least > 1, tl.sum(tl.where(here, higher, 0), 0), total))
+        many = tl.load(histogram + every)
+        wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(every == 0, many, 0), 0)).to(tl.int32)
+        many = tl.where(every > 1, many, 0)
+        total = tl.sum(many, 0)
+        higher = total - tl.cumsum(many, 0)
+        here = (higher < wanted) & (higher + many >= wanted)
+        threshold = tl.max(tl.where(here, every, 1), 0)
+        tl.store(header + CHOSEN, wanted)
+        tl.store(header + THRESHOLD, tl.where(wanted > 0, threshold, BINS))
+        tl.store(header + TIES, wanted - tl.where(threshold > 1, tl.sum(tl.where(here, higher, 0), 0), total))
 
 
 @triton.jit
-def best_kernel(
-    grades, tokens, tallies, counts, out, count, width, tally,
-    LISTED: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+def select_kernel(
+    bins, tokens, histogram, counts, out, count, width, h_row,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, LOOK_BACK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The chosen tokens of a block of candidates in their places, and -1 in the places behind the last: by what
-    `grade_kernel` told, and by how many the blocks ahead, which start no later, say that they choose."""
-    at, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """The chosen tokens of BLOCK candidates in their places, and -1 in the places behind the last. A block's first
+    place is what the blocks ahead of it choose: each publishes its numbers, and reads those of the others as they
+    come."""
+    # grid: (Q·Hkv, blocks)
+    # bins       [Q, Hkv, K] uint8          count = K
+    # tokens     [Q, Hkv, K] int32          if LISTED; else candidate i is token i
+    # histogram  [Q, Hkv, h_row] int32      header of `histogram_kernel`; ticket and block numbers zeros before
+    # counts     [Q, Hkv] int32             candidates, if LISTED
+    # out        [Q, Hkv, width] int32      written
+    at = tl.program_id(0).to(tl.int64)
+    header = histogram + at * h_row + BINS
+    # CUDA promises no order of programs: a program takes the next block, so that whoever has one ahead runs already.
+    # The zero that it starts from was written two launches ago, and lies there since before the one ahead went on
+    block = tl.atomic_add(header + TICKET, 1, sem="relaxed")
     place = block * BLOCK + tl.arange(0, BLOCK)
-    told = tallies + at * tally + GRADES
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     listed = count
     if LISTED:
         listed = tl.load(counts + at)
-    wanted, least, missing = tl.load(told + 1), tl.load(told + 2), tl.load(told + 3)
-    grade = tl.load(grades + at * count + place, mask=place < listed, other=0).to(tl.int32)
-    larger, equals = (grade > least).to(tl.int32), ((grade == least) & (grade > 0)).to(tl.int32)
-    both = tl.sum(larger * 32768 + equals, 0)
-    said = told + TOLD
-    tl.atomic_xchg(said + block, both | COUNTED, sem="relaxed")
-    before, alike = 0, 0
-    for start in range(0, block, AHEAD):
-        ahead = start + tl.arange(0, AHEAD)
-        each = tl.load(said + ahead, mask=ahead < block, other=COUNTED, volatile=True)
+    wanted, threshold, ties = tl.load(header + CHOSEN), tl.load(header + THRESHOLD), tl.load(header + TIES)
+    own = tl.load(bins + at * count + place, mask=place < listed, other=0).to(tl.int32)
+    above, equal = (own > threshold).to(tl.int32), ((own == threshold) & (own > 0)).to(tl.int32)
+    # two numbers in one: a reader sees both or none
+    both = tl.sum(above * 32768 + equal, 0)
+    published = header + HEADER
+    tl.atomic_xchg(published + block, both | PUBLISHED, sem="relaxed")
+    above_ahead, equal_ahead = 0, 0
+    for start in range(0, block, LOOK_BACK):
+        ahead = start + tl.arange(0, LOOK_BACK)
+        each = tl.load(published + ahead, mask=ahead < block, other=PUBLISHED, volatile=True)
         while tl.min(each, 0) == 0:
-            each = tl.load(said + ahead, mask=ahead < block, other=COUNTED, volatile=True)
-        before += tl.sum((each & (COUNTED - 1)) >> 15, 0)
-        alike += tl.sum(each & 32767, 0)
-    chosen = (grade > least) | ((equals > 0) & (alike + tl.cumsum(equals, 0) <= missing))
-    slot = before + tl.minimum(alike, missing) + tl.cumsum(chosen.to(tl.int32), 0) - 1
+            each = tl.load(published + ahead, mask=ahead < block, other=PUBLISHED, volatile=True)
+        above_ahead += tl.sum((each & (PUBLISHED - 1)) >> 15, 0)
+        equal_ahead += tl.sum(each & 32767, 0)
+    chosen = (own > threshold) | ((equal > 0) & (equal_ahead + tl.cumsum(equal, 0) <= ties))
+    slot = above_ahead + tl.minimum(equal_ahead, ties) + tl.cumsum(chosen.to(tl.int32), 0) - 1
     if LISTED:
         token = tl.load(tokens + at * count + place, mask=chosen, other=-1)
     else:

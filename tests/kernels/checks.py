@@ -18,8 +18,10 @@ from sparsekv.kernels import (
     Sketch,
     bucket_tokens,
     build_index,
+    codes,
     dense_attention,
     group_probability,
+    histogram,
     losses,
     round_means,
     routing,
@@ -396,7 +398,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     torch.manual_seed(length)
     keys = torch.randn(2, heads, length + 2, dim, device=device).to(dtype)[:, :, :length]
     q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
-    top = sketch.largest(rank, width, device)
+    top = codes.largest(rank, width, device)
     own = Sketch(torch.randn(2, heads, dim, rank, device=device) * top / 2 / dim**0.5,
                  torch.randn(2, heads, rank, device=device), torch.randn(2, heads, dim, rank, device=device) / rank)
     first = torch.randint(0, max(1, length // 2), (2 * queries,), device=device)
@@ -414,46 +416,46 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
     for maps in (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
-        for codes in (sketch.launch_encode_keys(keys, maps, width), sketch.encode_keys_reference(keys, maps, width)):
-            assert codes.shape == (2, heads, length, width) and codes.dtype == torch.int8
-            away = sketch.decode_codes(codes, rank) - exact.clamp(-top, top)
+        for held in (codes.launch_encode_keys(keys, maps, width), codes.encode_keys_reference(keys, maps, width)):
+            assert held.shape == (2, heads, length, width) and held.dtype == torch.int8
+            away = codes.decode_codes(held, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        asked = sketch.launch_ask(q, maps, width, 0.3, sketch.GRADES + 5)
+        prepared = sketch.launch_prepare(q, maps, width, 0.3, histogram.BINS + 5)
         exact_side = sketch.query_side_reference(q.double(), double(maps), 0.3)
-        away = side_of(asked, rank) - exact_side
-        assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not asked.tallies.any()
+        away = side_of(prepared, rank) - exact_side
+        assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not prepared.histogram.any()
         for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
             given = pool, edges.get("first"), edges.get("last")
-            scored = sketch.launch_scores(q, maps, codes, 0.3, listed + 7, *given)
-            kept = scored.tallies.clone()
-            mine = sketch.launch_grades(scored, budget, listed + 7)
+            scored = sketch.launch_scores(q, maps, held, 0.3, listed + 7, *given)
+            kept = scored.histogram.clone()
+            mine = sketch.launch_histogram(scored, budget, listed + 7)
             if pool is None:
                 assert mine.tokens is None
             else:
                 logits = launch_logits(pool.q, pool.scores, offsets, offsets=True)
                 listing = launch_choose(logits, order, offsets, budget, listed, logits=True)
                 assert mine.tokens is not None and mine.counts is not None
-                used = torch.arange(mine.grades.shape[2], device=device) < mine.counts[..., None]
-                mine = mine._replace(tokens=mine.tokens.where(used, -1), grades=mine.grades.where(used, 0))
+                used = torch.arange(mine.bins.shape[2], device=device) < mine.counts[..., None]
+                mine = mine._replace(tokens=mine.tokens.where(used, -1), bins=mine.bins.where(used, 0))
                 assert torch.equal(mine.counts, (listing >= 0).sum(-1))
                 assert torch.equal(mine.tokens[..., :listed], listing)
-            scores = sketch.sketch_scores_reference(q.double(), double(maps), codes, 0.3, mine.tokens, **edges)
-            truth = sketch.grades_of(scores)
-            assert torch.equal(mine.grades > 0, truth > 0) and not mine.grades[0].any()
-            # products of 10 bits of mantissa, weights of 11: a grade is 9 to 12.5 %
-            assert bool(((mine.grades.int() - truth.int()).abs() <= 1).all())
-            assert float((mine.grades != truth).float().mean()) < (0.1 if dtype == torch.float32 else 0.2)
-            assert torch.equal(mine.tallies[..., :sketch.GRADES], tallied(mine.grades))
-            assert not mine.tallies[..., sketch.GRADES + sketch.TOLD:].any()  # nobody has told another anything yet
+            scores = sketch.sketch_scores_reference(q.double(), double(maps), held, 0.3, mine.tokens, **edges)
+            truth = histogram.bins_of(scores)
+            assert torch.equal(mine.bins > 0, truth > 0) and not mine.bins[0].any()
+            # products of 10 bits of mantissa, weights of 11: a bin is 9 to 12.5 %
+            assert bool(((mine.bins.int() - truth.int()).abs() <= 1).all())
+            assert float((mine.bins != truth).float().mean()) < (0.1 if dtype == torch.float32 else 0.2)
+            assert torch.equal(mine.histogram[..., :histogram.BINS], counted_bins(mine.bins))
+            assert not mine.histogram[..., histogram.BINS + histogram.TICKET:].any()  # nothing is selected yet
             for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
-                graded = sketch.launch_grades(scored._replace(tallies=kept.clone()), wanted, widest)
-                found = sketch.launch_best(graded, widest)
-                assert torch.equal(found, sketch.best_tokens_reference(mine.grades, mine.tokens, wanted, widest))
-                assert torch.equal(sketch.launch_tokens(q, maps, codes, 0.3, wanted, widest, *given), found)
+                binned = sketch.launch_histogram(scored._replace(histogram=kept.clone()), wanted, widest)
+                found = sketch.launch_select(binned, widest)
+                assert torch.equal(found, histogram.best_tokens_reference(mine.bins, mine.tokens, wanted, widest))
+                assert torch.equal(sketch.launch_tokens(q, maps, held, 0.3, wanted, widest, *given), found)
     # what is kept of a request lies by seat: the rows the other way round
     seats = 1 - torch.arange(2 * queries, device=device) // queries
-    by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, codes, own.queries, means.means, means.steps,
+    by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, held, own.queries, means.means, means.steps,
                                                         means.spread)]
     kept = torch.tensor([listed, listed // 2], device=device)
     for scores in (means, model):
@@ -473,9 +475,9 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert torch.equal(*both)
 
 
-def side_of(asked: sketch.Asked, rank: int) -> Tensor:
+def side_of(prepared: sketch.Prepared, rank: int) -> Tensor:
     """The side `[Q, Hq, r]` in float64 that the planes stand for."""
-    planes = asked.side.double() * asked.steps.double()[..., None, None]
+    planes = prepared.planes.double() * prepared.steps.double()[..., None, None]
     bytewise, lower = 256 * planes[..., 0, :] + planes[..., 1, :], 256 * planes[..., 2, :] + planes[..., 3, :]
     whole = 2 * bytewise.shape[-1] - rank
     assert not lower[..., :whole].any()
@@ -494,51 +496,54 @@ def sides_step(side: Tensor, width: int) -> Tensor:
     return step * times
 
 
-def tallied(grades: Tensor) -> Tensor:
-    """How many have each grade above 1, and in the place of grade 0 how many there are."""
-    counts = torch.zeros(*grades.shape[:2], sketch.GRADES, dtype=torch.int32, device=grades.device)
-    counts.scatter_add_(-1, grades.long(), torch.ones_like(grades, dtype=torch.int32))
-    counts[..., 0], counts[..., 1] = (grades > 0).sum(-1), 0
+def counted_bins(bins: Tensor) -> Tensor:
+    """How many have each bin above 1, and in the place of bin 0 how many there are."""
+    counts = torch.zeros(*bins.shape[:2], histogram.BINS, dtype=torch.int32, device=bins.device)
+    counts.scatter_add_(-1, bins.long(), torch.ones_like(bins, dtype=torch.int32))
+    counts[..., 0], counts[..., 1] = (bins > 0).sum(-1), 0
     return counts
 
 
-def scored(grades: Tensor, tokens: Tensor | None, widest: int) -> sketch.Scored:
-    """Weights of two heads of which `grade_kernel` makes these grades."""
-    bits = (grades.int() - 1 + sketch.FLOOR) << sketch.SHIFT
+def scored(bins: Tensor, tokens: Tensor | None, widest: int) -> sketch.Scored:
+    """Weights of two heads of which `histogram_kernel` makes these bins."""
+    bits = (bins.int() - 1 + histogram.FLOOR) << histogram.SHIFT
     # a block's largest score makes up for what half precision has no room for
-    weights = torch.where(grades == 1, 0.0, bits.view(torch.float32) * 16).where(grades > 0, -1.0)
+    weights = torch.where(bins == 1, 0.0, bits.view(torch.float32) * 16).where(bins > 0, -1.0)
     weights = torch.stack([weights, weights.clamp(max=0.0)], dim=-1).half()
-    blocks = -(-grades.shape[2] // sketch.BLOCK)
-    tops = torch.zeros(*grades.shape[:2], blocks, 2, device=grades.device)
-    masses = torch.nn.functional.pad(torch.full_like(tops[:, :, :1], 16 / sketch.ONE),
+    blocks = -(-bins.shape[2] // sketch.SCORED_AT_ONCE)
+    tops = torch.zeros(*bins.shape[:2], blocks, 2, device=bins.device)
+    masses = torch.nn.functional.pad(torch.full_like(tops[:, :, :1], 16 / histogram.WEIGHT_ONE),
                                      (0, 0, 0, blocks - 1)) if blocks else tops
-    counts = None if tokens is None else torch.full(grades.shape[:2], grades.shape[2], dtype=torch.int32,
-                                                    device=grades.device)
-    size = sketch.tally_of(grades.shape[2], widest)
+    counts = None if tokens is None else torch.full(bins.shape[:2], bins.shape[2], dtype=torch.int32,
+                                                    device=bins.device)
+    size = sketch.histogram_size(bins.shape[2], widest)
     return sketch.Scored(weights, tops, masses, tokens, counts,
-                         torch.zeros(*grades.shape[:2], size, dtype=torch.int32, device=grades.device))
+                         torch.zeros(*bins.shape[:2], size, dtype=torch.int32, device=bins.device))
 
 
 def check_best_tokens(width: int, device: str) -> None:
-    """Exactly the twin's tokens, in its order, from grades with many ties, ones and gaps."""
+    """Exactly the twin's tokens, in its order, from bins with many ties, ones and gaps."""
     torch.manual_seed(width)
     rows, heads = 5, 2
-    grades = torch.randint(0, 5, (rows, heads, width), device=device, dtype=torch.uint8)
-    grades[1] = torch.randint(0, sketch.GRADES, (heads, width), device=device, dtype=torch.uint8)
-    grades[2] = 0
-    grades[3] = grades[3].clamp(max=1)
+    bins = torch.randint(0, 5, (rows, heads, width), device=device, dtype=torch.uint8)
+    bins[1] = torch.randint(0, histogram.BINS, (heads, width), device=device, dtype=torch.uint8)
+    bins[2] = 0
+    bins[3] = bins[3].clamp(max=1)
     tokens = torch.rand(rows, heads, width, device=device).argsort(-1).int()
-    there = int((grades[0] > 0).sum(-1).min()) if width else 0
+    there = int((bins[0] > 0).sum(-1).min()) if width else 0
     for budget in ([0, there // 2, 5, there, 1], [there, 1, 0, width // 3, width + 9]):
         for widest in {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
-                graded = sketch.launch_grades(scored(grades, listed, widest), given, widest)
-                assert torch.equal(graded.grades, grades)
-                found = sketch.launch_best(graded, widest)
-                truth = sketch.best_tokens_reference(grades, listed, given, widest)
+                binned = sketch.launch_histogram(scored(bins, listed, widest), given, widest)
+                assert torch.equal(binned.bins, bins)
+                found = sketch.launch_select(binned, widest)
+                truth = histogram.best_tokens_reference(bins, listed, given, widest)
                 assert found.shape == truth.shape and found.dtype == truth.dtype == torch.int32
                 assert torch.equal(found, truth), (budget, widest, listed is None)
+                if found.numel():
+                    taken = binned.histogram[..., histogram.BINS + histogram.TICKET]
+                    assert bool((taken == sketch.select_blocks(width, widest)).all() or not width)
 
 
 def check_losses(shape: tuple[int, ...], device: str) -> None:
@@ -573,11 +578,11 @@ def check_losses(shape: tuple[int, ...], device: str) -> None:
                     torch.testing.assert_close(mine.double(), true, rtol=2e-3, atol=2e-5)
 
 
-def check_grades() -> None:
-    """Grades order as scores do, eight to a doubling; none is lost at either end."""
+def check_bins() -> None:
+    """Bins order as scores do, eight to a doubling; none is lost at either end."""
     scores = torch.tensor([-1.0, 0.0, 1e-30, 2.0**-25, 2.0**-24, 0.5, 0.57, 1.0, 4.0, 1e9], dtype=torch.float64)
-    grades = sketch.grades_of(scores)
-    assert grades.tolist() == [0, 1, 1, 1, 9, 193, 194, 201, 217, sketch.GRADES - 1]
+    bins = histogram.bins_of(scores)
+    assert bins.tolist() == [0, 1, 1, 1, 9, 193, 194, 201, 217, histogram.BINS - 1]
 
 
 def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, features: int = 24) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource
 from sparsekv.kernels import (
     attend,
     attention_mass,
+    codes,
     completion,
     indexing,
     losses,
@@ -23,6 +24,7 @@ from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
+from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import gather_triton as g
@@ -36,7 +38,8 @@ from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
-from sparsekv.kernels.launch import at_once
+from sparsekv.kernels.launch import Heads, at_once
+from sparsekv.kernels.routing import RunArguments
 from sparsekv.serving import seating
 from sparsekv.serving import seating_triton as se
 
@@ -44,10 +47,10 @@ SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last seats",
     "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
-            "positions tallies anchors wholes",
-    "*i8": "side",
+            "positions histogram anchors wholes",
+    "*i8": "planes",
     "*i16": "codes queries",
-    "*u8": "grades",
+    "*u8": "bins",
     "*fp32": "steps partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
              "spreads",
@@ -60,7 +63,7 @@ OWN: dict[Any, dict[str, str]] = {
     c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
-    sk.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.ask_kernel: {"maps": "*fp32"},
+    ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
     se.follow_kernel: {
         **dict.fromkeys("slots seat_length seat_last seat_tail seat_used own seat".split(), "*i64"),
         **dict.fromkeys("lengths starts table seat_table arrived".split(), "*i32"),
@@ -69,9 +72,9 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
-    sk.grade_kernel: {"weights": "*fp16"},
+    sk.histogram_kernel: {"weights": "*fp16"},
     sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"},
-    sk.best_kernel: {"out": "*i32"},
+    sk.select_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "
                         "along".split(), "*fp32"), "mask": "*i1",
@@ -81,12 +84,26 @@ OWN: dict[Any, dict[str, str]] = {
 }
 
 
+RUN = RunArguments("*fp32", "*i32", "*i64", "*i64", "*i32", "*i32")
+STRUCTS: dict[Any, dict[str, Any]] = {
+    r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": Heads("half", "i32", "i32")},
+}
+
+
+def typed(kind: Any, half: str) -> Any:
+    """A type, or a struct of types, of which `half` is a pointer to that."""
+    if isinstance(kind, tuple):
+        return type(kind)(*(typed(x, half) for x in kind))
+    return f"*{half}" if kind == "half" else kind
+
+
 def check(
     kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
     **own: str,
 ) -> None:
-    types = {name: kind.replace("half", f"*{half}") for kind, names in KINDS.items() for name in names.split()}
-    types |= OWN.get(kernel, {}) | own
+    types: dict[str, Any] = {name: kind for kind, names in KINDS.items() for name in names.split()}
+    types |= OWN.get(kernel, {}) | STRUCTS.get(kernel, {}) | own
+    types = {name: typed(kind, half) for name, kind in types.items()}
     for capability in capabilities:
         every = {**constants, **{n: capability >= 90 for n in ("OVERLAP", "WAITS", "SEATED")}}
         known = {n: v for n, v in every.items() if n in kernel.arg_names}
@@ -132,8 +149,8 @@ def main() -> None:
     check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
     group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
     check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
-    check(r.give_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
-    check(r.give_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
+    check(r.runs_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
+    check(r.runs_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
           routing.rank_warps(16 * 4096), "bf16", (80,))
     check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
@@ -165,23 +182,23 @@ def main() -> None:
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
     for rank, width in ((60, 32), (96, 96)):
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
-        check(sk.encode_kernel, {**code, "BLOCK": sketch.ENCODE_BLOCK, "DEPTH": sketch.ENCODE_DEPTH},
-              sketch.ENCODE_WARPS, "bf16")
-        check(sk.ask_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
+        check(ec.encode_kernel, {**code, "BLOCK": codes.ENCODE_KEYS, "DEPTH": codes.ENCODE_DEPTH},
+              codes.ENCODE_WARPS, "bf16")
+        check(sk.prepare_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
         check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "LISTED": width == 32, "PADDED": 1024,
-                                "BLOCK": sketch.BLOCK, "PACKED": True},
+                                "BLOCK": sketch.SCORED_AT_ONCE, "PACKED": True},
               sketch.SCORE_WARPS, "bf16")
     for half in ("bf16", "fp32"):
-        check(sk.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": sketch.ENCODE_BLOCK,
-                                 "DEPTH": sketch.ENCODE_DEPTH}, sketch.ENCODE_WARPS, half, SHARED)
+        check(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,
+                                 "DEPTH": codes.ENCODE_DEPTH}, codes.ENCODE_WARPS, half, SHARED)
     for seats in (2, 128):
         check(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.TILE, "BLOCK": seating.BLOCK,
                                  "PAGES": seating.PAGES}, seating.WARPS, "bf16")
     check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
-    for parts in (1, 64, sketch.GRADE_PARTS):
-        check(sk.grade_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "BLOCKS": sketch.GRADE_BLOCKS,
-                                "BLOCK": sketch.BLOCK, "LISTED": parts > 1},
-              sketch.GRADE_WARPS, "bf16", (90,))
+    for parts in (1, 64, sketch.BINNED_PARTS):
+        check(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "BLOCKS": sketch.BINNED_BLOCKS,
+                                "BLOCK": sketch.SCORED_AT_ONCE, "LISTED": parts > 1},
+              sketch.BINNED_WARPS, "bf16", (90,))
     for length in (2048, losses.LONGEST):
         row = {"PADDED": length, "READS": True}
         for kernel in (lo.kl_huber_kernel, lo.mass_kernel):
@@ -191,8 +208,8 @@ def main() -> None:
             check(kernel, {"ROWS": losses.ROWS, "BLOCK": losses.BLOCK, "WIDTH": width, "READS": True}, losses.WARPS,
                   "bf16", (80, 89, 90))
     for listed in (True, False):
-        check(sk.best_kernel, {"BLOCK": sketch.BEST_BLOCK, "AHEAD": sketch.BEST_AHEAD, "LISTED": listed},
-              sketch.BEST_WARPS, "bf16", (90,))
+        check(sk.select_kernel, {"BLOCK": sketch.SELECTED_AT_ONCE, "LOOK_BACK": sketch.LOOK_BACK, "LISTED": listed},
+              sketch.SELECT_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
     check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))

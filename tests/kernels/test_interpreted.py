@@ -132,9 +132,9 @@ def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("width", "block"), [(0, 1024), (1, 32), (33, 32), (33, 1024), (100, 1024)])
 def test_best_tokens(width: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch, "BEST_BLOCK", block)
+    monkeypatch.setattr(sketch, "SELECTED_AT_ONCE", block)
     checks.check_best_tokens(width, "cpu")
 
 
-def test_grades() -> None:
-    checks.check_grades()
+def test_bins() -> None:
+    checks.check_bins()
