@@ -11,8 +11,6 @@ from sparsekv.core.registry import ESTIMATOR_ROWS, PAPERS, SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS, Selector
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = {"README.md": ("sources",), "docs/runtime.md": ("selectors", "options")}
-"""Pages, and the tables in them: each between `<!-- methods: NAME -->` and `<!-- end -->`."""
 
 
 def sources() -> list[list[str]]:
@@ -46,11 +44,21 @@ def options() -> list[list[str]]:
         for (name, default, about), whose in found.items())]
 
 
+def estimators() -> list[list[str]]:
+    """A line an estimator: source, what stands for what is not read, what must have been trained."""
+    return [["completion", "source", "what stands for what is not read", "trained"], *(
+        [f"`{name}`", row.source, row.stands, "yes" if row.needs else ""] for name, row in ESTIMATOR_ROWS.items())]
+
+
+PLACES = {"README.md": (sources,), "docs/runtime.md": (selectors, options, estimators)}
+"""Pages, and the tables in them: each between `<!-- methods: NAME -->` and `<!-- end -->`."""
+
+
 def written(page: str) -> str:
     """A page of `PLACES` with its tables as the rows are now."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    for name in PLACES[page]:
-        header, *lines = {"sources": sources, "selectors": selectors, "options": options}[name]()
+    for draw in PLACES[page]:
+        name, (header, *lines) = draw.__name__, draw()
         table = "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |")
                           for line in (header, ["---"] * len(header), *lines))
         head, start, rest = text.partition(f"<!-- methods: {name} -->\n")

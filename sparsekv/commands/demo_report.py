@@ -90,7 +90,7 @@ def write_demo_report(
         [table, _answers(cells, numbers, heldout)],
         [Figure("The more is read, the smaller the error", figures.error_by_budget(BUDGETS, errors),
                 "Down is better. Dashed: only what is read. Solid: with the estimate φ of the rest. Held-out text."),
-         Figure("Why it works: few tokens hold most of the attention", figures.mass_curve(fractions, quartiles),
+         Figure("Why it works: few tokens hold most of the attention", figures.mass_by_keys(fractions, quartiles),
                 "How much of its attention outside sink and tail a head gives to its best tokens; heads in quarters, "
                 "from those that look at few tokens to those that look at many."),
          Figure("Training", figures.training_curves({"φ": (metrics["step"], metrics["loss"])}),

@@ -15,7 +15,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
 
-TABLES = "diagnostics.json"
+FILE = "diagnostics.json"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class DiagnosticsResult(NamedTuple):
     output: Path
 
     def summary(self) -> str:
-        files = ", ".join(str(self.output / name) for name in (TABLES, "report.html", "figures/"))
+        files = ", ".join(str(self.output / name) for name in (FILE, "report.html", "figures/"))
         return f"\n{self.table}\n\nwritten: {files}"
 
 
@@ -60,8 +60,8 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)
-    OutputKind("the results of eval diagnostics", (TABLES, "table.md", "report.html", "figures/*.png", ".*.tmp"),
-               lambda folder: read_marker(folder / TABLES).get("format") == FORMAT).found(output, config.overwrite)
+    OutputKind("the results of eval diagnostics", (FILE, "table.md", "report.html", "figures/*.png", ".*.tmp"),
+               lambda folder: read_marker(folder / FILE).get("format") == FORMAT).found(output, config.overwrite)
     budgets = sorted(set(numbers(config.budgets, float, lambda b: 0 <= b <= 1, "budgets",
                                  "fractions of the context from 0 to 1, as 0,0.01,0.05")))
     store = CaptureStore.open(config.capture)
@@ -74,7 +74,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
                        device=device, advance=advance)
     for label, other in others.items():
         add_task(made, label, other, device)
-    made.save(output / TABLES)
+    made.save(output / FILE)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
     write_text(output / "table.md", f"{text}\n\n{more}\n")

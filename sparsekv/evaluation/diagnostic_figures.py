@@ -79,7 +79,7 @@ def diagnostic_figures(d: Diagnostics) -> list[Figure]:
                        "Normalised entropy of the attention between sink and tail, by task; band: 10 to 90 % of the "
                        "heads."))
     curve = by_quartile(d, d.curves["mass"])
-    made.append(Figure("Mass curve", draw.mass_curve(d.fractions, dict(zip(QUARTILES, curve, strict=True))),
+    made.append(Figure("Mass curve", draw.mass_by_keys(d.fractions, dict(zip(QUARTILES, curve, strict=True))),
                        "How concentrated attention is, heads in quarters of their entropy."))
     if "cover75" in d.heads:
         lines = {f"{text}, {share} %" if len(d.tasks) > 1 else f"{share} % of the mass": t[f"cover{share}"]

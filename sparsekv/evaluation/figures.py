@@ -87,7 +87,7 @@ def score_by_bytes(rows: Sequence[Mapping[str, Any]], case: str, methods: Sequen
     return drawn(figure)
 
 
-def mass_curve(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> Drawing:
+def mass_by_keys(fractions: Sequence[float], quartiles: Mapping[str, Sequence[float]]) -> Drawing:
     """Share of the mid region's attention mass in its best keys, for heads from peaked to diffuse."""
     figure, axes = canvas()
     for (name, shares), colour in zip(quartiles.items(), SHADES, strict=False):

@@ -75,7 +75,7 @@ def run_recommend(config: RecommendConfig) -> RecommendResult:
     diagnostics = Diagnostics.load(config.diagnostics)
     settings = recommend(diagnostics, selector=config.selector, max_error=config.max_error, min_mass=config.min_mass,
                          dense_layers=dense)
-    return RecommendResult(settings, describe(settings, diagnostics), settings.save(config.output))
+    return RecommendResult(settings, describe_settings(settings, diagnostics), settings.save(config.output))
 
 
 def recommend(
@@ -172,7 +172,7 @@ def _hull(options: list[Choice], loss: Any) -> list[Choice]:
     return hull
 
 
-def describe(settings: Settings, d: Diagnostics) -> str:
+def describe_settings(settings: Settings, d: Diagnostics) -> str:
     """A line a layer, the whole, and the heads that stay worst."""
     measured, promised = settings.measured, settings.selectivity(d.context_length)
     lines = ["| layer | budget | read | error | mass read | completion |", "|" + " ---: |" * 6]

@@ -2,7 +2,7 @@
 
 import re
 
-from sparsekv.evaluation.figures import error_by_budget, mass_curve, training_curves
+from sparsekv.evaluation.figures import error_by_budget, mass_by_keys, training_curves
 from sparsekv.evaluation.own_tasks import NEEDLE, QUESTION, make_needles
 from sparsekv.evaluation.report import Figure, Table, write_report
 from sparsekv.evaluation.scores import score_rows
@@ -45,7 +45,7 @@ def test_the_table_is_drawn_from_the_rows() -> None:
 def test_the_report_is_one_file_with_every_figure(tmp_path) -> None:
     errors = {"topk": [0.2, 0.1], "streaming+phi": [0.3, 0.3]}
     figures = [error_by_budget([0.01, 0.1], errors),
-               mass_curve([0.001, 0.1, 0.5, 1.0], {"first": [0.1, 0.5, 0.9, 1.0]}),
+               mass_by_keys([0.001, 0.1, 0.5, 1.0], {"first": [0.1, 0.5, 0.9, 1.0]}),
                training_curves({"router training": ([1, 2], [3.0, 2.0]), "phi training": ([1, 2], [3.0, 2.0])})]
     page = write_report(tmp_path / "r.html", "A <title>", "intro", [Table("t", ["a", "b"], [["1", "<2>"]], "note")],
                         [Figure(f"f{i}", svg, "caption") for i, svg in enumerate(figures)]).read_text()
