@@ -40,6 +40,12 @@ class PhiArtifactConfig:
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     capped: bool = False
     """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
+    query_blocks: int = 1
+    key_width: int | None = None
+    """Hidden units of a map of keys, None for `width`."""
+    key_blocks: int = 1
+    shared: bool = False
+    """Whether the units of a centred half and those of the other make all features together."""
     kind: str = KIND
 
 
@@ -128,18 +134,22 @@ class PhiArtifact:
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         config = from_record(PhiArtifactConfig, raw, where)
-        check_scope(config, where, num_features=1, width=1)
+        check_scope(config, where, num_features=1, width=1, query_blocks=0, key_blocks=0)
         shares = config.read_shares
         if not shares or sorted(set(shares)) != shares or not 0 <= shares[0] <= shares[-1] <= 1:
             raise damaged(where, f"read_shares are {brief(shares)}, expected shares between 0 and 1, ascending")
         layers = len(config.layers)
-        d, w, r = config.model["head_dim"], config.width, config.num_features
+        d, r = config.model["head_dim"], config.num_features
+        key_width = config.width if config.key_width is None else config.key_width
         half = r // 2 if config.centred else 0
+        halves = (r, r) if config.shared and config.centred else (r - half, half)
         heads_q, heads_kv = config.model["num_query_heads"], config.model["num_kv_heads"]
         maps = []
-        for part, heads, made in (("query", heads_q, r), ("key", heads_kv, r - half), ("centred", heads_kv, half)):
-            shapes = {"w_in": (d, w), "b_in": (w,), "w_a": (w, w), "b_a": (w,), "w_b": (w, w), "alpha": (1,),
-                      "w_out": (w, made), "b_out": (made,)}
+        for part, heads, made, w, n in (("query", heads_q, r, config.width, config.query_blocks),
+                                        ("key", heads_kv, halves[0], key_width, config.key_blocks),
+                                        ("centred", heads_kv, halves[1], key_width, config.key_blocks)):
+            shapes = {"w_in": (d, w), "b_in": (w,), "w_a": (n * w, w), "b_a": (n * w,), "w_b": (n * w, w),
+                      "alpha": (n,), "w_out": (w, made), "b_out": (made,)}
             if made:
                 maps.append(FeatureMapWeights(**{k: take(tensors, f"{part}_map.{k}", (layers, heads, *shape), where)
                                                  for k, shape in shapes.items()}))
@@ -162,6 +172,6 @@ class PhiArtifact:
         c = self.config
         half = ", half of them centred" if c.centred else ""
         lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}{half}, "
-                 f"width {c.width}",
+                 f"width {c.width}, of keys {c.key_width or c.width}",
                  f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads", *describe(c.quality)]
         return "\n".join(lines)

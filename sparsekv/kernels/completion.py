@@ -39,29 +39,32 @@ BESIDE_BYTES = 10_240
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     """`log φ(x)`: x `[..., H, T, d]` with RoPE -> `[..., H, T, r]`.
 
-    Stem `h = gelu(W_in x + b)`, one ReZero block `h + α·W_b gelu(W_a h + b_a)`, output `φ = exp(W_out h + b_out)`, of
-    which the logarithm is kept.
+    Stem `h = gelu(W_in x + b)`, ReZero blocks `h + α·W_b gelu(W_a h + b_a)`, as many as the weights have, output
+    `φ = exp(W_out h + b_out)`, of which the logarithm is kept.
     """
     x = x.to(maps.w_in.dtype)
     h = F.gelu(x @ maps.w_in + maps.b_in[..., None, :], approximate="tanh")
-    inner = F.gelu(h @ maps.w_a + maps.b_a[..., None, :], approximate="tanh")
-    h = h + inner @ (maps.alpha[..., None] * maps.w_b)
+    width = h.shape[-1]
+    for block in range(maps.alpha.shape[-1]):
+        rows = slice(block * width, (block + 1) * width)
+        inner = F.gelu(h @ maps.w_a[..., rows, :] + maps.b_a[..., None, rows], approximate="tanh")
+        h = h + inner @ (maps.alpha[..., block, None, None] * maps.w_b[..., rows, :])
     return h @ maps.w_out + maps.b_out[..., None, :]
 
 
-def key_map(maps: FeatureMapWeights, dtype: torch.dtype) -> KeyMap:
-    """A map made ready for many keys, its products in `dtype`."""
+def key_map(maps: FeatureMapWeights, dtype: torch.dtype, first: int = 0) -> KeyMap:
+    """A map of one block or none made ready for many keys, its products in `dtype`."""
     block = (maps.alpha[..., None] * maps.w_b) @ maps.w_out
     w_in, w_a, w_out, w_block = (w.to(dtype) for w in (maps.w_in, maps.w_a, maps.w_out, block))
     acc = acc_dtype(w_in)
     return KeyMap(maps.w_in.to(acc), w_in, maps.b_in.to(acc), w_a, maps.b_a.to(dtype), w_out, w_block,
-                  maps.b_out.to(acc))
+                  maps.b_out.to(acc), first)
 
 
 @torch.no_grad()
 def log_phi_keys(keys: Tensor, maps: Sequence[KeyMap], centre: Tensor | None = None) -> Tensor:
-    """`log φ_k [..., H, n, r]`, float32 at least, the features of all maps side by side: keys `[..., H, n, d]` with
-    RoPE; maps after the first see `k − centre`, `[..., H, d]`.
+    """`log φ_k [..., H, n, r]`, float32 at least, the features of all maps side by side, added where they have the same
+    place: keys `[..., H, n, d]` with RoPE; maps after the first see `k − centre`, `[..., H, d]`.
 
     The first one's input has the centre taken off too, and what its stem makes of the centre added to the bias: keys
     lie far from zero, and what they share is then never rounded.
@@ -72,19 +75,20 @@ def log_phi_keys(keys: Tensor, maps: Sequence[KeyMap], centre: Tensor | None = N
     def each(w: Tensor) -> Tensor:
         return w.expand(*shape, *w.shape[-2:]).flatten(0, -3)
 
-    biases = torch.cat([each(m.b_out[..., None, :]) for m in maps], dim=-1)
+    features = max(m.first + m.b_out.shape[-1] for m in maps)
+    padded = [F.pad(m.b_out, (m.first, features - m.first - m.b_out.shape[-1])) for m in maps]
+    biases = each(torch.stack(padded).sum(0)[..., None, :])
     logs = biases.expand(-1, keys.shape[-2], -1).clone(memory_format=torch.contiguous_format)
-    made = 0
     for index, m in enumerate(maps):
         bias = m.b_in[..., None, :]
         if centre is not None and index == 0:
             bias = bias + centre[..., None, :].to(m.stem.dtype) @ m.stem
         h = F.gelu(torch.baddbmm(each(bias.to(dtype)), x, each(m.w_in)), approximate="tanh")
-        inner = F.gelu(torch.baddbmm(each(m.b_a[..., None, :]), h, each(m.w_a)), approximate="tanh")
-        out = logs[..., made:made + m.w_out.shape[-1]]
+        out = logs[..., m.first:m.first + m.w_out.shape[-1]]
         add_product(out, h, each(m.w_out))
-        add_product(out, inner, each(m.w_block))
-        made += out.shape[-1]
+        if m.w_block.shape[-2]:
+            inner = F.gelu(torch.baddbmm(each(m.b_a[..., None, :]), h, each(m.w_a)), approximate="tanh")
+            add_product(out, inner, each(m.w_block))
     return logs.unflatten(0, shape)
 
 
@@ -246,7 +250,8 @@ def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiS
         mass if cap is None else cap, count, heads_q, state.m.shape[1], count // state.m.shape[0], together,
         *q.stride()[:2], heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
-        DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features), num_warps=QUERY_WARPS)
+        BLOCKS=maps.alpha.shape[-1], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features),
+        num_warps=QUERY_WARPS)
     return CompletionQuery(found, log_scale, mass, numerator, cap, state.features)
 
 

@@ -48,8 +48,8 @@ def query_kernel(
     q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, factors, rest, size, bound,
     found, log_scale, all_mass, numerator, cap, count, heads_q, heads_kv, per_row, together, q_row, q_head, o_row, dim,
     width, features, rank,
-    CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+    CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`log φ_q + offset + m` of `together` queries of one head, at most ROWS, as largest value and features relative to
     it, and what they make of the cache. The weights are read once for all of them."""
@@ -64,10 +64,12 @@ def query_kernel(
     # a query's sums are asked for before those of the query ahead of it are used
     sums = cached_sums(s, first // per_row * heads_kv + kv_head, feature, place, features, dim, features)
     h = gelu(layer(x, w_in + head * dim * width, b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH, BIAS=True))
-    inner = gelu(layer(h, w_a + head * width * width, b_a + head * width, width, width, INSIDE=WIDTH, OUTSIDE=WIDTH,
-                       BIAS=True))
-    h += tl.load(alpha + head).to(tl.float32) * layer(inner, w_b + head * width * width, b_a, width, width,
-                                                      INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
+    for step in tl.static_range(BLOCKS):
+        at = head * BLOCKS + step
+        inner = gelu(layer(h, w_a + at * width * width, b_a + at * width, width, width, INSIDE=WIDTH, OUTSIDE=WIDTH,
+                           BIAS=True))
+        h += tl.load(alpha + at).to(tl.float32) * layer(inner, w_b + at * width * width, b_a, width, width,
+                                                        INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
     logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
     for row in range(first, last):

@@ -34,8 +34,8 @@ RouterScores = QueryModel | BucketMeans
 class FeatureMapWeights(NamedTuple):
     """Weights of `H` independent feature maps; leading dimensions may be more than one (layers, heads).
 
-    w_in `[..., d, w]`, b_in and b_a `[..., w]`, w_a and w_b `[..., w, w]`, alpha `[..., 1]`, w_out `[..., w, r]`,
-    b_out `[..., r]`.
+    w_in `[..., d, w]`, b_in `[..., w]`; of n blocks, none or more, one below the other, w_a and w_b `[..., n·w, w]`,
+    b_a `[..., n·w]`, alpha `[..., n]`; w_out `[..., w, r]`, b_out `[..., r]`.
     """
 
     w_in: Tensor
@@ -51,7 +51,8 @@ class FeatureMapWeights(NamedTuple):
 class KeyMap(NamedTuple):
     """A feature map of `H` KV heads as it is run over the keys of a context (`key_map`), matrices in the precision of
     the products. Nothing comes between the block and the output, which are one: w_block `[H, w, r]` is
-    `α · w_b · w_out`. stem: w_in unrounded."""
+    `α · w_b · w_out`; without a block it has no rows. stem: w_in unrounded. first: the first of its features; those
+    that several maps make are added."""
 
     stem: Tensor
     w_in: Tensor
@@ -61,6 +62,7 @@ class KeyMap(NamedTuple):
     w_out: Tensor
     w_block: Tensor
     b_out: Tensor
+    first: int = 0
 
 
 class PhiCache(NamedTuple):

@@ -1,5 +1,5 @@
 """Positive feature maps, head by head in one batch: a ReZero MLP from a rotated query or key to `log φ`
-(completion paper §5)."""
+(completion paper §5), of as many blocks as the weights have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log
 
 class Maps(NamedTuple):
     """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
-    the map that makes the second half of φ_k's features from `k − k̄`."""
+    the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all of them, their
+    `log φ` are added: one hidden layer whose units see either the key or what tells it from the others."""
 
     query: FeatureMapWeights
     key: FeatureMapWeights
@@ -26,15 +27,19 @@ class Maps(NamedTuple):
         return logs if self.centred is None or centre is None else add_centre(logs, queries, scale * centre)
 
     def log_phi_k(self, keys: Tensor, centre: Tensor | None = None) -> Tensor:
-        """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. With a centred map the second half of the features is
-        that map's of `k − k̄`, k̄ = centre `[..., Hkv, d]`: attention to the others hangs on what tells keys apart, and
-        what they share is the query's to add, exactly (`add_centre`). Ours, not the paper's."""
+        """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. A centred map sees `k − k̄`, k̄ = centre `[..., Hkv, d]`:
+        attention to the others hangs on what tells keys apart, and what they share is the query's to add, exactly, to
+        the second half of the features (`add_centre`). Ours, not the paper's."""
         assert self.centred is None or centre is not None, "maps with a centred half need the mean key of the request"
         return log_phi_keys(keys, self.of_keys(self.key.w_in.dtype), centre)
 
     def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
         """Those of keys as `log_phi_keys` takes them, with products in `dtype`."""
-        return tuple(key_map(m, dtype) for m in (self.key, self.centred) if m is not None)
+        features = self.query.b_out.shape[-1]
+        plain = (key_map(self.key, dtype),)
+        if self.centred is None:
+            return plain
+        return *plain, key_map(self.centred, dtype, features - self.centred.b_out.shape[-1])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Maps:
         """With every tensor changed."""
@@ -69,19 +74,24 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """`heads` independent maps `R^d -> R_{>0}^r`. Input `[heads, T, d]`, output `log φ [heads, T, r]`."""
+    """`heads` independent maps `R^d -> R_{>0}^r` of `blocks` blocks. Input `[heads, T, d]`, output
+    `log φ [heads, T, r]`."""
 
-    def __init__(self, heads: int, dim: int, features: int, width: int):
+    def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 1):
         super().__init__()
 
-        def matrix(rows: int, columns: int) -> nn.Parameter:
-            return nn.Parameter(torch.randn(heads, rows, columns) * rows**-0.5)
+        def matrix(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(heads, *size) * size[-2]**-0.5)
 
-        self.w_in, self.w_a, self.w_b = matrix(dim, width), matrix(width, width), matrix(width, width)
+        self.w_in = matrix(dim, width)
+        if blocks:  # a parameter without numbers has no norm
+            self.w_a, self.w_b = matrix(blocks, width, width), matrix(blocks, width, width)
+            self.b_a = nn.Parameter(torch.zeros(heads, blocks * width))
+            self.alpha = nn.Parameter(torch.zeros(heads, blocks))
+        self.blocks = blocks
         self.w_out = matrix(width, features)
-        self.b_in, self.b_a = nn.Parameter(torch.zeros(heads, width)), nn.Parameter(torch.zeros(heads, width))
+        self.b_in = nn.Parameter(torch.zeros(heads, width))
         self.b_out = nn.Parameter(torch.zeros(heads, features))
-        self.alpha = nn.Parameter(torch.zeros(heads, 1))
 
     @torch.no_grad()
     def whiten(self, sample: Tensor) -> None:
@@ -91,19 +101,27 @@ class FeatureMap(nn.Module):
         self.b_in.sub_((mean @ self.w_in)[:, 0])
 
     def weights(self) -> FeatureMapWeights:
-        return FeatureMapWeights(self.w_in, self.b_in, self.w_a, self.b_a, self.w_b, self.alpha, self.w_out, self.b_out)
+        if not self.blocks:
+            heads, _, width = self.w_in.shape
+            rows, numbers = self.w_in.new_empty(heads, 0, width), self.w_in.new_empty(heads, 0)
+            return FeatureMapWeights(self.w_in, self.b_in, rows, numbers, rows, numbers, self.w_out, self.b_out)
+        return FeatureMapWeights(self.w_in, self.b_in, self.w_a.flatten(1, 2), self.b_a, self.w_b.flatten(1, 2),
+                                 self.alpha, self.w_out, self.b_out)
 
     def forward(self, x: Tensor) -> Tensor:
         return log_phi(x, self.weights())
 
 
 class CentredMap(nn.Module):
-    """φ_k of `heads` heads with a centred half: `features` of which the second half sees `k − k̄`."""
+    """φ_k of `heads` heads with a centred half: of `width` units that see `k` and as many that see `k − k̄` each make
+    half of the features, or, `shared`, all make all of them."""
 
-    def __init__(self, heads: int, dim: int, features: int, width: int):
+    def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 1, *, shared: bool = False):
         super().__init__()
         half = features // 2
-        self.plain, self.centred = (FeatureMap(heads, dim, n, width) for n in (features - half, half))
+        made = (features, features) if shared else (features - half, half)
+        self.plain, self.centred = (FeatureMap(heads, dim, n, width, blocks) for n in made)
+        self.shared = shared
 
     @torch.no_grad()
     def whiten(self, sample: Tensor) -> None:
@@ -114,5 +132,6 @@ class CentredMap(nn.Module):
     def forward(self, x: Tensor, centre: Tensor) -> Tensor:
         """x `[heads, ..., d]`, centre of the same number of dimensions."""
         shape = (x.shape[0], -1, x.shape[-1])
-        logs = [self.plain(x.reshape(shape)), self.centred((x - centre).reshape(shape))]
-        return torch.cat(logs, -1).reshape(*x.shape[:-1], -1)
+        plain, centred = self.plain(x.reshape(shape)), self.centred((x - centre).reshape(shape))
+        logs = plain + centred if self.shared else torch.cat([plain, centred], -1)
+        return logs.reshape(*x.shape[:-1], -1)

@@ -174,8 +174,8 @@ class Heads(LightningModule):
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
         task = self.task
-        matrices = [p for p in task.parameters() if task.muon and p.dim() == 3]
-        others = [p for p in task.parameters() if not (task.muon and p.dim() == 3)]
+        matrices = [p for p in task.parameters() if task.muon and p.dim() > 2]
+        others = [p for p in task.parameters() if not (task.muon and p.dim() > 2)]
         self.rate = torch.tensor(self.lr, device=self.device)
         found: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(others, lr=self.rate, betas=task.betas, fused=True, weight_decay=task.weight_decay,

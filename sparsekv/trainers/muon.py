@@ -18,8 +18,8 @@ this one the learning rate that suits Adam suits Muon."""
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for parameters `[heads, m, n]`, one matrix a head, as one batched program that a CUDA graph
-    can replay (torch's own takes single matrices). lr: float or a tensor, read anew at every step.
+    """`torch.optim.Muon` for parameters `[heads, ..., m, n]`, matrices of heads, as one batched program that a CUDA
+    graph can replay (torch's own takes single matrices). lr: float or a tensor, read anew at every step.
 
     All directions of a step are about equally long, those in which gradients are small too.
     """

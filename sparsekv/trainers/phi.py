@@ -52,7 +52,9 @@ class PhiRecipe:
     under_weight: λ of the loss term on underestimated mass, which is not in the paper. turned: chance of a step's
     window to be moved past its end; half of it is the chance of its queries to be moved further from the keys (not in
     the paper; 0 = off). calibrate: cap the estimated mass, and fit per head its shift and gate on the validation
-    windows."""
+    windows. The form of the maps: features, 0 for as many as a head has dimensions; blocks of the map of queries; and
+    of that of keys hidden units (0: `width`; with a centred half as many twice), blocks, one or none, and whether the
+    units of both halves make all features."""
 
     max_steps: int = 22_000
     width: int = 256
@@ -66,6 +68,11 @@ class PhiRecipe:
     under_weight: float = 0.2
     turned: float = 0.5
     calibrate: bool = True
+    features: int = 0
+    query_blocks: int = 1
+    key_width: int = 0
+    key_blocks: int = 1
+    shared: bool = False
 
 
 RECIPES = {DEFAULT: PhiRecipe(),
@@ -146,9 +153,11 @@ def _train(
                                for name, v in {**card, "gate": gate}.items()}
         made.append(PhiArtifact(
             PhiArtifactConfig(
-                model=store.model, layers=store.layers, num_features=store.head_dim, width=recipe.width,
-                centred=recipe.centred, read_shares=[share or 0.0 for share in CASES.values()], sink_size=sink,
-                window_size=window, capped=recipe.calibrate,
+                model=store.model, layers=store.layers, num_features=recipe.features or store.head_dim,
+                width=recipe.width, query_blocks=recipe.query_blocks, key_width=recipe.key_width or recipe.width,
+                key_blocks=recipe.key_blocks, shared=recipe.shared, centred=recipe.centred,
+                read_shares=[share or 0.0 for share in CASES.values()], sink_size=sink, window_size=window,
+                capped=recipe.calibrate,
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=quality),
             maps, shift, gate, run.out))
         made[0].save(run.out)
@@ -169,11 +178,17 @@ class PhiTask(Task):
         self.recipe, self.pool, self.seed = recipe, pool, seed
         self.weight_decay, self.muon = recipe.weight_decay, recipe.optimizer == "muon"
         dim = pool.keys.shape[3]
+        features, key_width = recipe.features or dim, recipe.key_width or recipe.width
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
-        self.query_maps = by_head(lambda heads: FeatureMap(heads, dim, dim, recipe.width),
+        self.query_maps = by_head(lambda heads: FeatureMap(heads, dim, features, recipe.width, recipe.query_blocks),
                                   [s * 64 + 1 + g for s in seeds for g in range(pool.group)])
-        kind = CentredMap if recipe.centred else FeatureMap
-        self.key_maps = by_head(lambda heads: kind(heads, dim, dim, recipe.width), [s * 64 for s in seeds])
+
+        def key_maps(heads: int) -> CentredMap | FeatureMap:
+            if recipe.centred:
+                return CentredMap(heads, dim, features, key_width, recipe.key_blocks, shared=recipe.shared)
+            return FeatureMap(heads, dim, features, key_width, recipe.key_blocks)
+
+        self.key_maps = by_head(key_maps, [s * 64 for s in seeds])
         self.query_maps.whiten(pool.queries[0].float().cpu())
         self.key_maps.whiten(pool.keys[0].float().cpu())
         self.loss, self.output = KLHuber(recipe.under_weight), OutputError()

@@ -259,13 +259,15 @@ def check_budget_rule(buckets: int, device: str) -> None:
         assert torch.equal(found.sort(-1).values, truth.sort(-1).values), (lists, widest)
 
 
-def maps_of(heads: int, dim: int, width: int, features: int, dtype: torch.dtype, device: str) -> FeatureMapWeights:
+def maps_of(
+    heads: int, dim: int, width: int, features: int, dtype: torch.dtype, device: str, blocks: int = 1,
+) -> FeatureMapWeights:
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(heads, *size, device=device) * scale).to(dtype)
 
     return FeatureMapWeights(random(dim, width, scale=dim**-0.5), random(width),
-                             random(width, width, scale=width**-0.5), random(width),
-                             random(width, width, scale=width**-0.5), random(1),
+                             random(blocks * width, width, scale=width**-0.5), random(blocks * width),
+                             random(blocks * width, width, scale=width**-0.5), random(blocks),
                              random(width, features, scale=width**-0.5), random(features))
 
 
@@ -286,10 +288,10 @@ def check_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
 
 
 def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, width, features, queries a row."""
-    heads_q, heads, dim, width, features, queries = shape
+    """shape: query heads, KV heads, head dimension, width, features, queries a row, and blocks if not one."""
+    heads_q, heads, dim, width, features, queries, *blocks = shape
     torch.manual_seed(dim)
-    maps = maps_of(heads_q, dim, width, features, dtype, device)
+    maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
     q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
     cache = phi_cache_reference(torch.randn(2, heads, 30, features, device=device),
                                 torch.randn(2, heads, 30, dim, device=device))

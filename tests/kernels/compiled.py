@@ -154,9 +154,10 @@ def main() -> None:
           routing.rank_warps(16 * 4096), "bf16", (80,))
     check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
-    maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "DIM": 128, "WIDTH": 128, "FEATURES": 128}
+    maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "BLOCKS": 1, "DIM": 128, "WIDTH": 128,
+            "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
-    check(c.query_kernel, {**maps, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
+    check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(256 + 128, 2), "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*fp32")
     for dim in (64, 128, 256):

@@ -75,7 +75,8 @@ def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("shape", "dtype"), [
     ((4, 2, 16, 24, 16, 1), torch.float16), ((3, 3, 80, 32, 48, 2), torch.float32),
-    ((6, 1, 24, 16, 100, 3), torch.float16)], ids=str)
+    ((6, 1, 24, 16, 100, 3), torch.float16), ((4, 2, 16, 24, 16, 2, 0), torch.float16),
+    ((3, 1, 24, 40, 20, 1, 2), torch.float32)], ids=str)
 def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_query(shape, dtype, "cpu")
 

@@ -1,9 +1,11 @@
 """The trained networks against what they stand for."""
 
+import pytest
 import torch
 
+from sparsekv.kernels import log_phi_keys
 from sparsekv.kernels.routing import router_logits
-from sparsekv.models.feature_map import FeatureMap, log_kernel
+from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
 from sparsekv.models.router import BucketRouter
 
 
@@ -35,3 +37,43 @@ def test_whitening_does_not_change_with_the_data_scale() -> None:
     one.whiten(x)
     other.whiten(x * 37 + 5)
     torch.testing.assert_close(one(x), other(x * 37 + 5), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_map_has_as_many_blocks_as_its_weights(blocks: int) -> None:
+    """Against the layers written out, head by head."""
+    torch.manual_seed(0)
+    made = FeatureMap(2, 6, 5, 7, blocks).double()
+    for p in made.parameters():
+        torch.nn.init.normal_(p)
+    x, weights = torch.randn(2, 9, 6, dtype=torch.float64), made.weights()
+    assert weights.w_a.shape == weights.w_b.shape == (2, 7 * blocks, 7) and weights.alpha.shape == (2, blocks)
+
+    def gelu(y):
+        return torch.nn.functional.gelu(y, approximate="tanh")
+
+    for head in range(2):
+        h = gelu(x[head] @ made.w_in[head] + made.b_in[head])
+        for n in range(blocks):
+            inner = gelu(h @ made.w_a[head, n] + made.b_a[head, 7 * n:7 * n + 7])
+            h = h + made.alpha[head, n] * inner @ made.w_b[head, n]
+        torch.testing.assert_close(made(x)[head], h @ made.w_out[head] + made.b_out[head])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_keys_have_the_features_that_were_trained(blocks: int, shared: bool) -> None:
+    """The map of keys made ready for many of them, and the maps from their names, against the module."""
+    torch.manual_seed(0)
+    keys, centre = torch.randn(2, 40, 6) + 3, torch.randn(2, 1, 6)
+    query, key = FeatureMap(4, 6, 9, 12, 2), CentredMap(2, 6, 9, 7, blocks, shared=shared)
+    for p in key.parameters():
+        torch.nn.init.normal_(p)
+    maps = Maps(query.weights(), key.plain.weights(), key.centred.weights()).map(torch.Tensor.detach)
+    maps = Maps.from_named(maps.named())
+    found = key(keys, centre).detach()
+    assert found.shape == (2, 40, 9)
+    torch.testing.assert_close(maps.log_phi_k(keys, centre[:, 0]), found, rtol=1e-4, atol=1e-4)
+    one = maps.heads(slice(2, 4), slice(1, 2))
+    torch.testing.assert_close(log_phi_keys(keys[1:], one.of_keys(torch.float32), centre[1:, 0]), found[1:], rtol=1e-4,
+                               atol=1e-4)
