@@ -286,9 +286,12 @@ class Evaluator:
 
 
 def _shares(report: dict[str, Any]) -> dict[str, float]:
-    """Shares of a sparse layer's tokens and bytes that a step reads; of full attention 1."""
+    """Shares of a sparse layer's tokens and bytes that a step reads; of full attention 1. And the share of the layers
+    that are sparse."""
     found = {"read": report["selectivity_sparse"], "bytes": report["bytes_share"]}
-    return {name: 1.0 if share is None else share for name, share in found.items()}
+    layers = report["layers"].values()
+    sparse = sum(layer["sparse_calls"] > 0 for layer in layers) / max(len(layers), 1)
+    return {**{name: 1.0 if share is None else share for name, share in found.items()}, "sparse_layers": sparse}
 
 
 def _score(request: Request, text: str) -> float | None:

@@ -45,23 +45,25 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
         cache = (cell.get("cache_tokens", 0.0) + cell.get("feature_tokens", 0.0)) / cell["tokens"]
         entry["parts"][cell["indices"][0]] = (cell["read"], cell["read"] + cache, cell["tokens"])
         if "bytes" in cell:
-            entry["bytes"][cell["indices"][0]] = cell["bytes"]
+            sparse = cell.get("sparse_layers", 1.0)
+            entry["bytes"][cell["indices"][0]] = cell["bytes"], 1 - sparse + sparse * cell["bytes"]
         entry["seconds"] += cell["seconds"]
     return merged
 
 
 def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
     """Rows of metric `score` (0 to 100): every case, and `ruler@L` (`babilong@L`), the mean of a length's tasks where
-    all are there. For those means also rows of metric `agreement`, where full attention's answers are there to compare
-    with, and of metric `difference`: points above the method named by `against`, on the same samples. For texts that
+    all are there. For those means also rows of metric `agreement` (how much of full attention's answer stands before the
+    first difference) and `same_answers` (points of 100 of answers that are equal as far as both go), where full
+    attention's answers are there to compare with, and of metric `difference`: points above the method named by `against`, on the same samples. For texts that
     were continued rows of metric `perplexity`, `rel_err` and `selectivity`; for needles also rows of metric `needle`:
     the share found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token
-    and the features kept beside what is retrieved, and `bytes_share`: all that a step of a sparse layer reads over the
-    bytes of its keys and values; machine, command, commit, hashes of weights, requests and artifacts say how to repeat
-    it. Infeasible cells have no value.
+    and the features kept beside what is retrieved, `bytes_share`: all that a step of a sparse layer reads over the
+    bytes of its keys and values, and `bytes_share_model`: the same of all layers, the dense ones included; machine,
+    command, commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells have no value.
     """
     merged = merge_cells(cells)
     tasks: dict[str, dict[str, None]] = {}
@@ -81,7 +83,9 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
             if all(e is not None and (e["scores"] or e["infeasible"]) for e in entries):
                 rows.append(_row(mean, method, budget, entries, seed))
                 scored = rows[-1]
-                compared = [({"metric": "agreement"}, [e["agreement"] for e in entries if e is not None])]
+                agreed = [e["agreement"] for e in entries if e is not None]
+                compared = [({"metric": "agreement"}, agreed),
+                            ({"metric": "same_answers"}, [[100.0 * (x == 100.0) for x in group] for group in agreed])]
                 compared += [({"metric": "difference", "against": rival},
                               [_differences(merged, case, (method, budget), rival) for case in cases])
                              for rival in _rivals(method, names)]
@@ -172,8 +176,9 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
     if all(e["scores"] for e in entries):
         value, interval = _points([[100 * s for s in e["scores"].values()] for e in entries], seed)
     read, worst, tokens = map(_mean, zip(*(part for e in entries for part in e["parts"].values()), strict=True))
-    shares = [share for e in entries for share in e["bytes"].values()]
-    bytes_share = {"bytes_share": round(_mean(shares), 4)} if shares else {}
+    shares = list(zip(*(share for e in entries for share in e["bytes"].values()), strict=True))
+    bytes_share = {name: round(_mean(found), 4) for name, found in zip(
+        ("bytes_share", "bytes_share_model"), shares, strict=False)}
     return row(case, method, "score", value, "points of 100", **extra, **interval, read=round(read, 4),
                read_worst=round(min(worst, 1.0), 4), **bytes_share, context_tokens=round(tokens),
                seconds=round(sum(e["seconds"] for e in entries), 2))

@@ -1,0 +1,363 @@
+"""Real models, everything that is measured of one on one card, in the order of its importance, within a time.
+
+    python3 benchmarks/real.py --model FOLDER --weights FILE --name coder-1.5b --artifacts DIR --prompts FILE \\
+        --output DIR [--back DIR] [--minutes 12] [--processes 2] [--only main16 text16 ...] [--list]
+    python3 benchmarks/real.py --collect DIR [DIR ...]
+
+FILE of --prompts is of `quality.py --make-prompts --ruler-data ... --text prose=... --text code=...`. A stage is some
+prompts under some methods; every cell is on disk when it is measured, so that the same command goes on where it
+stopped. Cells of another card go to another folder: a table is of one card, full attention included. --back gets one
+archive of all that, anew every minute. The rows say which model, quantisation and file they are of. --collect writes
+what is there into docs/results/real.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns
+from benchmarks._peers import PEERS
+from benchmarks._rows import RESULTS, machine
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.evaluation.cells import collect
+from sparsekv.evaluation.evaluator import Evaluator, digest
+from sparsekv.evaluation.methods import parse_methods
+from sparsekv.evaluation.requests import Request, load_requests
+from sparsekv.evaluation.rows import as_text, origin
+from sparsekv.evaluation.scores import score_rows
+from sparsekv.evaluation.tables import every_method, markdown, table
+from sparsekv.sources.hub import load_model
+
+TEXT = "perplexity_"
+CONTROL = "control"
+"""The folder of cells whose router is untrained; its methods are called `untrained` in rows."""
+CELL_TOKENS = 350_000
+"""Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
+OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi")
+COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long
+    or turns."""
+
+    name: str
+    kind: str
+    length: int
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    first: int = 0
+    last: int = 10**6
+    tokens: int = 0
+    """That are written."""
+
+    def takes(self, r: Request) -> bool:
+        text = r.task.startswith(TEXT)
+        return (r.length == self.length and self.first <= r.index < self.last
+                and text == (self.kind in ("text", "long", "turns")))
+
+
+def other_fit() -> str:
+    """The sketches' fit that is not the default."""
+    default = SELECTORS["sketch"]().fit  # type: ignore[attr-defined]
+    return "fixed" if default == "fitted" else "fitted"
+
+
+def all_stages() -> list[Stage]:
+    """In the order of their importance."""
+    few, one = (0.01, 0.02, 0.05), (0.02,)
+    fit = other_fit()
+    more = ("full", "router+phi", f"sketch:fit={fit}+phi", "topk:per_query_head=true", *COMPLETIONS)
+    rivals = ("full", *PEERS.values())
+    return [
+        Stage("main16", "ruler", 16_384, OURS, few, 0, 4),
+        Stage("text16", "text", 16_384, OURS, few, 0, 6),
+        Stage("rest16", "ruler", 16_384, more, (0.01, 0.02), 0, 4),
+        Stage("text-rest16", "text", 16_384, ("full", *COMPLETIONS, "router+phi", f"sketch:fit={fit}+phi"),
+              (0.01, 0.02), 0, 6),
+        Stage("rivals16", "ruler", 16_384, rivals, one, 0, 4),
+        Stage("main32", "ruler", 32_768, OURS, (0.01, 0.02), 0, 3),
+        Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
+        Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
+        Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
+        Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
+        Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
+        Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
+        Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
+        Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
+        Stage("wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 0, 8),
+        Stage("rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 0, 8),
+        Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),
+        Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
+    ]
+
+
+def untrained(router: RouterArtifact) -> RouterArtifact:
+    """A router of the same sizes that has learned nothing: buckets begin at random, which a request then moves to its
+    own keys (`fitted`), and score by their mean keys; of the sketches only the size of a code is left, so they must be
+    fitted to the request too."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.nn.functional.normalize(torch.randn(router.centroids.shape, generator=generator), dim=-1)
+    config = replace(router.config, scores="mean_key", provenance={"untrained": True}, quality={})
+    return RouterArtifact(config, start.to(router.centroids), None, sketch=router.sketch)
+
+
+def model_record(options: argparse.Namespace) -> dict[str, str]:
+    """What the rows say of the model: its name, its quantisation and the hash of its file, read from it."""
+    path = options.weights or next(Path(options.model).glob("*.safetensors"))
+    sha = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 24):
+            sha.update(block)
+    kind = options.quantisation
+    if kind is None:
+        kind = "none"
+        if path.suffix == ".gguf":
+            import gguf
+
+            number = gguf.GGUFReader(path).fields["general.file_type"].contents()
+            kind = gguf.LlamaFileType(number).name.removeprefix("MOSTLY_")
+    return {"model": options.name, "quantisation": kind, "weights_sha256": sha.hexdigest()}
+
+
+def card() -> str:
+    """The card as a folder's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", machine()).strip("-")
+
+
+def shard_of(requests: Sequence[Request], shard: int, shards: int) -> set[int]:
+    """The prompts of a process: of every task and length every n-th, of one task the others than of the next."""
+    tasks = list(dict.fromkeys(r.case for r in requests))
+    return {id(r) for r in requests if (r.index + tasks.index(r.case)) % shards == shard}
+
+
+def work(options: argparse.Namespace) -> None:
+    """One process: all stages, its prompts."""
+    shard, shards = options.shard
+    until = time.perf_counter() + 60 * options.minutes
+    torch.set_float32_matmul_precision("high")
+    model, tokenizer = load_model(str(options.model), dtype=options.dtype, device=options.device)
+    router = RouterArtifact.load(options.router or options.artifacts / "router")
+    phi = PhiArtifact.load(options.phi or options.artifacts / "phi")
+    every = load_requests(options.prompts)
+    own, said = shard_of(every, shard, shards), {"requests": digest(every)}
+    folder = options.output / card()
+    lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
+    placed = {"router": router.to(model.device), "phi": phi.to(model.device)}
+    for stage in stages_of(options):
+        requests = [r for r in every if id(r) in own and stage.takes(r)]
+        if not requests or time.perf_counter() >= until:
+            continue
+        began = time.perf_counter()
+        methods = parse_methods(stage.methods, stage.budgets)
+        if stage.kind in ("long", "turns"):
+            windows = [(f"{r.task}-{r.index}", r.prompt[:-r.max_new_tokens]) for r in requests]
+            given: dict[str, Any] = {"tokens": options.written or stage.tokens, "rows": options.rows,
+                                     "stop": lambda: time.perf_counter() >= until}
+            done = (long_generation(model, windows, methods, placed, lines, **given) if stage.kind == "long" else
+                    turns(model, tokenizer, windows, methods, placed, lines, **given))
+        else:
+            control = stage.kind == "control"
+            place = folder / CONTROL if control else folder
+            place.mkdir(parents=True, exist_ok=True)
+            evaluator = Evaluator(
+                model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
+                resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
+            done = evaluator.run(methods, until=until)
+        print(f"{stage.name}: {len(requests)} prompts, {len(methods)} settings, {time.perf_counter() - began:.0f} s"
+              f"{'' if done else ', not all'}", flush=True)
+
+
+def stages_of(options: argparse.Namespace) -> list[Stage]:
+    """The stages that are asked for, in the order in which they are named."""
+    stages = {s.name: s for s in all_stages()}
+    unknown = [n for n in options.only or () if n not in stages]
+    if unknown:
+        raise SystemExit(f"no stage {', '.join(unknown)}; expected some of {', '.join(stages)}")
+    chosen = [stages[n] for n in options.only or stages]
+    return chosen if options.length is None else [replace(s, length=options.length) for s in chosen]
+
+
+def lead(options: argparse.Namespace) -> None:
+    """Begin the processes, pack what they write, collect and print."""
+    began = time.monotonic()
+    folder = options.output / card()
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "model.json"
+    if not record.is_file():
+        record.write_text(json.dumps(model_record(options)) + "\n", encoding="utf-8")
+    threads = max(1, (os.cpu_count() or 1) // options.processes)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
+                   "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    workers, logs = [], []
+    for i in range(options.processes):
+        logs.append((options.output / f"log-{i}.txt").open("a", encoding="utf-8"))
+        left = options.minutes - (time.monotonic() - began) / 60
+        words = [sys.executable, *sys.argv, "--shard", f"{i}/{options.processes}", "--minutes", f"{left:.2f}"]
+        workers.append(subprocess.Popen(words, env=environment, stdout=logs[-1], stderr=subprocess.STDOUT))
+    end = began + 60 * (options.minutes + options.grace)
+    packed = time.monotonic()
+    try:
+        while any(w.poll() is None for w in workers) and time.monotonic() < end:
+            time.sleep(1)
+            if time.monotonic() - packed > 60:
+                pack(options)
+                packed = time.monotonic()
+    finally:
+        for w in workers:
+            if w.poll() is None:
+                w.terminate()
+        for w in workers:
+            w.wait()
+        for i, file in enumerate(logs):
+            file.close()
+            print(f"process {i}: {workers[i].returncode}\n" + (options.output / f"log-{i}.txt").read_text()[-1500:])
+    rows = rows_of(options.output)
+    (options.output / "real.json").write_text(as_text(rows), encoding="utf-8")
+    pack(options)
+    show(rows)
+    print(f"{time.monotonic() - began:.0f} s")
+
+
+def pack(options: argparse.Namespace) -> None:
+    """One archive of the output in the folder --back, or nothing."""
+    if options.back is None:
+        return
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as archive:
+        for path in sorted(options.output.rglob("*")):
+            if path.is_file():
+                archive.add(path, path.relative_to(options.output))
+    options.back.mkdir(parents=True, exist_ok=True)
+    place = options.back / f"real-{options.name}.tgz"
+    temporary = place.with_suffix(".part")
+    temporary.write_bytes(gzip.compress(held.getvalue()))
+    temporary.replace(place)
+
+
+def rows_of(output: Path) -> list[dict[str, Any]]:
+    """All rows of an output folder, every card's; their cases begin with the model's name."""
+    rows = []
+    for record in sorted(output.glob("*/model.json")):
+        said = json.loads(record.read_text(encoding="utf-8"))
+        folder, cells = record.parent, []
+        for place, control in ((folder, False), (folder / CONTROL, True)):
+            found = collect(place) if any(place.glob("cells*.jsonl")) else []
+            cells += [{**c, "method": without_training(c["method"]) if control else c["method"]} for c in found]
+        made = score_rows(cells)
+        lines = list(read_lines(folder))
+        made += long_rows([x for x in lines if x["kind"] == "long"])
+        made += turn_rows([x for x in lines if x["kind"] == "turns"])
+        rows += [{**r, "case": f"{said['model']}:{r['case']}", **said} for r in made]
+    return rows
+
+
+def without_training(method: str) -> str:
+    """What rows call a method whose router is untrained: `sketch:untrained`."""
+    return method.partition(":")[0].partition("+")[0] + ":untrained"
+
+
+def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(folder.glob("lines-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line.endswith("}"):
+                yield json.loads(line)
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Short tables: every mean, perplexities, what was written."""
+    plain = [{**r, "case": r["case"].partition(":")[2], "model": r["case"].partition(":")[0]} for r in rows]
+    for name in dict.fromkeys(r["model"] for r in plain):
+        mine = [r for r in plain if r["model"] == name]
+        for case in dict.fromkeys(r["case"] for r in mine):
+            if case.startswith("ruler@"):
+                for metric in ("score", "difference", "same_answers"):
+                    shown = [r for r in mine if r["metric"] == metric and r.get("against", "full") == "full"]
+                    print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
+            elif case.startswith(TEXT):
+                shown = [r for r in mine if r["case"] == case and r["metric"] == "perplexity"]
+                print(f"\n{name} {case}, perplexity\n" + markdown(["method", "budget", "perplexity"], [
+                    [r["method"], f"{r['budget']}", f"{r['value']:.3f}"] for r in shown]))
+        for r in mine:
+            if r["case"].startswith(("long@", "second_turn@")) and r["metric"] in ("kl", "agrees", "score"):
+                where = {k: r[k] for k in ("quarter", "past_window") if k in r}
+                print(f"{name} {r['case']} {r['method']} {r['budget']} {r['metric']} {where or ''}: {r['value']:.4f} "
+                      f"({r['low']:.4f} to {r['high']:.4f}, {r['samples']})")
+
+
+def put(folders: Sequence[Path], results: Path = RESULTS) -> None:
+    """The rows of output folders into docs/results/real.json, in place of those of the same model, card and case."""
+    path = results / "real.json"
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    new = [r for folder in folders for r in rows_of(folder)]
+    there = {(r["case"], r["machine"]) for r in new}
+    path.write_text(as_text([*(r for r in kept if (r["case"], r["machine"]) not in there), *new]), encoding="utf-8")
+    print(f"{len(new)} rows: {path}")
+
+
+def pair(text: str) -> tuple[int, int]:
+    first, _, second = text.partition("/")
+    return int(first), int(second)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of the model")
+    parser.add_argument("--weights", type=Path, help="the file that the folder was made of, whose hash rows have")
+    parser.add_argument("--quantisation", help="without it what a .gguf file says")
+    parser.add_argument("--name", default="coder-1.5b", help="of the model, before every case")
+    parser.add_argument("--artifacts", type=Path, help="folder with router/ and phi/")
+    parser.add_argument("--router", type=Path)
+    parser.add_argument("--phi", type=Path)
+    parser.add_argument("--prompts", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--back", type=Path, help="folder that gets one archive of the output, anew every minute")
+    parser.add_argument("--minutes", type=float, default=12.0, help="begin nothing after this time [minutes]")
+    parser.add_argument("--grace", type=float, default=1.5, help="after which processes are stopped [minutes]")
+    parser.add_argument("--processes", type=int, default=2, help="that share the device")
+    parser.add_argument("--only", nargs="+", help="these stages, in this order")
+    parser.add_argument("--list", action="store_true", help="only say which stages there are")
+    parser.add_argument("--length", type=int, help="of the prompts, in place of every stage's own: to try the command "
+                                                   "on a small machine [tokens]")
+    parser.add_argument("--batch-tokens", type=int, default=CELL_TOKENS, help="prompt tokens in memory at once, each "
+                                                                              "process")
+    parser.add_argument("--rows", type=int, default=8, help="prompts that are written after at once, each process")
+    parser.add_argument("--written", type=int, help="tokens that are written, in place of a stage's own")
+    parser.add_argument("--shard", type=pair, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--collect", type=Path, nargs="+", help="only put the rows of these outputs into docs/results")
+    options = parser.parse_args()
+    if options.collect:
+        return put(options.collect)
+    if options.list:
+        for s in all_stages():
+            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task, "
+                  f"{len(parse_methods(s.methods, s.budgets))} settings: {' '.join(s.methods)} at {s.budgets}")
+        return None
+    return work(options) if options.shard else lead(options)
+
+
+if __name__ == "__main__":
+    main()
