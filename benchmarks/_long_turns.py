@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekv.evaluation.methods import Method
+from sparsekv.foundation.disk import write_text
 from sparsekv.runtime.attach import Attachment, attach
 
 CHUNK = 128
@@ -122,13 +123,21 @@ def needled(tokenizer: Any, text: Sequence[int], length: int, seed: int) -> tupl
     return body + first, numbers
 
 
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The finished measurements of a file, without a last line that an interruption cut off."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    return [json.loads(line) for line in lines[:-1]]
+
+
 class Lines:
     """Finished measurements, a line of JSON each, on disk at once."""
 
     def __init__(self, path: Path, origin: dict[str, Any]):
         self.path, self.origin = path, origin
-        text = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-        self.done = {json.dumps(json.loads(line)["key"]) for line in text if line.endswith("}")}
+        known = whole_lines(path)
+        if known:  # without a last line that was cut off
+            write_text(path, "".join(json.dumps(line) + "\n" for line in known))
+        self.done = {json.dumps(line["key"]) for line in known}
 
     def open(self, key: list[Any]) -> bool:
         return json.dumps(key) not in self.done
@@ -204,9 +213,8 @@ def long_rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             edge = min(DECODE_WINDOW, tokens) // BLOCK
             parts: list[tuple[dict[str, Any], Tensor]] = [({}, table)]
             parts += [({"quarter": i + 1}, p) for i, p in enumerate(table.tensor_split(PARTS, dim=1))]
-            parts += [({"past_window": p > 0}, x) for p, x in enumerate((table[:, :edge], table[:, edge:]))
-                      if x.shape[1]]
-            for said, part in parts:
+            parts += [({"past_window": p > 0}, x) for p, x in enumerate((table[:, :edge], table[:, edge:]))]
+            for said, part in ((s, p) for s, p in parts if p.shape[1]):
                 each = part.mean(1).tolist()
                 low, high = bootstrap([each])
                 rows.append(row(f"long@{length}", name, metric, sum(each) / len(each), unit, budget=budget, low=low,

@@ -19,11 +19,13 @@ import hashlib
 import io
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
 import tarfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,15 +35,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns
+from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
-from benchmarks._rows import RESULTS, machine
+from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
-from sparsekv.evaluation.methods import parse_methods
+from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Request, load_requests
 from sparsekv.evaluation.rows import as_text, origin
 from sparsekv.evaluation.scores import score_rows
@@ -143,7 +145,8 @@ def model_record(options: argparse.Namespace) -> dict[str, str]:
 
 def card() -> str:
     """The card as a folder's name."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", machine()).strip("-")
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
 
 
 def shard_of(requests: Sequence[Request], shard: int, shards: int) -> set[int]:
@@ -165,26 +168,40 @@ def work(options: argparse.Namespace) -> None:
     folder = options.output / card()
     lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
     placed = {"router": router.to(model.device), "phi": phi.to(model.device)}
-    for stage in stages_of(options):
-        requests = [r for r in every if id(r) in own and stage.takes(r)]
-        if not requests or time.perf_counter() >= until:
-            continue
-        began = time.perf_counter()
-        methods = parse_methods(stage.methods, stage.budgets)
+
+    def measure(stage: Stage, requests: list[Request], methods: list[Method]) -> bool:
+        """Whether all of it is measured."""
         if stage.kind in ("long", "turns"):
             windows = [(f"{r.task}-{r.index}", r.prompt[:-r.max_new_tokens]) for r in requests]
             given: dict[str, Any] = {"tokens": options.written or stage.tokens, "rows": options.rows,
                                      "stop": lambda: time.perf_counter() >= until}
-            done = (long_generation(model, windows, methods, placed, lines, **given) if stage.kind == "long" else
-                    turns(model, tokenizer, windows, methods, placed, lines, **given))
-        else:
-            control = stage.kind == "control"
-            place = folder / CONTROL if control else folder
-            place.mkdir(parents=True, exist_ok=True)
-            evaluator = Evaluator(
-                model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
-                resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
-            done = evaluator.run(methods, until=until)
+            if stage.kind == "long":
+                return long_generation(model, windows, methods, placed, lines, **given)
+            return turns(model, tokenizer, windows, methods, placed, lines, **given)
+        control = stage.kind == "control"
+        place = folder / CONTROL if control else folder
+        place.mkdir(parents=True, exist_ok=True)
+        evaluator = Evaluator(
+            model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
+            resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
+        return evaluator.run(methods, until=until)
+
+    for stage in stages_of(options):
+        requests = [r for r in every if id(r) in own and stage.takes(r)]
+        methods = parse_methods(stage.methods, stage.budgets)
+        began, done = time.perf_counter(), True
+        if not requests or began >= until:
+            continue
+        # one that fails must not take the others with it: then each is tried alone
+        for some in (methods, *([m] for m in methods)):
+            try:
+                done = measure(stage, requests, list(some)) and done
+                if some is methods:
+                    break
+            except Exception:
+                done = False
+                traceback.print_exc()
+                torch.cuda.empty_cache()
         print(f"{stage.name}: {len(requests)} prompts, {len(methods)} settings, {time.perf_counter() - began:.0f} s"
               f"{'' if done else ', not all'}", flush=True)
 
@@ -280,9 +297,7 @@ def without_training(method: str) -> str:
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("lines-*.jsonl")):
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line.endswith("}"):
-                yield json.loads(line)
+        yield from whole_lines(path)
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

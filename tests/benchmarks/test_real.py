@@ -1,0 +1,130 @@
+"""The driver of real models: its stages, what a process takes, long generation, second turns, rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
+
+from tiny_artifacts import artifacts
+
+from benchmarks import real
+from benchmarks._long_turns import (
+    BLOCK,
+    KEEPERS,
+    Lines,
+    long_generation,
+    long_rows,
+    needled,
+    second_turn,
+    turn_rows,
+    written,
+)
+from sparsekv.evaluation.methods import Method, parse_methods
+from sparsekv.evaluation.requests import Request
+
+
+@pytest.fixture(scope="module")
+def model():
+    import transformers as t
+
+    torch.manual_seed(0)
+    return t.AutoModelForCausalLM.from_config(t.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+        initializer_range=0.3)).eval()
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def __call__(self, text, **_):
+        def ids(x):
+            return [1 + ord(c) % 95 for c in x]
+
+        return {"input_ids": ids(text) if isinstance(text, str) else [ids(x) for x in text]}
+
+    def batch_decode(self, rows):
+        return ["".join(map(chr, row)) for row in rows.tolist()]
+
+
+def test_stages_have_names_methods_and_prompts_of_their_own() -> None:
+    stages = real.all_stages()
+    assert len({s.name for s in stages}) == len(stages)
+    assert all(parse_methods(s.methods, s.budgets) for s in stages)
+    requests = [Request(t, 16_384, i, "", [], "string_match_all", 8, []) for t in ("a", "b", "perplexity_x")
+                for i in range(20)]
+    main = next(s for s in stages if s.name == "main16")
+    assert {(r.task, r.index) for r in requests if main.takes(r)} == {(t, i) for t in "ab" for i in range(4)}
+    text = next(s for s in stages if s.kind == "text")
+    assert {r.task for r in requests if text.takes(r)} == {"perplexity_x"}
+    shares = [real.shard_of(requests, i, 3) for i in range(3)]
+    assert sum(map(len, shares)) == len(requests) == len(set.union(*shares)) and max(map(len, shares)) <= 20
+
+
+def test_full_attention_judges_itself_the_same(model) -> None:
+    router, phi = artifacts(model)
+    placed = {"router": router, "phi": phi}
+    prompts = torch.randint(1, 97, (2, 150))
+    given = {"tokens": 2 * BLOCK, "temperature": 0.8, "seed": 1}
+    full = written(model, prompts, Method("full"), placed, **given)
+    assert float(full["kl"].abs().max()) < 1e-5 and bool((full["agrees"] == 1).all())
+    found = written(model, prompts, Method("topk", "phi", 0.05), placed, **given)
+    assert found["kl"].shape == (2, 2 * BLOCK) and float(found["kl"].mean()) > 1e-4
+    assert float(found["kl"].min()) > -1e-5
+    everything = written(model, prompts, Method("topk", "none", 1.0), placed, **given)
+    assert float(everything["kl"].abs().max()) < 1e-4 and torch.allclose(everything["loss"], full["loss"], atol=1e-3)
+
+
+def test_what_was_written_is_not_written_again(model, tmp_path) -> None:
+    router, phi = artifacts(model)
+    windows = [(str(i), torch.randint(1, 97, (90,)).tolist()) for i in range(3)]
+    methods = [Method("topk", "none", 0.1), Method("sketch", "phi", 0.1)]
+    given = {"tokens": 2 * BLOCK, "rows": 2}
+
+    def run(stop) -> tuple[bool, list[dict]]:
+        path = tmp_path / "lines-0.jsonl"
+        lines = Lines(path, {"machine": "m", "command": "c", "commit": "x"})
+        done = long_generation(model, windows, methods, {"router": router, "phi": phi}, lines, stop=stop, **given)
+        return done, [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+    left = [False, False, False, True]
+    assert not run(lambda: left.pop(0))[0]
+    with (tmp_path / "lines-0.jsonl").open("a") as file:
+        file.write('{"key": [')  # cut off
+    done, kept = run(lambda: False)[0], list(real.read_lines(tmp_path))
+    assert done and len(kept) == 4
+    rows = long_rows(kept)
+    quarters = [r for r in rows if r["method"] == "topk" and r["metric"] == "kl" and "quarter" in r]
+    whole = next(r for r in rows if r["method"] == "topk" and r["metric"] == "kl"
+                 and not {"quarter", "past_window"} & set(r))
+    assert len(quarters) == 2 and whole["samples"] == 3
+    assert whole["low"] <= whole["value"] <= whole["high"]
+
+
+def test_a_second_question_after_an_answer(model) -> None:
+    router, phi = artifacts(model)
+    prompt, numbers = needled(Letters(), [5] * 2000, 1500, 0)
+    assert len(prompt) == 1500 and set(numbers) == set(KEEPERS)
+    given = {"tokens": 5, "temperature": 0.0, "seed": 0}
+    answers = [second_turn(model, Letters(), torch.tensor([prompt, prompt]), ["who?", "who?"], method,
+                           {"router": router, "phi": phi}, **given)
+               for method in (Method("full"), Method("topk", "none", 1.0), Method("sketch", "phi", 0.02))]
+    assert answers[0] == answers[1] and all(len(a) == 10 for rows in answers for a in rows)
+    line = {"key": ["turns", "topk", 0.1, 5, ["a"]], "length": 1500, "found": [1.0, 0.0], "origin": {"machine": "m"}}
+    assert turn_rows([line])[0]["value"] == 50.0
+
+
+def test_a_router_that_has_learned_nothing_decodes(model) -> None:
+    router, phi = artifacts(model)
+    control = real.untrained(router)
+    assert control.centroids.shape == router.centroids.shape and not torch.equal(control.centroids, router.centroids)
+    found = written(model, torch.randint(1, 97, (1, 150)), Method("sketch", "none", 0.1, (("fit", "fitted"),)),
+                    {"router": control, "phi": phi}, tokens=BLOCK, temperature=0.0, seed=0)
+    assert bool(found["kl"].isfinite().all())
+    assert real.without_training("sketch:fit=fitted") == "sketch:untrained"
