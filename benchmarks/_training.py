@@ -28,7 +28,6 @@ from sparsekv.models.feature_map import log_kernel
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader, shifted_errors
 from sparsekv.trainers.pool import Part, Pool, load_pool
-from sparsekv.trainers.router import OneLayer
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
 MEASURED_QUERIES = 16
@@ -77,7 +76,7 @@ def router_of(artifact: RouterArtifact, request: offline.Request, kind: type[Rou
                         None if weights is None else QueryModel(*(w.flatten(0, 1) for w in weights)), c.key_space,
                         c.scores, None if sketch is None else Sketch(*(x.flatten(0, 1) for x in sketch)),
                         c.sketch_bytes)
-    return request.build(kind(token_budget=max(BUDGETS), artifact=OneLayer(layer)), None)[0]
+    return request.build(kind(token_budget=max(BUDGETS), layer=layer), None)[0]
 
 
 def spend(router: Selector, view: LayerView, queries: Queries, budget: float) -> Selection:
@@ -90,10 +89,11 @@ def spend(router: Selector, view: LayerView, queries: Queries, budget: float) ->
 def nearest_centroids(request: offline.Request, router: Router, budget: float) -> Selection:
     """Buckets by `q·centroid`, summed over the group."""
     view, queries = request.view, request.queries
-    q = (queries.folded if router.space == "rot" else queries.folded_pre).unflatten(1, (view.num_kv_heads, -1))
-    near = torch.einsum("thgd,hcd->thc", q, router.centroids[0]).argsort(-1).argsort(-1) + 1.0
+    q = queries.folded if router.trained.key_space == "rot" else queries.folded_pre
+    q = q.unflatten(1, (view.num_kv_heads, -1))
+    near = torch.einsum("thgd,hcd->thc", q, router.buckets.centroids[0]).argsort(-1).argsort(-1) + 1.0
     tokens = queries.per_query(tokens_of_budget(budget, view.regions))
-    return Selection(tokens=choose_tokens(near, router.order, router.offsets, tokens, int(tokens.max())))
+    return Selection(tokens=choose_tokens(near, *router.buckets[1:3], tokens, int(tokens.max())))
 
 
 def cases(routers: dict[str, RouterArtifact], request: offline.Request) -> dict[str, Selection]:

@@ -33,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
+from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import Buckets
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.selectors.sketch import SketchRouter, outweighs
+from sparsekv.core.selectors.sketch import SketchRouter, most_by_codes
 from sparsekv.core.sketch import fit_sketch
 from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
@@ -46,6 +48,7 @@ from sparsekv.kernels import (
     PhiState,
     QueryModel,
     ScoreMoments,
+    Sketch,
     assign_buckets,
     attend,
     attend_tokens,
@@ -141,7 +144,21 @@ class Buffers:
 
     def router(self, model: bool = False, probes: int | None = None) -> Router:
         """The product's selector over this index."""
-        return placed(self, Router(probes=probes), model)
+        made = Router(probes=probes, layer=self.trained)
+        made.weights, made.buckets = (self.model if model else None), self.buckets
+        made.budget, made.widest = self.budget
+        return made
+
+    @property
+    def buckets(self) -> Buckets:
+        return Buckets(self.trained.centroids[None], self.order, self.offsets, means=self.means.means,
+                       steps=self.means.steps, spread=self.means.spread)
+
+    @property
+    def trained(self) -> RouterLayer:
+        """Of an artifact: what the selectors say they read; buckets and codes are made here."""
+        return RouterLayer(self.means.means[0], self.model, "rot", "mean_key", getattr(self, "sketch", None),
+                           SKETCH_BYTES)
 
     def step(self, router: Router, estimator: PhiEstimator | None = None, queries: Queries | None = None) -> Step:
         """A step as the runtime takes it."""
@@ -173,7 +190,12 @@ class Buffers:
             self.codes = encode_keys(self.k, self.sketch, SKETCH_BYTES)
             self.widest = [-(-self.mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
             self.spent = [torch.full_like(self.starts, n) for n in self.widest]
-        made: SketchRouter = placed(self, SketchRouter(candidates=candidates))
+        made = SketchRouter(candidates=candidates, layer=self.trained)
+        by_codes = most_by_codes(SKETCH_BYTES, BUCKETS, DIM)
+        routed = self.mid > by_codes if candidates is None else candidates < 1
+        made.weights, made.buckets = None, self.buckets if routed else None
+        made.basis, made.side, made.codes = self.sketch, None, self.codes
+        (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
         return made
 
     def attention_only(self) -> torch.Tensor:
@@ -228,21 +250,6 @@ class Buffers:
         heads = self.k.shape[0] * self.k.shape[1]
         tokens = heads * (self.budget[1] + SINK + min(TAIL, self.k.shape[2]))
         return (tokens * 2 * DIM * 2 + self.means.means.numel()) / BANDWIDTH * 1e6
-
-
-def placed(b: Buffers, made: Any, model: bool = False) -> Any:
-    """A router or sketch router as it is after `build` and `prepare`, but over the drawn index: sizes and means of
-    buckets are ours to choose, and none of a million keys is assigned. The one place that knows what they hold."""
-    made.order, made.offsets, made.counts, made.space = b.order, b.offsets, b.counts, "rot"
-    made.weights, made.means, made.steps = (b.model if model else None), b.means.means, b.means.steps
-    made.spread = None if model else b.means.spread
-    made.budget, made.widest = b.budget
-    if isinstance(made, SketchRouter):
-        made.fixed = made.turned = b.sketch
-        made.codes, made.width = b.codes, SKETCH_BYTES
-        made.routed = outweighs(b.mid, SKETCH_BYTES, BUCKETS, DIM) if made.candidates is None else made.candidates < 1
-        (made.widest, made.widest_pool), (made.budget, made.pool) = b.widest, b.spent
-    return made
 
 
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
@@ -421,13 +428,14 @@ def parts() -> None:
         return out
 
     b.sketch_router()
+    fixed = b.trained._replace(sketch=Sketch(*(x[0] for x in b.sketch)))
     b.view.recent_queries, b.view.recent_end = q_all[:, :, -64:], 131_072
 
     def sketched(fit: str) -> torch.Tensor | None:
         """The second stage's part of the end of a prefill: basis, or the queries' side, and codes."""
         router = b.sketch_router()
-        router.fit = fit
-        router._fit(b.view)
+        router.fit, router.candidates, router.layer, router.codes = fit, 1.0, fixed, None
+        router.build(b.view)
         return router.codes
 
     cases: dict[str, Callable[[], Any]] = {

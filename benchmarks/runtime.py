@@ -33,7 +33,6 @@ from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
 from sparsekv.runtime.offload import HostView
-from sparsekv.trainers.router import OneLayer
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
@@ -73,7 +72,7 @@ def view_of(layer: Layer, length: int) -> LayerView:
                      num_layers=30, recent_queries=layer.recent, recent_end=length - 1)
 
 
-def bench_router(layer: Layer, scores: str = "mlp") -> OneLayer:
+def bench_router(layer: Layer, scores: str = "mlp") -> RouterLayer:
     """A router of the paper's size with random weights, whose time does not depend on what it learned, and sketches of
     the keys."""
     heads, dim = layer.keys.shape[1], layer.keys.shape[-1]
@@ -85,7 +84,7 @@ def bench_router(layer: Layer, scores: str = "mlp") -> OneLayer:
     away = some - middle[:, None]
     sketch = fit_sketch(second_moment(layer.recent.float(), heads)[0], middle, away.mT @ away / BUCKETS, dim // 4,
                         dim // 32)
-    return OneLayer(RouterLayer(torch.nn.functional.normalize(some, dim=-1), weights, "rot", scores, sketch, dim // 4))
+    return RouterLayer(torch.nn.functional.normalize(some, dim=-1), weights, "rot", scores, sketch, dim // 4)
 
 
 def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
@@ -98,12 +97,12 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
             selector.token_budget = BUDGET
         if name == "router":
             for label, scores in (("router", "mlp"), ("router-mean_key", "mean_key")):
-                made[label] = cls(token_budget=BUDGET, artifact=bench_router(layer, scores))
+                made[label] = cls(token_budget=BUDGET, layer=bench_router(layer, scores))
             continue
         if name == "sketch":
             for label, share, fit in (("sketch-1%", 0.01, "fitted"), ("sketch", BUDGET, "fitted"),
                                       ("sketch-fixed", BUDGET, "fixed")):
-                made[label] = cls(token_budget=share, artifact=bench_router(layer, "mean_key"), fit=fit)
+                made[label] = cls(token_budget=share, layer=bench_router(layer, "mean_key"), fit=fit)
             continue
         if name == "faiss":
             for kind in ("flat", "ivf", "hnsw"):
@@ -201,7 +200,7 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         case = f"offload-{length // 1024}k"
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
         view = view_of(layer, length)
-        router = SELECTORS["router"](token_budget=BUDGET, artifact=bench_router(layer))
+        router = SELECTORS["router"](token_budget=BUDGET, layer=bench_router(layer))
         sync()
         start = time.perf_counter()
         build(view, router, None)

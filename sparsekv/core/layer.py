@@ -15,12 +15,14 @@ from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
     CompletionQuery,
+    Sketch,
     anchor_indices,
     attend_buckets,
     attend_gathered,
     attend_tokens,
     bucket_counts,
     bucket_tokens,
+    encode_keys,
     gather_rows,
 )
 
@@ -85,6 +87,9 @@ class Selection:
     tokens `[Q, H, K]`, `H` = Hkv (shared by the group) or Hq; -1 = none, no token twice, all in the mid region.
     buckets `[Q, Hkv, L]` with `order [B, Hkv, M]`, `offsets [B, Hkv, C + 1]`, the CSR of the index.
     log_weights `[Q, H, K]`: added to the scores of `tokens` (MagicPIG).
+    rest: the selector's own stand-in for what it does not read, `(out [Q, Hq, d], lse [Q, Hq])`, used where nothing
+    completes (LFPS).
+    contiguous: the keys that are read get contiguous positions (TokenSelect's length extrapolation).
     """
 
     tokens: Tensor | None = None
@@ -92,17 +97,19 @@ class Selection:
     order: Tensor | None = None
     offsets: Tensor | None = None
     log_weights: Tensor | None = None
+    rest: tuple[Tensor, Tensor] | None = None
+    contiguous: bool = False
 
     def as_tokens(self) -> Tensor:
         """The tokens read, `[Q, H, K]`."""
-        if self.tokens is None:
-            assert self.order is not None and self.offsets is not None and self.buckets is not None
-            self.tokens = bucket_tokens(self.order, self.offsets, self.buckets)
-        return self.tokens
+        if self.tokens is not None:
+            return self.tokens
+        assert self.order is not None and self.offsets is not None and self.buckets is not None
+        return bucket_tokens(self.order, self.offsets, self.buckets)
 
     def counts(self) -> Tensor:
         """Tokens read per query and head, `[Q, H]` int64."""
-        if self.tokens is None and self.buckets is not None and self.offsets is not None:
+        if self.buckets is not None and self.offsets is not None:
             return bucket_counts(self.offsets, self.buckets)
         return (self.as_tokens() >= 0).sum(-1)
 
@@ -149,10 +156,28 @@ class LayerView:
     def length(self) -> int:
         return self.regions.length
 
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        """Keys of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]` (this and what follows:
+        `core/index.py: Keys`)."""
+        return self.keys[:, :, first:last:step]
+
     def keys_pre(self, first: int, last: int) -> Tensor:
         """Keys `first..last` with RoPE removed, `[B, Hkv, last − first, d]`."""
         columns = torch.arange(first, last, device=self.keys.device)
         return needed(self.rope).unrotate(self.keys[:, :, first:last], columns)
+
+    def numbers(self, first: int, last: int) -> Tensor | None:
+        """None: a token is read by its place."""
+        return None
+
+    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
+        """Codes of the tokens before `last`, `[B, Hkv, last, w]`."""
+        new = encode_keys(self.keys[:, :, 0 if known is None else known.shape[2]:last], sketch, width)
+        return new if known is None else torch.cat([known, new], dim=2)
+
+    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
+        """Codes of every `step`-th token before `last`, `[B, Hkv, n, w]`."""
+        return codes[:, :, :last:step]
 
     def bounds(self, queries: Queries) -> dict[str, Any]:
         """Scale and anchors of every query, as the kernels take them."""
@@ -180,8 +205,11 @@ class LayerView:
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Exact attention over anchors and selection, completed if asked for: `(out [Q, Hq, d], lse [Q, Hq])`."""
+        if selection.contiguous:
+            assert completion is None, "an estimate is of keys at their own positions"
+            return self._attend_contiguous(queries, selection)
         bounds = self.bounds(queries)
-        if selection.tokens is None and selection.buckets is not None:
+        if selection.buckets is not None:
             assert selection.order is not None and selection.offsets is not None
             return attend_buckets(queries.folded, self.keys, self.values, selection.order, selection.offsets,
                                   selection.buckets, completion=completion, **bounds)
@@ -205,7 +233,7 @@ class LayerView:
         """An independent copy that shares tensors."""
         return copy.copy(self)
 
-    def attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+    def _attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """As `attend`, with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
         (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
         q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
@@ -230,3 +258,10 @@ def needed(rope: RopeTable | None) -> RopeTable:
         raise SparseKVError("this model rotates in a way sparsekv cannot undo; use a selector that reads rotated keys "
                             "only: topk, or a router trained with --key-space rot")
     return rope
+
+
+def take_rows(value: Any, index: Tensor) -> Any:
+    """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
+    if isinstance(value, tuple):
+        return type(value)(*(take_rows(x, index) for x in value))
+    return None if value is None else value[index.to(value.device)]

@@ -136,14 +136,16 @@ def mass_read(share: Tensor, selection: Selection) -> Tensor:
 def best_buckets(request: Request, router: Router, share: Tensor, budget: int | float) -> Selection:
     """What the router would read at a budget if it knew the attention: its buckets by true mass per token, summed over
     the group. share: `mid_share` of the request."""
-    view, count = request.view, len(share)
-    buckets = router.counts.shape[-1]
-    end = router.assignment.shape[-1]
-    grouped = share[:, :, :end].unflatten(1, (view.num_kv_heads, -1)).sum(2)
-    place = router.assignment[0].long().expand(count, -1, -1)
-    mass = grouped.new_zeros(count, view.num_kv_heads, buckets).scatter_add_(-1, place, grouped)
+    view, index = request.view, router.buckets
+    assert index is not None
+    counts, order = index.counts, index.order.long()
+    grouped = share.unflatten(1, (view.num_kv_heads, -1)).sum(2)
+    # attention in the order of the buckets, added up to where each of them ends
+    running = (grouped.gather(-1, order.clamp(min=0).expand(len(share), -1, -1)) * (order >= 0)).double().cumsum(-1)
+    mass = torch.nn.functional.pad(running, (1, 0)).gather(
+        -1, index.offsets.long().expand(len(share), -1, -1)).diff(dim=-1).to(share.dtype)
     tokens = request.queries.per_query(tokens_of_budget(budget, request.prefill.regions))
-    return Selection(tokens=choose_tokens(mass / router.counts.clamp(min=1), router.order, router.offsets, tokens,
+    return Selection(tokens=choose_tokens(mass / counts.clamp(min=1), index.order, index.offsets, tokens,
                                           int(tokens.max())))
 
 

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.kernels import anchor_indices, dense_attention, gather_rows
 
 
-def prefill_chunks(view: LayerView, query: Tensor, selector: Selector, window_size: int) -> Tensor:
+def prefill_chunks(view: LayerView, query: Tensor, selector: ReadsPrompts, window_size: int) -> Tensor:
     """Attention of the last T tokens of a view, `selector.chunk` of them at a time: query `[B, Hq, T, d]` -> as query.
 
     A chunk attends to itself (causally), the sink and the `window_size` tokens before it, and to what its mean query
     selects of the tokens between; densely while the budget is all of them. The chunks begin at the first of the T
-    tokens. With a `contiguous` selector keys and queries get the positions 0, 1, 2, … in the order of the tokens.
-    Of `view.regions` only rows and sink count. Raises SparseKVError for a `contiguous` selector and a batch with
-    padding.
+    tokens. With a selector that extrapolates keys and queries get the positions 0, 1, 2, … in the order of the tokens.
+    Of `view.regions` only rows and sink count. Raises SparseKVError for such a selector and a batch with padding.
     """
     total, count = view.keys.shape[2], query.shape[2]
     parts = []
@@ -33,7 +32,7 @@ def prefill_chunks(view: LayerView, query: Tensor, selector: Selector, window_si
     return torch.cat(parts, dim=2)
 
 
-def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Selector) -> Tensor:
+def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: ReadsPrompts) -> Tensor:
     """One chunk `q [B, Hq, c, d]`, the tokens before `end`, after those of `past`."""
     first, regions = past.keys.shape[2], past.regions
     columns = torch.arange(first, end, device=q.device)
@@ -43,7 +42,7 @@ def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Sele
         mask = torch.arange(end, device=q.device) >= regions.starts[:, None]
         return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale,
                                key_mask=None if bool(mask.all()) else mask)
-    pre = needed(view.rope).unrotate(q, columns) if selector.contiguous else q
+    pre = needed(view.rope).unrotate(q, columns) if selector.extrapolate else q
     listed = selector.choose(past, pre.mean(2, keepdim=True))[:, 0]
     lengths = torch.full_like(regions.starts, first)
     anchors = anchor_indices(regions.starts, regions.sink_size, regions.tail_starts, lengths)
@@ -53,7 +52,7 @@ def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Sele
     index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)
     keys, values = (torch.cat([gather_rows(x[:, :, :first], index), x[:, :, first:end]], dim=2)
                     for x in (view.keys, view.values))
-    if selector.contiguous:
+    if selector.extrapolate:
         rope, new = needed(view.rope), torch.arange(keys.shape[2], device=q.device)
         keys = rope.turn(keys, torch.cat([index, columns.expand(*index.shape[:2], -1)], dim=2), new)
         q = rope.turn(q, columns, new[-len(columns):])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.streams import beside
 from sparsekv.kernels import merge
 
@@ -38,7 +38,7 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
     """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
     (completion paper §4.4, §4.5). Waits for no device unless the selector does."""
     rest = None
-    if estimator is not None and estimator.in_kernel and not selector.contiguous:
+    if estimator is not None and estimator.in_kernel:
         with beside(view.device) as join:  # the estimate's query side beside the selection
             query = estimator.query(view, queries)
         selection = selector.select(view, queries)
@@ -46,7 +46,7 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
         out, lse = view.attend(queries, selection, query)
     else:
         selection = selector.select(view, queries)
-        out, lse, rest = _apart(view, queries, selection, selector, estimator)
+        out, lse, rest = _apart(view, queries, selection, estimator)
     if rest is not None:
         out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
     batch, heads, count, dim = queries.rot.shape
@@ -56,19 +56,16 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
 def two_parts(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
     """The same step, exact part and estimate apart: what calibration shifts against each other."""
     selection = selector.select(view, queries)
-    out, lse, rest = _apart(view, queries, selection, selector, estimator)
+    out, lse, rest = _apart(view, queries, selection, estimator)
     return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)
 
 
 def _apart(
-    view: LayerView, queries: Queries, selection: Selection, selector: Selector, estimator: Estimator | None,
+    view: LayerView, queries: Queries, selection: Selection, estimator: Estimator | None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Exact part, its log mass, and the estimate of the rest if there is one."""
-    attend = view.attend_contiguous if selector.contiguous else view.attend
-    out, lse = attend(queries, selection)
-    if estimator is not None:
-        return out, lse, estimator.partial(view, queries, selection)
-    return out, lse, selector.partial(view, queries, selection)
+    out, lse = view.attend(queries, selection)
+    return out, lse, selection.rest if estimator is None else estimator.partial(view, queries, selection)
 
 
 class LayerState:
@@ -102,8 +99,7 @@ class LayerState:
     @property
     def replayable(self) -> bool:
         """Whether a step is the same work on the device every time."""
-        return self.selector.replayable and not self.selector.contiguous and (
-            self.estimator is None or self.estimator.in_kernel)
+        return self.selector.replayable and (self.estimator is None or self.estimator.in_kernel)
 
     def advance(self, past: int, length: int) -> None:
         """The cache has grown to `length` tokens, of which the first `past` may join the mid region: the oldest of the
@@ -128,7 +124,7 @@ class LayerState:
     def spend(self, budget: int | float) -> LayerState | None:
         """The state with another budget; None where what was built depends on it, and is built anew. Raises
         SparseKVError."""
-        if not self.selector.budget_free:
+        if self.selector.spends is Spends.AT_BUILD:
             return None
         self.selector.token_budget = budget
         self.selector.prepare(self.view)

@@ -22,7 +22,7 @@ from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Request, score
 from sparsekv.evaluation.rows import origin
 from sparsekv.runtime.attach import Attachment, attach
-from sparsekv.runtime.decoding import SINK_SIZE, WINDOW_SIZE
+from sparsekv.runtime.decoding import SIZES
 
 CPU_BYTES = 4 * 2**30
 """Keys and values of the prompts that are in memory at once, on a CPU; on a GPU half of what is free."""
@@ -47,8 +47,8 @@ class Evaluator:
         self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
         self.digests = {k: artifact_digest(a) for k, a in self.artifacts.items()}
         configs = [a.config for a in self.artifacts.values()]
-        self.sink_size = configs[0].sink_size if configs else SINK_SIZE
-        self.window_size = configs[0].window_size if configs else WINDOW_SIZE
+        self.sink_size = configs[0].sink_size if configs else SIZES["sink_size"]
+        self.window_size = configs[0].window_size if configs else SIZES["window_size"]
         self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
         self.begun: tuple[Method, Attachment] | None = None

@@ -138,14 +138,15 @@ def _examine(
     for name in diagnosed():
         if SELECTOR_ROWS[name].needs and router is None:
             continue
-        trained: dict[str, Any] = {"artifact": router} if SELECTOR_ROWS[name].needs else {}
+        needs = router is not None and SELECTOR_ROWS[name].needs
+        trained: dict[str, Any] = {"layer": router.layer(view.layer_idx)} if needs and router else {}
         selector = SELECTORS[name](token_budget=0.0, **trained)
         shown = {k: e for k, e in estimators.items() if name == "topk" or k == "phi"}
         read[name] = _steps(total, request, made, selector, shown)
         if isinstance(selector, Router):
             total.add("recall", "best", [mass_read(share, best_buckets(request, selector, share, b)).mean(0)
                                          for b in made.budgets], count)
-            total.add("heads", "imbalance", imbalance(selector.counts[0]).repeat_interleave(view.group), count)
+            total.add("heads", "imbalance", imbalance(selector.bucket_sizes[0]).repeat_interleave(view.group), count)
     if "router" in read:
         total.add("recall", "reached", [mass_read(share, r).mean(0) for r in read["router"]], count)
         total.add("recall", "topk", [_overlap(r, b, share) for r, b in zip(read["router"], read["topk"], strict=True)],

@@ -31,7 +31,7 @@ class Method:
     def alike(self, other: Method | None) -> bool:
         """Whether the other differs in its budget alone, and what is built over a prompt serves both."""
         return other is not None and self.budget is not None and replace(self, budget=None) == replace(
-            other, budget=None) and _selector(self.selector).budget_free
+            other, budget=None) and _selector(self.selector).spends.name == "AT_STEP"
 
     @property
     def artifacts(self) -> list[str]:
@@ -57,7 +57,7 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method
         own = [n for n in found.option_names() if n not in shared]
         options = tuple(_option(word, selector, own) for word in given)
         methods += [Method(selector, completion or NONE, b, options)
-                    for b in (budgets if found.spends_budget else (None,))]
+                    for b in ((None,) if found.spends.name == "NOTHING" else budgets)]
     return list(dict.fromkeys(methods))
 
 

@@ -441,7 +441,7 @@ class Attachment:
             return dense()
         if not decoding:
             layer.remember_queries(query, key.shape[2])
-            if self.decoding.selector.chunk and index not in self.decoding.dense_layers and softcap is None:
+            if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
                 return self._prefill_sparsely(module, cache, query, key, value, mask, scale)
             return dense()
         short = key.shape[2] < self.decoding.short_until(key)
@@ -464,7 +464,7 @@ class Attachment:
                                          self.decoding.sink_size, self.decoding.window_size)
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
                          cache.rope.get(getattr(module, "layer_type", None)))
-        return prefill_chunks(view, query, self.decoding.selector_of(index, device), self.decoding.window_size)
+        return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
 
     def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
                scale: float, past: int) -> LayerState:

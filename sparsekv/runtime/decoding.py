@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,15 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.numbers import check_options, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
-SINK_SIZE, WINDOW_SIZE = 4, 16
+SIZES = {"sink_size": 4, "window_size": 16}
+"""Tokens of sink and local window where neither options nor artifacts say."""
 # Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
 # where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
 DENSE_BYTES = {"cpu": 32_000_000, "cuda": 90_000_000}
@@ -35,6 +38,7 @@ class Decoding:
 
     selector: Selector
     estimator: Estimator | None
+    router: RouterArtifact | None
     phi: PhiArtifact | None
     sink_size: int
     window_size: int
@@ -59,10 +63,18 @@ class Decoding:
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
-        made = copy.copy(self._on("selector", self.selector, device))
-        if self.layers is not None:
-            made.token_budget = self.layers[layer_idx].budget
-        return made
+        budget = None if self.layers is None else self.layers[layer_idx].budget
+        router = None if self.router is None else self._on("router", self.router, device)
+        return for_layer(self.selector, router, layer_idx, budget)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether prompts are read sparsely, too."""
+        return getattr(self.selector, "chunk", 0) > 0
+
+    def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts:
+        """A fresh selector for the prompt of a layer; only where it `reads_prompts`."""
+        return cast(ReadsPrompts, self.selector_of(layer_idx, device))
 
     def estimator_of(self, layer_idx: int, device: Any) -> Estimator | None:
         """A fresh estimator for a layer; None where there is none."""
@@ -84,7 +96,6 @@ class Decoding:
         chosen.token_budget = budget
         chosen.validate()
         self.selector = chosen
-        self.placed = {key: kept for key, kept in self.placed.items() if key[0] != "selector"}
 
     def _on(self, name: str, trained: Any, device: Any) -> Any:
         if (name, device) not in self.placed:
@@ -109,26 +120,26 @@ def make_decoding(
     estimator, phi = _estimator(completion, phi)
     if isinstance(estimator, CentroidEstimator):
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1)
-    sink = _size("sink_size", sink_size, (router, phi), SINK_SIZE)
-    window = _size("window_size", window_size, (router, phi), WINDOW_SIZE)
+    sink = chosen_size("sink_size", sink_size, (router, phi))
+    window = chosen_size("window_size", window_size, (router, phi))
     whole("decode_window", decode_window, least=1)
     if dense_below is not None:
         whole("dense_below", dense_below)
     layer_numbers(dense_layers)
-    count = max(modules) + 1
-    dense = set(range(len(modules))) - eligible
-    for layer in dense_layers:
-        if not -count <= layer < count:
-            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {count - 1}")
-        dense.add(layer % count)
-    dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)}
+    dense = set(range(len(modules))) - eligible | dense_by_number(dense_layers, max(modules) + 1)
+    trained = router if chosen.is_trained() else None
+    dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
+              or (trained is not None and trained.layer(i) is None)}
     if placement not in PLACEMENTS:
         raise SparseKVError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
     if placement == "offload" and chosen.scores_keys:
         raise SparseKVError(f"selector {chosen.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload; use placement='cpu', or a selector with an index such as router")
-    return Decoding(chosen, estimator, phi, sink, window, decode_window, placement, dense_below, frozenset(dense),
-                    layers)
+    if getattr(chosen, "extrapolate", False) and (estimator is not None or phi is not None):
+        raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
+                            "own; leave out the completion (completion='none')")
+    return Decoding(chosen, estimator, trained, phi, sink, window, decode_window, placement, dense_below,
+                    frozenset(dense), layers)
 
 
 def choose_selector(
@@ -153,9 +164,23 @@ def choose_selector(
         if key not in names:
             raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
         setattr(made, key, value)
-    if made.artifact_kind == "router" and router is not None:
-        made.artifact = router  # type: ignore[attr-defined]
+    if made.is_trained() and router is not None:
+        made = for_layer(made, router, router.config.layers[0])
+        if made.name == "sketch" and router.sketch is None:
+            warnings.warn("this router was trained without sketches and decodes by buckets alone; train it again for "
+                          "selector sketch", stacklevel=2)
     check_options(made)
+    return made
+
+
+def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int,
+              budget: int | float | None = None) -> Selector:
+    """A fresh selector of a layer, with what it is trained with there, and with a budget of its own if given."""
+    made = copy.copy(selector)
+    if router is not None and made.is_trained():
+        made.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
+    if budget is not None:
+        made.token_budget = budget
     return made
 
 
@@ -184,10 +209,18 @@ def _estimator(
     return ESTIMATORS[completion](), None
 
 
-def _size(
-    name: str, given: int | None, artifacts: tuple[RouterArtifact | PhiArtifact | None, ...], default: int,
+def dense_by_number(layers: Sequence[int], count: int) -> set[int]:
+    """The layers of a model of `count` that are named, from the end if negative. Raises SparseKVError for another."""
+    for layer in layers:
+        if not -count <= layer < count:
+            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {count - 1}")
+    return {layer % count for layer in layers}
+
+
+def chosen_size(
+    name: str, given: int | None, artifacts: tuple[RouterArtifact | PhiArtifact | None, ...],
 ) -> int:
-    """The option if given, else the artifacts' own (they must agree), else the default."""
+    """sink_size or window_size: the option if given, else the artifacts' own (they must agree), else the default."""
     if given is not None:
         whole(name, given)
         return given
@@ -195,7 +228,7 @@ def _size(
     if len(found) > 1:
         raise SparseKVError(f"the router and the feature maps were trained with different {name} "
                             f"({' and '.join(map(str, sorted(found)))} tokens); say which with {name}=...")
-    return found.pop() if found else default
+    return found.pop() if found else SIZES[name]
 
 
 def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
 from sparsekv.serving.graphs import TURN, capture_twice
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted, bytes_of, heads_of
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, bytes_of, heads_of
 from sparsekv.serving.seats import Batch, Places, Seats
 from sparsekv.serving.settings import VARIABLE, Plan, Serving, make_plan, settings_path
 from sparsekv.serving.stock import (
@@ -68,10 +69,11 @@ class Home:
         self.builder, self.layer_idx, self.layer, self.impl = builder, layer_idx, layer, layer.impl
         self.index: LayerIndex | None = None
         self.pages: tuple[int, torch.Size] | None = None
-        router = builder.plan.layer(layer_idx)
-        assert router is not None
-        own = head_slice(builder.vllm_config, router.centroids.shape[0], self.impl.num_kv_heads)
-        self.router = heads_of(router, *own)
+        selector = builder.plan.layer(layer_idx)
+        assert selector is not None
+        own = head_slice(builder.vllm_config, selector.trained.centroids.shape[0], self.impl.num_kv_heads)
+        selector.layer = heads_of(selector.layer, *own)
+        self.selector = selector
 
     def ready(self) -> LayerIndex | None:
         """The index, if there are pages. Before a step, not in it: a graph that is being captured must not make one."""
@@ -85,10 +87,9 @@ class Home:
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
-            plan, unsorted = self.builder.plan, self.builder.make_room(pool, again=self.index is not None)
-            self.index = LayerIndex(self.router, pool, self.builder.room, unsorted, budget=plan.budgets[self.layer_idx],
-                                    candidates=plan.serving.candidates, scale=self.impl.scale,
-                                    rotation=self.builder.rotation)
+            unsorted = self.builder.make_room(pool, again=self.index is not None)
+            self.index = LayerIndex(self.selector, pool, self.builder.room, unsorted, scale=self.impl.scale,
+                                    rope=self.builder.rope)
             self.pages = (pool.data_ptr(), pool.shape)
         return self.index
 
@@ -111,8 +112,8 @@ class SparseBuilder(AttentionMetadataBuilder):
         if not self.homes:
             return
         serving, longest = self.plan.serving, vllm_config.model_config.max_model_len
-        router, size = self.homes[0].router, kv_cache_spec.dtype.itemsize
-        token = 2 * router.centroids.shape[0] * router.centroids.shape[2] * size
+        centroids, size = self.homes[0].selector.trained.centroids, kv_cache_spec.dtype.itemsize
+        token = 2 * centroids.shape[0] * centroids.shape[2] * size
         below, together = serving.dense_below, 0
         if below is None and device.type == "cuda":
             below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
@@ -124,9 +125,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.seats = Seats(self.room.seats, places, longest, device,
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
-        self.rotation = rotation_of() if any(h.router.key_space == "pre" for h in self.homes) else None
-        most = max(vllm_config.scheduler_config.max_num_batched_tokens, graphs)
-        self.positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.homes) else None
         self.unsorted: Unsorted | None = None
         self.warm = False
         # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
@@ -166,13 +165,13 @@ class SparseBuilder(AttentionMetadataBuilder):
         return self.unsorted
 
     def _check_memory(self, pool: Tensor, slots: int) -> None:
-        sizes = [bytes_of(h.router, self.room, slots, pool.element_size()) for h in self.homes]
+        sizes = [bytes_of(h.selector, self.room, pool) for h in self.homes]
         by_slot, by_seat = (sum(x) for x in zip(*sizes, strict=True))
         free = torch.cuda.mem_get_info(pool.device)[0]
         if by_slot + by_seat > free:
             total = torch.cuda.mem_get_info(pool.device)[1]
             raise SparseKVError(
-                f"buckets and codes of {slots} tokens take {by_slot / 2**30:.2f} GiB and the indices of "
+                f"codes of {slots} tokens take {by_slot / 2**30:.2f} GiB and the indices of "
                 f"{self.room.seats} requests {by_seat / 2**30:.2f} GiB beside the cache, and {free / 2**30:.2f} GiB "
                 f"are left; lower --gpu-memory-utilization by {(by_slot + by_seat - free) / total + 0.01:.2f}, or "
                 "requests in the settings file")
@@ -185,8 +184,6 @@ class SparseBuilder(AttentionMetadataBuilder):
             return SparseMetadata(full)
         batch = Batch(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
                       getattr(common, "is_prefilling", None))
-        if self.rotation is not None:
-            self._note_positions(common, batch)
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if indices and not self.warm:
             indices[0].warm(self.seats.places.sink_size)
@@ -207,18 +204,6 @@ class SparseBuilder(AttentionMetadataBuilder):
         if not lanes.sparse.is_cuda and not lanes.sparse.any():
             return SparseMetadata(full)
         return SparseMetadata(full, lanes, batch.table)
-
-    def _note_positions(self, common: Any, batch: Batch) -> None:
-        """The position of every new token, where the layers' writes find it."""
-        count = batch.slots.shape[0]
-        known = getattr(common, "positions", None)
-        if known is not None and known.dim() == 1:
-            self.positions[:count] = known[:count]
-            return
-        token = torch.arange(count, device=self.device)
-        ends = batch.starts[1:].long()
-        row = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
-        self.positions[:count] = batch.lengths.long()[row] - (ends[row] - token)
 
 
 class SparseImpl(StockImpl):
@@ -252,7 +237,7 @@ class SparseImpl(StockImpl):
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         if self.home is not None and kv_cache.numel():
             count = slot_mapping.shape[0]
-            self.home.at(kv_cache).write(key[:count], slot_mapping, self.home.builder.positions[:count])
+            self.home.at(kv_cache).write(key[:count], slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -314,16 +299,16 @@ def layer_number(name: str) -> int:
     return numbers[0]
 
 
-def rotation_of() -> Rotation:
+def rope_of() -> RopeTable:
     """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one."""
     modules = [m for m in rotary_modules() if getattr(m, "cos_sin_cache", None) is not None]
     if len(modules) != 1:
         raise SparseKVError(f"this model has {len(modules)} rotary tables and the router clusters keys without RoPE; "
                             "expected one table; train the router with --key-space rot")
-    cos, sin = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
+    tables = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
     if modules[0].is_neox_style:
-        return Rotation(torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), "half")
-    return Rotation(cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1), "interleaved")
+        return RopeTable("half", *(torch.cat([x, x], -1)[None] for x in tables))
+    return RopeTable("interleaved", *(x.repeat_interleave(2, -1)[None] for x in tables))
 
 
 __all__ = ["CommonAttentionMetadata", "SparseBackend"]

@@ -1,56 +1,29 @@
-"""What a served layer keeps beside its pages: bucket and code of every key by slot, and an index for every request that
-decodes sparsely, in buffers of fixed size. Nothing waits for the host but `build` and `extend`."""
+"""What a served layer keeps beside its pages: codes of keys by slot, and in buffers of fixed size the index of every
+request that decodes sparsely. The index is made, grown and asked by the selectors of the core (`core/index.py`), of
+which a request is one row. Nothing waits for the host but `build` and `extend`."""
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsekv.artifacts.router import RouterLayer
-from sparsekv.core.regions import Regions, tokens_of_budget
-from sparsekv.core.rope import Layout, unrotate
-from sparsekv.core.selectors.sketch import FITTED_KEYS, LEAST_CANDIDATES
-from sparsekv.core.sketch import fit_queries
-from sparsekv.kernels import (
-    BucketMeans,
-    Candidates,
-    Pages,
-    QueryModel,
-    RouterScores,
-    Sketch,
-    assign_buckets,
-    attend_tokens,
-    bucket_sums,
-    build_index,
-    encode_keys,
-    extend_index,
-    half_variance,
-    round_means,
-    route_tokens,
-    sketch_tokens,
-    square_sums,
-)
+from sparsekv.core.index import Buckets, Index, TrainedBuckets, choose, one_bucket
+from sparsekv.core.layer import LayerView
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors.router import Router
+from sparsekv.kernels import Pages, QueryModel, Sketch, attend_tokens, encode_keys
 from sparsekv.serving.pages import by_slot
 
 LATER = 64
-"""New keys of a step up to which their buckets and codes wait."""
-KEYS_AT_ONCE, SUMMED_AT_ONCE, WARM = 8192, 65_536, 64
-
-
-class Rotation(NamedTuple):
-    """The model's rotary tables, `cos, sin [positions, width]`, full width in the layout."""
-
-    cos: Tensor
-    sin: Tensor
-    layout: Layout
-
-    def remove(self, x: Tensor, places: Tensor) -> Tensor:
-        """x `[n, H, d]` of the tokens at places `[n]`, without RoPE."""
-        places = places.clamp(0, self.cos.shape[0] - 1)
-        return unrotate(x, self.cos[places][:, None], self.sin[places][:, None], self.layout)
+"""New keys of a step up to which their codes wait."""
+KEYS_AT_ONCE, WARM = 8192, 64
 
 
 class Lanes(NamedTuple):
@@ -81,9 +54,9 @@ def heads_of(router: RouterLayer, first: int, last: int) -> RouterLayer:
 
 
 class Unsorted:
-    """Slots whose keys have no bucket and code yet, the same in all layers of a group of pages: `at [slots + 1]`, the
-    last nobody's. A step notes its new slots once, so that a decode step's layers need not; now: whether this step's
-    layers sort their keys."""
+    """Slots whose keys have no code yet, the same in all layers of a group of pages: `at [slots + 1]`, the last
+    nobody's. A step notes its new slots once, so that a decode step's layers need not; now: whether this step's layers
+    make codes of their keys."""
 
     def __init__(self, slots: int, device: torch.device):
         self.at = torch.ones(slots + 1, dtype=torch.bool, device=device)
@@ -91,7 +64,7 @@ class Unsorted:
 
     def note(self, slots: Tensor, *, decode: bool) -> None:
         """The new keys of a step go to slots `[n]`, negative = none. A few keys, and those of decode steps, wait: they
-        are in a tail, and get bucket and code with the index that takes them in."""
+        are in a tail, and get their codes with the index that takes them in."""
         self.now = not decode and slots.shape[0] > LATER
         self.at.index_fill_(0, torch.where(slots < 0, self.at.shape[0] - 1, slots).long(), not self.now)
 
@@ -100,53 +73,72 @@ class Unsorted:
         self.at.fill_(True)
 
 
-class LayerIndex:
-    """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: buckets `[Hkv, slots + 1]` and codes
-    `[1, Hkv, slots + 1, w]`; what has no slot goes to the last. By seat: order, a list of slots, and its offsets into
-    the lists of all seats; means of the buckets (scores `mean_key`), the queries' side of the sketch, and how many
-    tokens and candidates are wanted. Seat `seats` is nobody's: its buckets are empty."""
+@dataclass
+class RequestKeys(LayerView):
+    """The keys of one request in pages, as `core/index.py: Keys`: keys and values `[1, Hkv, slots, d]` by slot, slots
+    `[N]` of its first tokens, the mid region's last among them; codes by slot in `store`."""
 
-    def __init__(
-        self, router: RouterLayer, pool: Tensor, room: Room, unsorted: Unsorted, *, budget: int | float,
-        candidates: float, scale: float, rotation: Rotation | None = None,
-    ):
-        self.unsorted = unsorted
-        dtype, device = pool.dtype, pool.device
+    slots: Tensor | None = None
+    store: LayerIndex | None = None
+
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        assert self.slots is not None
+        return self.keys[:, :, self.slots[first:last:step]]
+
+    def keys_pre(self, first: int, last: int) -> Tensor:
+        places = torch.arange(first, last, device=self.keys.device)
+        assert self.rope is not None
+        return self.rope.unrotate(self.keys_at(first, last), places)
+
+    def numbers(self, first: int, last: int) -> Tensor:
+        assert self.slots is not None
+        return self.slots[None, first:last]
+
+    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
+        """Codes of all slots, `[1, Hkv, slots + 1, w]`; those depend on the key alone, and are there for most."""
+        assert self.slots is not None and self.store is not None and self.store.codes is not None
+        self.store.complete(self.slots[:last])
+        return self.store.codes
+
+    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
+        assert self.slots is not None
+        return codes[:, :, self.slots[:last:step]]
+
+
+class LayerIndex:
+    """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: codes `[1, Hkv, slots + 1, w]`; what has no slot goes
+    to the last. By seat: a row of the core's `Index`, whose lists of slots lie one after another, and the selector that
+    made it. Seat `seats` is nobody's: its buckets are empty.
+
+    selector: of this layer, with the artifact's part that these heads need."""
+
+    def __init__(self, selector: Router, pool: Tensor, room: Room, unsorted: Unsorted, *, scale: float,
+                 rope: RopeTable | None = None):
+        self.unsorted, self.room, self.scale, self.rope = unsorted, room, scale, rope
         self.keys, self.values = by_slot(pool)
         self.slots, self.page = self.keys.shape[1], pool.shape[2]
-        self.room, self.scale, self.rotation = room, scale, rotation
-        self.token_budget, self.candidates = budget, candidates
-        self.heads, self.buckets, self.dim = router.centroids.shape
-        # the kernel compares in the keys' precision, its twin in float32
-        self.centroids = router.centroids.to(device, dtype if device.type == "cuda" else None)
-        self.weights: QueryModel | None = None
-        if router.scores == "mlp":
-            assert router.weights is not None
-            self.weights = QueryModel(*(w.to(device, dtype).contiguous() for w in router.weights))
-        self.sketch = None if router.sketch is None else Sketch(*(x.to(device).float() for x in router.sketch))
-        self.width = router.sketch_bytes
-        self.space = router.key_space
-        self.widest = most_tokens(budget, room.longest)
-        self.widest_pool = min(room.longest, max(most_tokens(candidates, room.longest),
-                                                 LEAST_CANDIDATES * self.widest))
-
-        def zeros(*shape: int, kind: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=kind, device=device)
-
-        seats, heads, buckets, dim = room.seats, self.heads, self.buckets, self.dim
-        self.bucket_at = zeros(heads, self.slots + 1, kind=torch.int16)
-        self.order = zeros(heads, seats * room.longest, kind=torch.int32)
-        self.offsets = zeros(seats + 1, heads, buckets + 1, kind=torch.int32)
-        self.spent = zeros(2, seats + 1, kind=torch.int64)
-        self.means = None if self.weights is not None else zeros(seats + 1, heads, buckets, dim, kind=dtype)
-        scored = 0 if self.means is None else buckets
-        self.scored = zeros(seats + 1, heads, scored, dim, kind=torch.int8)
-        self.squares, self.steps, self.spread = zeros(3, seats + 1, heads, scored, kind=torch.float32)
+        self.selector = copy.copy(selector)
+        self.selector.layer = trained = _placed(selector.trained, pool)
+        device, seats, heads = pool.device, room.seats, self.keys.shape[0]
+        # what the longest request may read
+        ends = torch.zeros(1, dtype=torch.int64, device=device)
+        probe = copy.copy(self.selector)
+        probe.prepare(self._request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
+        self.weights = probe.query_model(self._request(torch.zeros(0), Regions(ends, ends, 0, 0)))
+        self.made: list[Router | None] = [None] * seats
+        shapes = _shapes(trained, room, pool, by_means=self.weights is None)
+        self.buckets = Buckets(**{name: torch.zeros(shape, dtype=kind, device=device)
+                                  for name, (shape, kind) in shapes.items()})
+        self.spent = torch.zeros(2, seats + 1, dtype=torch.int64, device=device)
         self.codes: Tensor | None = None
-        if self.sketch is not None:
-            self.codes = zeros(1, heads, self.slots + 1, self.width, kind=torch.int8)
-            self.asks = zeros(seats + 1, heads, dim, self.sketch.rank, kind=torch.float32)
-        self.fitted = [0] * seats
+        side = None
+        if probe.reads_codes:
+            assert trained.sketch is not None
+            self.codes = torch.zeros(1, heads, self.slots + 1, trained.sketch_bytes, dtype=torch.int8, device=device)
+            side = trained.sketch._replace(queries=torch.zeros(
+                seats + 1, *trained.sketch.queries.shape, dtype=trained.sketch.queries.dtype, device=device))
+        self.index = Index(self.buckets, self.weights, self.codes, side, self.spent[0], self.spent[1], probe.widest,
+                           min(room.longest, probe.most_candidates))
 
     def warm(self, sink_size: int) -> None:
         """Run once what prompts and new requests launch, for lengths that 16 divides, odd ones and others (strides that
@@ -154,91 +146,57 @@ class LayerIndex:
         seat is taken, and no slot is known."""
         for count in (WARM, WARM - 1, WARM - 2):
             slots = torch.arange(min(count, self.slots, self.room.longest), device=self.keys.device)
-            ends = torch.full((1,), sink_size + slots.shape[0])
-            self._sketch(self.keys[:, slots].transpose(0, 1), slots, slots)
-            self.build(0, slots, Regions(torch.zeros_like(ends), ends, int(ends), sink_size))
+            if self.codes is not None:
+                self._encode(self.keys[:, slots].transpose(0, 1), slots)
+            ends = torch.full((1,), slots.shape[0])
+            self.build(0, slots, Regions(torch.zeros_like(ends), ends, int(ends), min(sink_size, int(ends) // 2)),
+                       routed=True)
 
-    def write(self, keys: Tensor, slots: Tensor, places: Tensor) -> None:
-        """Bucket and code of new keys `[n, Hkv, d]` with RoPE, at places `[n]`, into their slots `[n]`; a negative slot
-        is none. Nothing where this step's keys wait. A graph of many tokens is for prefills too: it sorts always."""
-        if self.unsorted.now or (keys.is_cuda and keys.shape[0] > LATER and torch.cuda.is_current_stream_capturing()):
-            self._sketch(keys, torch.where(slots < 0, self.slots, slots).long(), places)
+    def write(self, keys: Tensor, slots: Tensor) -> None:
+        """Codes of new keys `[n, Hkv, d]` with RoPE into their slots `[n]`; a negative slot is none. Nothing where this
+        step's keys wait. A graph of many tokens is for prefills too: it makes them always."""
+        if self.codes is not None and (self.unsorted.now or (
+                keys.is_cuda and keys.shape[0] > LATER and torch.cuda.is_current_stream_capturing())):
+            self._encode(keys, torch.where(slots < 0, self.slots, slots).long())
 
-    def _sketch(self, keys: Tensor, at: Tensor, places: Tensor) -> None:
-        rows = keys.transpose(0, 1)[None]
-        if self.space == "pre":
-            assert self.rotation is not None
-            bare = self.rotation.remove(keys, places).transpose(0, 1)[None]
-        else:
-            bare = rows
-        self.bucket_at.index_copy_(1, at, assign_buckets(bare, self.centroids)[0].to(torch.int16))
-        if self.codes is not None and self.sketch is not None:
-            self.codes.index_copy_(2, at, encode_keys(rows, self.sketch, self.width))
+    def complete(self, slots: Tensor) -> None:
+        """Codes of those of the slots `[n]` that have none, from the pages."""
+        missing = slots[self.unsorted.at[slots]]
+        for at in missing.split(KEYS_AT_ONCE):
+            self._encode(self.keys[:, at].transpose(0, 1), at)
 
-    def _complete(self, slots: Tensor, regions: Regions) -> None:
-        """Buckets and codes of the mid region's tokens that have none, from the pages."""
-        missing = self.unsorted.at[slots].nonzero()[:, 0]
-        for part in missing.split(KEYS_AT_ONCE):
-            at = slots[part]
-            self._sketch(self.keys[:, at].transpose(0, 1), at, int(regions.mid_first) + part)
+    def _encode(self, keys: Tensor, at: Tensor) -> None:
+        trained = self.selector.trained
+        assert self.codes is not None and trained.sketch is not None
+        self.codes.index_copy_(2, at, encode_keys(keys.transpose(0, 1)[None], trained.sketch, trained.sketch_bytes))
 
-    def build(self, seat: int, slots: Tensor, regions: Regions) -> None:
-        """The index of the request in a seat: the tokens of its mid region lie in `slots [M]`, in order."""
-        self._complete(slots, regions)
-        members = self.bucket_at[:, slots][None].int()
-        ends = torch.zeros(1, dtype=torch.int64, device=slots.device)
-        order, offsets = build_index(members, self.buckets, ends, ends + slots.shape[0])
-        self._seat(seat, slots.int()[order[0].clamp(min=0).long()], offsets[0])
-        if self.means is not None:
-            sums, squares = (torch.zeros_like(x[seat], dtype=torch.float32) for x in (self.means, self.squares))
-            for part, own in zip(slots.split(SUMMED_AT_ONCE), members.split(SUMMED_AT_ONCE, -1), strict=True):
-                sums += bucket_sums(self.keys[None, :, part], own, None, self.buckets)[1][0]
-                squares += square_sums(self.keys[None, :, part], own, None, self.buckets)[0]
-            self._summed(seat, sums, squares, offsets[0].diff(dim=-1))
-        self._fit(seat, slots, regions)
-        self._spend(seat, regions)
+    def build(self, seat: int, slots: Tensor, regions: Regions, *, routed: bool = False) -> None:
+        """The index of the request in a seat, whose tokens up to the mid region's end lie in `slots [N]`. routed: by
+        buckets, however short it is."""
+        made, keys = copy.copy(self.selector), self._request(slots, regions)
+        if routed and made.reads_codes:
+            made.candidates = 0.5  # type: ignore[attr-defined]
+        made.prepare(keys)
+        made.build(keys)
+        self._put(seat, made, keys)
 
-    def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None:
-        """The last `more` of the tokens in `slots [M]` have joined the mid region."""
-        self._complete(slots, regions)
-        known = slots.shape[0] - more
-        first = seat * self.room.longest
-        old = (self.offsets[seat] - first)[None]
-        new = slots[known:]
-        members = self.bucket_at[:, new][None].int()
-        order, offsets = extend_index(self.order[None, :, first:first + known], old, members, new.int()[None])
-        self._seat(seat, order[0], offsets[0])
-        if self.means is not None:
-            sums = bucket_sums(self.keys[None, :, new], members, None, self.buckets)[1][0]
-            squares = square_sums(self.keys[None, :, new], members, None, self.buckets)[0]
-            before = old.diff(dim=-1)[0]
-            self._summed(seat, self.means[seat].float() * before[..., None] + sums, self.squares[seat] + squares,
-                         offsets[0].diff(dim=-1))
-        if slots.shape[0] > 2 * self.fitted[seat]:
-            self._fit(seat, slots, regions)
-        self._spend(seat, regions)
-
-    def _summed(self, seat: int, sums: Tensor, squares: Tensor, counts: Tensor) -> None:
-        """What scores the buckets of a seat, from the sums of their keys and of the squared lengths."""
-        assert self.means is not None
-        self.means[seat] = (sums / counts.clamp(min=1)[..., None]).to(self.means.dtype)
-        self.scored[seat], self.steps[seat] = round_means(sums, counts)
-        self.squares[seat], self.spread[seat] = squares, half_variance(squares, sums, counts)
+    def extend(self, seat: int, slots: Tensor, old: Regions, regions: Regions) -> None:
+        """The mid region of the request in a seat has grown from `old`."""
+        made, keys = self.made[seat], self._request(slots, regions)
+        assert made is not None
+        made.prepare(keys)
+        made.extend(keys, _placed_regions(old, self.keys.device))
+        self._put(seat, made, keys)
 
     def choose(self, q: Tensor, lanes: Lanes) -> Tensor:
         """The slots that the budget buys, of one query a row, q `[R, Hq, d]` with RoPE: `[R, Hkv, n]`, padded with
         -1, as are all of a row that does not decode sparsely."""
-        rows, seats = q.shape[0], lanes.seat
-        order, (budget, pool) = self.order[None].expand(rows, -1, -1), self.spent
         asking = q
-        if self.weights is not None and self.space == "pre":
-            assert self.rotation is not None
-            asking = self.rotation.remove(q, lanes.places)
-        if self.codes is None or self.sketch is None:
-            return route_tokens(asking, self._scores(), order, self.offsets, budget, self.widest, seats)
-        candidates = Candidates(asking, self._scores(), order, self.offsets, pool, self.widest_pool, seats)
-        return sketch_tokens(q, self.sketch._replace(queries=self.asks), self.codes.expand(rows, -1, -1, -1),
-                             self.scale, budget, self.widest, candidates)
+        if self.weights is not None and self.selector.trained.key_space == "pre":
+            assert self.rope is not None
+            places = lanes.places.clamp(0, self.rope.tables()[0].shape[1] - 1)
+            asking = self.rope.unrotate(q.transpose(0, 1)[None], places)[0].transpose(0, 1)
+        return choose(self.index, q, asking, self.scale, budget=self.spent[0], pool=self.spent[1], seats=lanes.seat)
 
     def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
         """Attention of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
@@ -248,45 +206,66 @@ class LayerIndex:
         return attend_tokens(q, keys, values, tokens, scale=self.scale, starts=used, sink_size=0, tail_starts=used,
                              lengths=used, pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
 
-    def _scores(self) -> RouterScores:
-        if self.weights is not None:
-            return self.weights
-        assert self.means is not None
-        return BucketMeans(self.scored, self.steps, self.scale, self.spread)
+    def _request(self, slots: Tensor, regions: Regions) -> RequestKeys:
+        return RequestKeys(self.keys[None], self.values[None], _placed_regions(regions, self.keys.device), self.scale,
+                           self.keys.shape[0], rope=self.rope, slots=slots, store=self)
 
-    def _seat(self, seat: int, order: Tensor, offsets: Tensor) -> None:
-        first = seat * self.room.longest
-        self.order[:, first:first + order.shape[1]] = order
-        self.offsets[seat] = offsets + first
-
-    def _fit(self, seat: int, slots: Tensor, regions: Regions) -> None:
-        """What queries multiply codes by, for the mid region as it now is."""
-        self.fitted[seat] = slots.shape[0]
-        if self.codes is not None and self.sketch is not None:
-            # evenly spaced by position, as the selector's
-            step = max(1, -(-int(regions.mid_last) // FITTED_KEYS))
-            some = slots[-int(regions.mid_first) % step::step]
-            used = torch.ones(1, some.shape[0], dtype=torch.bool, device=slots.device)
-            self.asks[seat] = fit_queries(self.sketch, self.codes[:, :, some], self.keys[None, :, some], used)[0]
-
-    def _spend(self, seat: int, regions: Regions) -> None:
-        tokens = int(tokens_of_budget(self.token_budget, regions))
-        wanted = int(tokens_of_budget(float(self.candidates), regions))
-        mid = int(regions.mid_sizes)
-        self.spent[0, seat] = min(tokens, self.widest)
-        self.spent[1, seat] = min(max(wanted, LEAST_CANDIDATES * tokens), mid, self.widest_pool)
+    def _put(self, seat: int, made: Router, keys: RequestKeys) -> None:
+        """A request's index into its seat's rows, which its selector has from then on."""
+        found = one_bucket(keys, self.buckets) if made.buckets is None else made.buckets
+        first, count = seat * self.room.longest, found.order.shape[2]
+        self.buckets.order[0, :, first:first + count] = found.order[0]
+        self.buckets.offsets[seat] = found.offsets[0] + first
+        kept = {"order": self.buckets.order[:, :, first:first + count], "offsets": found.offsets}
+        for name, rows in self.buckets._asdict().items():
+            if name not in kept and rows is not None:
+                rows[seat] = getattr(found, name)[0]
+                kept[name] = rows[seat:seat + 1]
+        if made.buckets is not None:
+            made.buckets = Buckets(**kept)
+        index = made.index
+        if index.sketch is not None and self.index.sketch is not None:
+            self.index.sketch.queries[seat] = index.sketch.queries[0]
+        self.spent[0, seat : seat + 1] = index.budget
+        self.spent[1, seat : seat + 1] = index.pool if made.buckets is not None else keys.regions.mid_sizes
+        self.made[seat] = made
 
 
-def most_tokens(budget: int | float, longest: int) -> int:
-    """The most tokens that a budget pays for in a request of at most `longest`."""
-    return min(longest, budget if isinstance(budget, int) else math.ceil(budget * longest - 1e-9))
+def _placed(trained: TrainedBuckets, pool: Tensor) -> RouterLayer:
+    """The artifact's part on the device; the sketch in float32 at least."""
+    kind = torch.promote_types(pool.dtype, torch.float32)
+    weights = None if trained.weights is None else QueryModel(*(w.to(pool.device) for w in trained.weights))
+    sketch = None if trained.sketch is None else Sketch(*(x.to(pool.device, kind) for x in trained.sketch))
+    return RouterLayer(trained.centroids.to(pool.device), weights, trained.key_space, trained.scores, sketch,
+                       trained.sketch_bytes)
 
 
-def bytes_of(router: RouterLayer, room: Room, slots: int, size: int) -> tuple[int, int]:
-    """Bytes that a layer keeps beside its pages: by slot and by seat. size: bytes of a number of the cache."""
-    heads, buckets, dim = router.centroids.shape
-    rank = 0 if router.sketch is None else router.sketch.rank
-    seat = 4 * heads * room.longest + 4 * heads * (buckets + 1) + 4 * heads * dim * rank
-    if router.scores == "mean_key":
-        seat += heads * buckets * (dim * (size + 1) + 12)
-    return slots * heads * (2 + router.sketch_bytes), room.seats * seat
+def _placed_regions(regions: Regions, device: torch.device) -> Regions:
+    return Regions(regions.starts.to(device), regions.tail_starts.to(device), regions.length, regions.sink_size)
+
+
+def _shapes(
+    trained: TrainedBuckets, room: Room, pool: Tensor, *, by_means: bool,
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and kind of the fields of the seats' `Buckets`."""
+    (heads, buckets, dim), seats = trained.centroids.shape, room.seats + 1
+    wide = torch.promote_types(pool.dtype, torch.float32)
+    row = seats, heads, buckets
+    found = {"centroids": ((*row, dim), pool.dtype), "order": ((1, heads, room.seats * room.longest), torch.int32),
+             "offsets": ((seats, heads, buckets + 1), torch.int32)}
+    if by_means:
+        found |= {"sums": ((*row, dim), wide), "squares": (row, wide), "means": ((*row, dim), torch.int8),
+                  "steps": (row, torch.float32), "spread": (row, wide)}
+    return found
+
+
+def bytes_of(selector: Router, room: Room, pool: Tensor) -> tuple[int, int]:
+    """Bytes that a layer keeps beside its pages: by slot and by seat."""
+    trained, by_slots = selector.trained, 0
+    heads, _, dim = trained.centroids.shape
+    shapes = _shapes(trained, room, pool, by_means=(selector.scores or trained.scores) == "mean_key")
+    by_seats = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
+    if selector.reads_codes and trained.sketch is not None:
+        by_slots = pool.shape[0] * pool.shape[2] * heads * trained.sketch_bytes
+        by_seats += 4 * (room.seats + 1) * heads * dim * trained.sketch.rank
+    return by_slots, by_seats

@@ -37,7 +37,7 @@ class Index(Protocol):
 
     def build(self, seat: int, slots: Tensor, regions: Regions) -> None: ...
 
-    def extend(self, seat: int, slots: Tensor, more: int, regions: Regions) -> None: ...
+    def extend(self, seat: int, slots: Tensor, old: Regions, regions: Regions) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class Seats:
         past = length - 1
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.int64), past, self.places.sink_size,
                                          self.places.window_size)
-        slots = self._mid(table, regions)
+        slots = self._slots(table, regions)
         self.taken = True
         for index in indices:
             index.build(seat, slots, regions)
@@ -277,20 +277,20 @@ class Seats:
         """All but half of the generated tokens, and the local window, join the mid region."""
         old = Regions(torch.zeros(1, dtype=torch.int64), self.tail[seat:seat + 1].cpu(), length, self.places.sink_size)
         regions = old.moved(length - 1 - self.places.window_size - self.places.decode_window // 2)
-        slots = self._mid(table, regions)
+        slots = self._slots(table, regions)
         for index in indices:
-            index.extend(seat, slots, int(regions.mid_sizes - old.mid_sizes), regions)
+            index.extend(seat, slots, old, regions)
         self._sorted(slots)
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
         self.tail[seat] = int(regions.tail_starts)
 
     def _sorted(self, slots: Tensor) -> None:
-        """Every layer's index has the keys of these slots."""
+        """Every layer has codes of the keys in these slots."""
         if self.unsorted is not None:
             self.unsorted.at[slots] = False
 
-    def _mid(self, table: Tensor, regions: Regions) -> Tensor:
-        """Slots of the mid region, `[M]`."""
-        places = torch.arange(int(regions.mid_first), int(regions.mid_last), device=self.device)
+    def _slots(self, table: Tensor, regions: Regions) -> Tensor:
+        """Slots of the tokens before the mid region's end, `[N]`."""
+        places = torch.arange(int(regions.mid_last), device=self.device)
         return slots_at(table, places[None], self.places.page)[0]

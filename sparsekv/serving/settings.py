@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.artifacts.checks import check_types, parse_object, said
-from sparsekv.artifacts.router import RouterArtifact, RouterLayer
+from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.regions import check_budget
-from sparsekv.core.registry import default_selector, served
+from sparsekv.core.registry import served
+from sparsekv.core.selectors.router import Router
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.decoding import choose_selector, chosen_size, dense_by_number, for_layer
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
 from sparsekv.runtime.settings import Settings
 from sparsekv.sources.named import REPOSITORY
 
 VARIABLE = "SPARSEKV_SETTINGS"
-BUDGET = 0.05
-"""Share of the context that is read without more words, as the selectors' own."""
 
 
 class Shape(NamedTuple):
@@ -43,7 +43,7 @@ class Serving:
     selector: str | None = None
     recommended: str | None = None
     token_budget: int | float | None = None
-    candidates: float = 0.1
+    candidates: float | None = None
     sink_size: int | None = None
     window_size: int | None = None
     decode_window: int = 1024
@@ -88,7 +88,7 @@ class Serving:
             raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(served())}, which are "
                                 "what is served")
         check_budget(self.token_budget)
-        if not 0 <= self.candidates <= 1:
+        if self.candidates is not None and not 0 <= self.candidates <= 1:
             raise SparseKVError(f"{where} has candidates {self.candidates}; expected a share of the context between 0 "
                                 "and 1")
         for name, least in (("sink_size", 0), ("window_size", 0), ("decode_window", 1), ("dense_below", 0),
@@ -100,20 +100,23 @@ class Serving:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings with what they name, checked against a model. budgets: of the layers that decode sparsely. sketched:
-    whether sketches tell the tokens of the best buckets apart."""
+    """Settings with what they name, checked against a model. selector: as `attach` makes it of the same options;
+    budgets: of the layers that decode sparsely."""
 
     serving: Serving
     router: RouterArtifact
-    budgets: dict[int, int | float]
+    selector: Router
+    budgets: dict[int, int | float | None]
     sink_size: int
     window_size: int
-    sketched: bool
 
-    def layer(self, layer_idx: int) -> RouterLayer | None:
-        """What a layer is served with, None: full attention."""
-        found = self.router.layer(layer_idx) if layer_idx in self.budgets else None
-        return found if found is None or self.sketched else found._replace(sketch=None, sketch_bytes=0)
+    def layer(self, layer_idx: int) -> Router | None:
+        """The selector that a layer is served with, None: full attention."""
+        if layer_idx not in self.budgets or self.router.layer(layer_idx) is None:
+            return None
+        made = for_layer(self.selector, self.router, layer_idx, self.budgets[layer_idx])
+        assert isinstance(made, Router)
+        return made
 
 
 def settings_path() -> str | None:
@@ -133,29 +136,28 @@ def make_plan(serving: Serving, shape: Shape) -> Plan:
     router = RouterArtifact.load(folder)
     what = f"the router {folder!r}"
     _check_shape(router.config.model, shape, what)
-    sketches = ["sketches"] if recommended is None and router.sketch is not None else []
-    selector = serving.selector or default_selector(["router", *sketches])
-    if selector == "sketch" and router.sketch is None:
+    name = serving.selector or (None if recommended is None else "router")
+    if name == "sketch" and router.sketch is None:
         raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
                             "selector router")
-    sketched = selector == "sketch"
+    budget = serving.token_budget
     if recommended is not None:
-        budgets: dict[int, int | float] = {layer: s.budget for layer, s in recommended.layers.items()}
+        budget = max((s.budget for s in recommended.layers.values()), default=0.0)
+    selector = choose_selector(name, router, budget, {})
+    if "candidates" in selector.option_names():
+        selector = choose_selector(name, router, budget, {"candidates": serving.candidates})
+    assert isinstance(selector, Router)
+    if recommended is not None:
+        budgets: dict[int, int | float | None] = {layer: s.budget for layer, s in recommended.layers.items()}
         missing = [layer for layer in budgets if router.layer(layer) is None]
         if missing:
             raise SparseKVError(f"the settings {serving.recommended!r} name layer {missing[0]}, which {what} does not "
                                 "have; recommend again with this router")
-        return Plan(serving, router, budgets, recommended.sink_size, recommended.window_size, sketched)
-    dense = {0} if serving.dense_layers is None else set(serving.dense_layers)
-    for layer in dense:
-        if not -shape.num_layers <= layer < shape.num_layers:
-            raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {shape.num_layers - 1}")
-    dense = {layer % shape.num_layers for layer in dense}
-    budget = BUDGET if serving.token_budget is None else serving.token_budget
-    budgets = {layer: budget for layer in router.config.layers if layer not in dense}
-    sink = router.config.sink_size if serving.sink_size is None else serving.sink_size
-    window = router.config.window_size if serving.window_size is None else serving.window_size
-    return Plan(serving, router, budgets, sink, window, sketched)
+        return Plan(serving, router, selector, budgets, recommended.sink_size, recommended.window_size)
+    dense = dense_by_number((0,) if serving.dense_layers is None else serving.dense_layers, shape.num_layers)
+    budgets = {layer: serving.token_budget for layer in router.config.layers if layer not in dense}
+    return Plan(serving, router, selector, budgets, chosen_size("sink_size", serving.sink_size, (router,)),
+                chosen_size("window_size", serving.window_size, (router,)))
 
 
 def _check_recommended(found: Settings, serving: Serving, shape: Shape) -> None:

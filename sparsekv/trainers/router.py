@@ -4,7 +4,7 @@ sketch that tells the keys of the best buckets apart."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,23 +86,6 @@ class RouterConfig(TrainingOptions):
                                      help="Peak learning rate (Adam, warm-up, cosine to zero; saap: constant).")
     sketch_bytes: int | None = option(None, min=0, help="Bytes of a key's sketch, 0 for none [bytes]. [default: a "
                                                         "quarter of the head dimension; saap: 0]")
-
-
-class OneLayer(NamedTuple):
-    """Buckets of many layers, their heads side by side, as the artifact of one."""
-
-    row: RouterLayer
-
-    @property
-    def centroids(self) -> Tensor:
-        return self.row.centroids
-
-    @property
-    def sketch(self) -> Sketch | None:
-        return self.row.sketch
-
-    def layer(self, layer_idx: int) -> RouterLayer:
-        return self.row
 
 
 def train_router(config: RouterConfig, recipe: RouterRecipe | None = None) -> RouterArtifact:
@@ -221,7 +204,7 @@ class RouterTask(Task):
         self.watched: list[tuple[Request, Router, Tensor]] = []
         for document in range(min(WATCHED_WINDOWS, validating.documents)):
             for request in requests(validating.window(document), WATCHED_REQUESTS):
-                router, _ = request.build(Router(token_budget=JUDGED_AT, artifact=OneLayer(layer)), None)
+                router, _ = request.build(Router(token_budget=JUDGED_AT, layer=layer), None)
                 self.watched.append((request, router, mid_share(request)))
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
@@ -248,7 +231,8 @@ class RouterTask(Task):
         """1 − the share of the mid mass reached at 5 % of the context, by KV head."""
         found = []
         for request, router, share in self.watched:
-            router.weights = self.router.fold()
+            router.layer = router.layer._replace(weights=self.router.fold())
+            router.weights = router.query_model(request.view)
             found.append(mass_read(share, router.select(request.view, request.queries)).mean(0))
         return 1 - torch.stack(found).mean(0).reshape(self.heads_kv, -1).mean(1)
 
@@ -275,13 +259,13 @@ def quality(pool: Pool, layer: RouterLayer) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for document in range(pool.documents):
         for request in requests(pool.window(document), CARD_REQUESTS):
-            made = {"": Router(token_budget=max(BUDGETS), artifact=OneLayer(layer))}
+            made = {"": Router(token_budget=max(BUDGETS), layer=layer)}
             if layer.sketch is not None:
-                made["sketch_"] = SketchRouter(token_budget=max(BUDGETS), artifact=OneLayer(layer), fit="fixed")
+                made["sketch_"] = SketchRouter(token_budget=max(BUDGETS), layer=layer, fit="fixed")
             for selector in made.values():
                 request.build(selector, None)
             router = made[""]
-            share, sizes = mid_share(request), router.counts[0]
+            share, sizes = mid_share(request), router.bucket_sizes[0]
             tables = {"imbalance": imbalance(sizes), "largest_bucket": sizes.amax(1) / sizes.sum(1).clamp(min=1)}
             for budget in BUDGETS:
                 for name, selector in made.items():

@@ -57,7 +57,7 @@ def literal_step(
             stands = times * rest.sum(1, keepdim=True) / times.sum(1, keepdim=True).clamp(min=1)
             plain = torch.einsum("hnd,hd->hn", keys[b], rot[b, :, t]) * view.scale
             logits = torch.where(rest, plain + stands.log(), logits)
-        elif (own := selector.partial(view, queries, step.selection)) is not None:
+        elif (own := step.selection.rest) is not None:
             logits = torch.cat([logits, own[1][row, :, None].double().cpu()], 1)
             vectors = torch.cat([vectors, own[0][row, :, None].double().cpu()], 1)
         out[b, :, t] = torch.einsum("hn,hnd->hd", logits.softmax(-1), vectors)

@@ -14,6 +14,7 @@ import sparsekv
 from sparsekv.core.estimators import ESTIMATORS, Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.core.selectors.base import Spends
 from sparsekv.core.step import LayerState, Step
 from sparsekv.runtime.cache import SparseCache
 
@@ -23,14 +24,15 @@ BUDGET = 13
 def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     """Selector and options by the name of the test: every selector that is registered, and some with other options."""
     made: dict[str, tuple[str, dict[str, Any]]] = {
-        name: (name, {"token_budget": BUDGET} if kind.spends_budget else {}) for name, kind in SELECTORS.items()
-        if name != "dense"}
+        name: (name, {} if kind.spends is Spends.NOTHING else {"token_budget": BUDGET})
+        for name, kind in SELECTORS.items() if name != "dense"}
     made |= {f"{name}-per_head": (name, {**given, "per_query_head": True}) for name, given in made.values()
              if "per_query_head" in SELECTORS[name].option_names()}
     return made | {
         "router-probes": ("router", {"probes": 3}),
         "router-mean_key": ("router", {"token_budget": BUDGET, "scores": "mean_key"}),
-        "sketch-fixed": ("sketch", {"token_budget": BUDGET, "fit": "fixed", "candidates": 0.7}),
+        "sketch-buckets": ("sketch", {"token_budget": BUDGET, "candidates": 0.7}),
+        "sketch-fitted": ("sketch", {"token_budget": BUDGET, "fit": "fitted", "candidates": 0.7}),
         "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key"})}
 
 
@@ -97,7 +99,7 @@ def steps_of(
     mask = torch.ones_like(ids)
     for row, pad in enumerate(PADS[:batch]):
         mask[row, :min(pad, prompt - 1)] = 0
-    given = {"router": router} if SELECTORS[name].artifact_kind else {}
+    given = {"router": router} if SELECTORS[name].is_trained() else {}
     torch.manual_seed(0)
     with monkeypatch.context() as patch, torch.inference_mode(), sparsekv.attach(
             model, selector=name, completion=completion, phi=phi, dense_below=0, **SIZES, **given,

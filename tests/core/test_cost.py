@@ -11,6 +11,7 @@ from steps import BUDGET, CASES, COMPLETIONS, SIZES, steps_of, tiny, trained
 import sparsekv
 from sparsekv.core.cost import read_shares, token_bytes
 from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.base import Spends
 
 HEADS_KV, DIM, SIZE, BUCKETS = 2, 10, 8, 8
 PHI, CENTROIDS, SAMPLES = 16, 256, 256
@@ -31,7 +32,8 @@ def own_bytes(case: str, x) -> float:
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
         "router-mean_key": HEADS_KV * BUCKETS * (DIM + 8) + places + 4 * HEADS_KV * BUDGET,
         "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
-        "sketch-fixed": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
+        "sketch-buckets": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
+        "sketch-fitted": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
         "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)
 
 
@@ -83,8 +85,8 @@ def test_the_report_says_it() -> None:
     ids = torch.randint(1, 61, (2, 90))
     found = {}
     for name in ("streaming", "topk", "sketch"):
-        options = {"token_budget": BUDGET} if SELECTORS[name].spends_budget else {}
-        options |= {"router": router} if SELECTORS[name].artifact_kind else {}
+        options = {"token_budget": BUDGET} if SELECTORS[name].spends is not Spends.NOTHING else {}
+        options |= {"router": router} if SELECTORS[name].is_trained() else {}
         with sparsekv.attach(model, selector=name, dense_below=0, **SIZES, **options) as attachment:
             model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
         found[name] = attachment.report()

@@ -60,7 +60,7 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
     offline = request(window, PROMPT, len(before))
     router, phi = trained(model)
     name, options = cases()[case]
-    selector = SELECTORS[name](**options, **({"artifact": router} if SELECTORS[name].artifact_kind else {}))
+    selector = SELECTORS[name](**options, **({"layer": router.layer(1)} if SELECTORS[name].is_trained() else {}))
     kind = ESTIMATORS.get(completion)
     torch.manual_seed(0)
     state = offline.build(selector, None if kind is None else kind(*([phi.layer(1)] if kind is PhiEstimator else [])))

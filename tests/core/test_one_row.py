@@ -104,4 +104,4 @@ def test_a_name_is_given_once(registered) -> None:
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_row_is_of_its_class(name: str) -> None:
     kind, row = SELECTORS[name], SELECTOR_ROWS[name]
-    assert kind.name == name and bool(row.needs) == (kind.artifact_kind is not None)
+    assert kind.name == name and bool(row.needs) == kind.is_trained()

@@ -9,7 +9,9 @@ import checks
 import pytest
 import torch
 
+from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import Buckets
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
@@ -154,11 +156,12 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
 
     model = QueryModel(random(heads, dim, 40), random(heads, 40), random(heads, 40, s.buckets),
                        random(heads, s.buckets))
-    router = Router(probes=3 if rule == "probes" else None)
-    router.order, router.offsets, router.counts, router.space = s.order, s.offsets, s.counts, "rot"
+    router = Router(probes=3 if rule == "probes" else None,
+                    layer=RouterLayer(random(heads, s.buckets, dim), model, "rot", "mlp"))
     router.weights = model if scores == "query model" else None
-    router.means, router.steps = round_means(random(2, heads, s.buckets, dim).float(), s.offsets.diff(dim=-1))
-    router.spread = None if router.weights is not None else torch.rand(2, heads, s.buckets, device=DEVICE)
+    means, steps = round_means(random(2, heads, s.buckets, dim).float(), s.offsets.diff(dim=-1))
+    router.buckets = Buckets(random(2, heads, s.buckets, dim), s.order, s.offsets, means=means, steps=steps,
+                             spread=torch.rand(2, heads, s.buckets, device=DEVICE))
     rows, count = s.k.shape[0], s.q.shape[0]
     router.budget, router.widest = torch.full((rows,), 60, device=DEVICE), 60
     per_row = count // rows

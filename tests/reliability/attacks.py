@@ -293,7 +293,7 @@ def attach_with_anything(count: int, seed: int = 0) -> Outcome:
     for _ in range(count):
         name = rng.choice(sorted(SELECTORS))
         given: dict[str, Any] = {"selector": name, "token_budget": 8}
-        if SELECTORS[name].artifact_kind == "router":
+        if SELECTORS[name].is_trained():
             given["router"] = router
         options = sorted(names | set(SELECTORS[name].option_names()))
         for option in rng.sample(options, rng.randrange(1, 4)):

@@ -78,7 +78,7 @@ def test_any_option_of_any_selector(data: st.DataObject, tokens: int) -> None:
     model = make_model()
     name = data.draw(st.sampled_from(sorted(SELECTORS)))
     options: dict[str, Any] = {"selector": name, "token_budget": 8, "dense_below": 0}
-    if SELECTORS[name].artifact_kind == "router":
+    if SELECTORS[name].is_trained():
         options["router"] = artifacts(model)[0]
     option = data.draw(st.sampled_from(sorted({*SELECTORS[name].option_names(), "sink_size", "window_size",
                                                "decode_window", "dense_layers", "dense_below", "completion"})))

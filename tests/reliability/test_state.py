@@ -24,7 +24,7 @@ def options(name: str, completion: str) -> dict[str, Any]:
     found: dict[str, Any] = {"selector": name, "token_budget": 12, "completion": completion, "decode_window": BORDER,
                              "dense_below": 0}
     return found | ({"phi": phi} if completion == "phi" else {}) | (
-        {"router": router} if SELECTORS[name].artifact_kind == "router" else {})
+        {"router": router} if SELECTORS[name].is_trained() else {})
 
 
 @torch.no_grad()

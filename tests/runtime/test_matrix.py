@@ -11,6 +11,7 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.base import Spends
 
 LENGTH, NEW = 70, 5
 SAMPLES = ("streaming", "magicpig", "lfps")
@@ -20,8 +21,8 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "ret
 
 
 def options(name: str, router: Any, budget: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"token_budget": budget} if SELECTORS[name].spends_budget else {}
-    return given | ({"router": router} if SELECTORS[name].artifact_kind else {})
+    given: dict[str, Any] = {"token_budget": budget} if SELECTORS[name].spends is not Spends.NOTHING else {}
+    return given | ({"router": router} if SELECTORS[name].is_trained() else {})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "glm4"])

@@ -8,6 +8,7 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.base import Spends
 from sparsekv.foundation.errors import SparseKVError
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -23,8 +24,8 @@ def test_placement_changes_nothing(name: str, completion: str):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     options = {"selector": name, "completion": completion, "phi": phi, "decode_window": 8}
-    options |= {"token_budget": 20} if kind.spends_budget else {}
-    options |= {"router": router} if kind.artifact_kind else {}
+    options |= {"token_budget": 20} if kind.spends is not Spends.NOTHING else {}
+    options |= {"router": router} if kind.is_trained() else {}
     outs = {}
     for placement in ("gpu", "cpu") if kind.scores_keys else ("gpu", "cpu", "offload"):
         with attach(model, placement=placement, **options) as attachment:

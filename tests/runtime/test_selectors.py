@@ -163,7 +163,7 @@ class Trained:
 
     def layer(self, _):
         return type("Layer", (), {"centroids": self.centroids[0], "weights": self.weights, "scores": self.scores,
-                                  "key_space": self.key_space})
+                                  "key_space": self.key_space})()
 
 
 def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[float]], dict[int, set[int]]]:
@@ -198,7 +198,7 @@ def literal_router(trained, step, queries, b, h, t) -> tuple[dict[int, list[floa
 @pytest.mark.parametrize("how", ["mlp", "mean_key"])
 def test_router(case, how, space):
     trained = Trained(how, space)
-    fixed = {"artifact": trained, "adapt": False}
+    fixed = {"layer": trained.layer(0), "adapt": False}
     _, step, queries, probed = run("router", case, probes=2, **fixed)
     _, _, _, budgeted = run("router", case, token_budget=20, **fixed)
     for row, b, t in each(step, queries):
@@ -216,14 +216,14 @@ def test_router(case, how, space):
 @pytest.mark.parametrize("how", ["mlp", "mean_key"])
 def test_router_grows_as_if_built_at_once(how):
     before, queries, step = make_view(batch=2, pads=(0, 30), new=40)
-    selector = built(SELECTORS["router"](token_budget=15, artifact=Trained(how, "pre"), adapt=False), before)
+    selector = built(SELECTORS["router"](token_budget=15, layer=Trained(how, "pre").layer(0), adapt=False), before)
     once = selector.fork()
     extended(selector, step, 120)
     built(once, step)
-    for name in ("assignment", "order", "offsets", "counts", "key_sums"):
-        if getattr(once, name) is not None:
-            torch.testing.assert_close(getattr(selector, name), getattr(once, name))
-    assert int(selector.counts.sum(-1)[0, 0]) == len(mid(step, 0))
+    for grown, made in zip(selector.buckets, once.buckets, strict=True):
+        if made is not None:
+            torch.testing.assert_close(grown, made)
+    assert int(selector.buckets.counts.sum(-1)[0, 0]) == len(mid(step, 0))
     assert len(chosen(selector.select(step, queries), 0, 0)) == 15
 
 
@@ -233,9 +233,9 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
     trained.centroids[:, :, 6:] = -trained.centroids[:, :, :1]  # 18 times the same: one of them gets keys at most
     pads = (0, 30)
     before, _, step = make_view(batch=2, pads=pads, new=40)
-    fixed, selector = (built(SELECTORS["router"](token_budget=15, artifact=trained, adapt=adapt), before)
+    fixed, selector = (built(SELECTORS["router"](token_budget=15, layer=trained.layer(0), adapt=adapt), before)
                        for adapt in (False, True))
-    assert int((fixed.counts > 0).sum(-1).max()) <= 7 and int((selector.counts > 0).sum(-1).min()) > 15
+    assert int((fixed.buckets.counts > 0).sum(-1).max()) <= 7 and int((selector.buckets.counts > 0).sum(-1).min()) > 15
     for b in range(2):
         keys = before.keys[b][:, sorted(mid(before, b))]
         for h in range(keys.shape[0]):
@@ -260,15 +260,16 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
         for _ in range(ITERATIONS):
             alone = moved(keys, alone)
         alone, bucket = restart_empty(keys, alone, RESTARTS)
-        torch.testing.assert_close(selector.centroids[b], alone)
-        assert torch.equal(selector.assignment[b][:, sorted(mid(before, b))], bucket)
+        torch.testing.assert_close(selector.buckets.centroids[b], alone)
+        assert torch.equal(bucket_of(selector.buckets, b)[:, sorted(mid(before, b))], bucket)
     # what is decoded joins its own buckets, and none is lost
     extended(selector, step, 120)
     for b in range(2):
         tokens = sorted(mid(step, b))
-        assert sorted(selector.order[b, 0][selector.order[b, 0] >= 0].tolist()) == tokens
-        torch.testing.assert_close(*_nearest(step.keys[b][:, tokens], selector.centroids[b],
-                                             selector.assignment[b][:, tokens]))
+        order = selector.buckets.order[b, 0]
+        assert sorted(order[order >= 0].tolist()) == tokens
+        torch.testing.assert_close(*_nearest(step.keys[b][:, tokens], selector.buckets.centroids[b],
+                                             bucket_of(selector.buckets, b)[:, tokens]))
     keys = torch.randn(2, 5, 8, generator=g)
     full = torch.nn.functional.normalize(keys, dim=-1)
     torch.testing.assert_close(restart_empty(keys, full, 3)[0], full)  # no empty bucket: nothing changes
@@ -287,6 +288,16 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
     torch.testing.assert_close((keys @ many.mT).amax(-1), keys.norm(dim=-1))
 
 
+def bucket_of(buckets, b: int) -> torch.Tensor:
+    """The bucket of every token of a row that is in the index, `[Hkv, N]` int32."""
+    order, offsets = buckets.order[b].long(), buckets.offsets[b]
+    found = torch.full((order.shape[0], int(order.max()) + 1), -1, dtype=torch.int32)
+    for h, row in enumerate(order):
+        for c in range(offsets.shape[1] - 1):
+            found[h, row[offsets[h, c]:offsets[h, c + 1]]] = c
+    return found
+
+
 def _nearest(keys, centroids, bucket):
     """Products of the keys with their buckets' centroids, and the largest there are (two may be the same)."""
     products = keys @ centroids.mT
@@ -295,8 +306,8 @@ def _nearest(keys, centroids, bucket):
 
 def test_buckets_that_a_query_model_scores_do_not_restart():
     trained = Trained("mlp", "rot")
-    selector, _, _, _ = run("router", CASES[0], artifact=trained)
-    torch.testing.assert_close(selector.centroids[0], trained.centroids[0])
+    selector, _, _, _ = run("router", CASES[0], layer=trained.layer(0))
+    torch.testing.assert_close(selector.buckets.centroids[0], trained.centroids[0])
 
 
 @pytest.mark.parametrize("how", ["soft", "hard", "topk"])
@@ -489,7 +500,7 @@ def test_lfps_bypasses_heads_that_look_at_the_sink():
     step.keys[0, 0, 0] = queries.rot[0, 0, 0] * 40
     selector = built(SELECTORS["lfps"](token_budget=8), before)
     got = selector.select(step, queries)
-    out, lse = selector.partial(step, queries, got)
+    out, lse = got.rest
     assert not chosen(got, 0, 0) and torch.isfinite(lse[0, 0])
     torch.testing.assert_close(out[0, 0], step.values[0, 0, mid(step, 0)].mean(0))
     done = sparse_step(step, queries, selector, None)

@@ -13,6 +13,7 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 from views import built, extended, make_view
 
+import sparsekv
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
@@ -41,7 +42,7 @@ class Trained:
 
 
 def selector(view: LayerView, **options):
-    return built(SELECTORS["sketch"](**{"token_budget": BUDGET, "artifact": Trained(), **options}), view)
+    return built(SELECTORS["sketch"](**{"token_budget": BUDGET, "layer": Trained().layer(0), **options}), view)
 
 
 def grade(share: float) -> int:
@@ -53,7 +54,7 @@ def grade(share: float) -> int:
 def literal(found, view, queries, b: int, h: int, t: int, candidates: list[int]) -> set[int]:
     """The best candidates by codes made one number at a time, of equal grades the first."""
     sketch = found.sketch
-    keys, centre = (x[h] if found.turned is None else x[b, h] for x in sketch[:2])
+    keys, centre = (x[h] if found.basis is None else x[b, h] for x in sketch[:2])
     asks = sketch.queries[b, h]
     largest = [127] * WIDE + [7] * (sketch.rank - WIDE)
     shares = []
@@ -78,7 +79,7 @@ def test_sketch(case: dict, fit: str, candidates: float) -> None:
     for b in range(before.keys.shape[0]):  # a share of the context, and four times the budget where there are as many
         wanted = max(math.ceil(candidates * float(before.regions.context[b])), 4 * BUDGET)
         assert int(found.pool[b]) == min(wanted, len(mid(before, b)))
-    listed = built(SELECTORS["router"](token_budget=candidates, artifact=Trained(), adapt=False), before)
+    listed = built(SELECTORS["router"](token_budget=candidates, layer=Trained().layer(0), adapt=False), before)
     listed.budget, listed.widest = found.pool, found.widest_pool
     pool, read = listed.select(step, queries), found.select(step, queries)
     for row, b, t in each(step, queries):
@@ -93,14 +94,14 @@ def test_without_a_share_all_codes_are_scored_until_they_outweigh_the_means(fit:
     before, queries, step = make_view(batch=2, pads=(0, 8), length=24, new=40)
     assert int(before.regions.mid_sizes.max()) == 11
     found, every = (selector(before, fit=fit, candidates=c) for c in (None, 1.0))
-    assert not found.routed and not every.routed
+    assert found.buckets is None and every.buckets is None
     assert found.cost_bytes(before) == every.cost_bytes(before)
     assert torch.equal(found.select(step, queries).tokens, every.select(step, queries).tokens)
     short = found.fork()
     extended(found, step, 60)
-    assert found.routed and not short.routed and short.centroids is None
-    buckets = built(SELECTORS["router"](token_budget=found.pool.max().item(), artifact=Trained()), step)
-    assert torch.equal(found.order, buckets.order) and torch.equal(found.offsets, buckets.offsets)
+    assert found.buckets is not None and short.buckets is None
+    buckets = built(SELECTORS["router"](token_budget=found.pool.max().item(), layer=Trained().layer(0)), step)
+    assert torch.equal(found.buckets.order, buckets.buckets.order)
     pool = buckets.select(step, queries)
     read = found.select(step, queries)
     for row, _, _ in each(step, queries):
@@ -112,7 +113,7 @@ def test_rows_are_chosen_where_there_is_no_index() -> None:
     found = selector(before, candidates=1.0)
     codes = found.codes
     found.take_rows(torch.tensor([1, 0, 1]))
-    assert found.centroids is None and torch.equal(found.codes, codes[[1, 0, 1]])
+    assert found.buckets is None and torch.equal(found.codes, codes[[1, 0, 1]])
 
 
 def test_the_fitted_basis_tells_keys_apart_as_the_request_asks() -> None:
@@ -134,59 +135,60 @@ def test_codes_grow_as_if_made_at_once() -> None:
     found = selector(before, fit="fixed", adapt=False)
     other = found.fork()
     extended(found, step, 110)
-    assert torch.equal(found.asks, other.asks)
+    assert torch.equal(found.side, other.side)
     assert found.codes.shape[2] == 110 and other.codes.shape[2] == 80
     built(once := other.fork(), step)
-    assert torch.equal(found.codes, once.codes) and not torch.equal(found.asks, once.asks)
-    once.asks = other.asks
+    assert torch.equal(found.codes, once.codes) and not torch.equal(found.side, once.side)
+    once.side = other.side
     assert torch.equal(found.select(step, queries).tokens, once.select(step, queries).tokens)
     found.take_rows(torch.tensor([1, 0, 1]))
-    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.asks[2], other.asks[1])
+    assert torch.equal(found.codes[0], once.codes[1]) and torch.equal(found.side[2], other.side[1])
     assert torch.equal(found.pool, once.pool[[1, 0, 1]])
 
 
 def test_the_basis_is_the_requests_own_until_it_has_doubled() -> None:
     before, _, step = make_view(batch=2, pads=(0, 30), new=120)
-    found = selector(before, adapt=False)
-    basis, codes = found.turned, found.codes
+    found = selector(before, adapt=False, fit="fitted")
+    basis, codes = found.basis, found.codes
     assert basis.keys.shape[0] == 2
     extended(found, step, 110)
-    assert found.turned is basis and torch.equal(found.codes[:, :, :80], codes) and found.codes.shape[2] == 110
+    assert found.basis is basis and torch.equal(found.codes[:, :, :80], codes) and found.codes.shape[2] == 110
     extended(found, step, 200)
-    assert found.turned is not basis and found.codes.shape[2] == 200
-    once = selector(step, adapt=False)
+    assert found.basis is not basis and found.codes.shape[2] == 200
+    once = selector(step, adapt=False, fit="fitted")
     step.regions = step.regions.moved(200)
     built(once, step)
-    torch.testing.assert_close(found.turned.keys, once.turned.keys)
-    first = found.turned.keys[0]
+    torch.testing.assert_close(found.basis.keys, once.basis.keys)
+    first = found.basis.keys[0]
     found.take_rows(torch.tensor([1, 0]))
-    assert torch.equal(found.turned.keys[1], first)
+    assert torch.equal(found.basis.keys[1], first)
 
 
 def test_without_queries_of_the_prompt_the_basis_is_the_artifacts() -> None:
     before, _, _ = make_view()
     found, fixed = (selector(replace(before, recent_queries=None), fit=fit) for fit in ("fitted", "fixed"))
-    assert found.turned is None and torch.equal(found.codes, fixed.codes)
+    assert found.basis is None and torch.equal(found.codes, fixed.codes)
     assert decode_codes(found.codes, 2 * BYTES - WIDE).abs().max() <= 127
 
 
 def test_an_artifact_without_sketches_decodes_by_buckets_alone_and_says_so() -> None:
     before, queries, step = make_view(batch=2, pads=(0, 20))
     with pytest.warns(UserWarning, match="trained without sketches and decodes by buckets alone; train it again"):
-        found = selector(before, artifact=Trained(sketched=False), candidates=1.0)
-    plain = built(SELECTORS["router"](token_budget=BUDGET, artifact=Trained(sketched=False)), before)
+        sparsekv.attach(model := make_model(), selector="sketch", router=artifacts(model, sketched=False)[0])
+    found = selector(before, layer=Trained(sketched=False).layer(0), candidates=1.0)
+    plain = built(SELECTORS["router"](token_budget=BUDGET, layer=Trained(sketched=False).layer(0)), before)
     assert torch.equal(found.select(step, queries).tokens, plain.select(step, queries).tokens)
     extended(found, step, 85)
     assert found.codes is None
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"fit": "turned"}, "unknown fit 'turned': expected one of fitted, fixed"),
+    ({"fit": "turned"}, "unknown fit 'turned': expected one of fixed, fitted"),
     ({"candidates": 1.5}, "candidates are a share of the context between 0 and 1, found 1.5"),
     ({"probes": 3, "token_budget": None}, "reads tokens and no whole buckets")])
 def test_bad_options_are_refused(options: dict, message: str) -> None:
     with pytest.raises(SparseKVError, match=message):
-        SELECTORS["sketch"](**{"token_budget": 3, "artifact": Trained(), **options}).validate()
+        SELECTORS["sketch"](**{"token_budget": 3, "layer": Trained().layer(0), **options}).validate()
 
 
 @pytest.mark.parametrize("fit", ["fixed", "fitted"])

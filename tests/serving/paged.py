@@ -6,9 +6,12 @@ import torch
 
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Rotation, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
 from sparsekv.serving.seats import Batch, Found, Places, Seats
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
@@ -24,10 +27,10 @@ def tokens(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torc
     return q @ mixed, k @ mixed + 1, v
 
 
-def rope() -> Rotation:
+def rope() -> RopeTable:
     """Of `LONGEST` positions."""
     angles = torch.arange(LONGEST)[:, None] * 0.3 ** torch.arange(DIM // 2)
-    return Rotation(*(torch.cat([x, x], -1) for x in (angles.cos(), angles.sin())), "half")
+    return RopeTable("half", *(torch.cat([x, x], -1)[None] for x in (angles.cos(), angles.sin())))
 
 
 def router(scores: str = "mean_key", space: str = "rot", sketched: bool = True) -> RouterLayer:
@@ -43,6 +46,13 @@ def router(scores: str = "mean_key", space: str = "rot", sketched: bool = True) 
                        6 if sketched else 0)
 
 
+def selector(made: RouterLayer, budget: int | float, candidates: float | None) -> Router:
+    """What a layer is decoded with, as `attach` and the settings file make it."""
+    if made.sketch is None:
+        return SELECTORS["router"](token_budget=budget, layer=made)
+    return SELECTORS["sketch"](token_budget=budget, candidates=candidates, layer=made)
+
+
 class Request:
     """A prompt and its answer: pages, and how many of its tokens are in them."""
 
@@ -55,14 +65,13 @@ class Engine:
     """One layer of a server: `step` takes the requests of a batch with the number of their new tokens."""
 
     def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
-                 candidates: float = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE):
+                 candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE):
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
         made = made or router()
         self.unsorted = Unsorted(blocks * PAGE, torch.device("cpu"))
-        self.index = LayerIndex(made, self.pool, Room(seats, LONGEST), self.unsorted, budget=budget,
-                                candidates=candidates, scale=SCALE,
-                                rotation=rope() if made.key_space == "pre" else None)
+        self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.unsorted,
+                                scale=SCALE, rope=rope() if made.key_space == "pre" else None)
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
         self.seats.unsorted = self.unsorted
@@ -78,14 +87,13 @@ class Engine:
     def step(self, work: list[tuple[Request, int]], *, prefill: bool | None = None) -> list[torch.Tensor | None]:
         """Outputs `[Hq, d]` of the rows that decode sparsely, None for the others."""
         table = torch.zeros(len(work), self.width, dtype=torch.int32)
-        slots, keys, values, places = [], [], [], []
+        slots, keys, values = [], [], []
         for row, (request, count) in enumerate(work):
             first = request.length
             request.length += count
             self.take(request, request.length)
             table[row, :len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
             new = torch.arange(first, request.length)
-            places.append(new)
             slots.append(slots_at(table[row:row + 1], new[None], PAGE)[0])
             keys.append(request.k[new])
             values.append(request.v[new])
@@ -100,7 +108,7 @@ class Engine:
             lanes = self.seats.lanes(batch, found)
         flat = self.pool.transpose(1, 2).flatten(0, 1)
         flat[batch.slots] = torch.cat([torch.cat(keys), torch.cat(values)], -1)
-        self.index.write(torch.cat(keys), batch.slots, torch.cat(places))
+        self.index.write(torch.cat(keys), batch.slots)
         if not decode:
             return [None] * len(work)
         q = torch.stack([r.q[r.length - 1] for r, _ in work])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from paged import DECODE_WINDOW, GROUP, HEADS, PAGE, Engine, Request, full, step
+from paged import DECODE_WINDOW, DIM, GROUP, HEADS, PAGE, Engine, Request, full, step
 
 from sparsekv.kernels import slots_at
 from sparsekv.serving.index import LATER
@@ -162,7 +162,7 @@ def test_rows_that_pad_a_batch_do_nothing() -> None:
     lanes = engine.seats.lanes(batch, found)
     assert not lanes.sparse.any() and not lanes.rest.any() and bool((lanes.anchors == -1).all())
     assert torch.equal(before, engine.seats.length)
-    assert not step(engine.index, torch.randn(3, HEADS * GROUP, engine.index.dim), lanes, batch.table).any()
+    assert not step(engine.index, torch.randn(3, HEADS * GROUP, DIM), lanes, batch.table).any()
 
 
 def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end() -> None:
@@ -193,7 +193,7 @@ def test_a_server_of_short_requests_gives_its_seats_up_and_long_ones_get_them_ag
     assert not engine.seats.empty(short=False) and not engine.seats.empty(short=True)
 
 
-def test_what_waits_for_its_bucket() -> None:
+def test_what_waits_for_its_code() -> None:
     """A few keys and those of decode steps; it ends with the index that takes them in, and begins with a new owner."""
     engine = Engine()
     request = Request(0, 400, [])
@@ -203,7 +203,7 @@ def test_what_waits_for_its_bucket() -> None:
     engine.step([(request, 40)])
     assert int(engine.unsorted.at[PAGE:-1].sum()) == engine.unsorted.at.shape[0] - 1 - PAGE - slots.shape[0]
     decode(engine, [request], 1)
-    taken = engine.index.order[0, :int(engine.index.offsets[0, 0, -1])].long()
+    taken = engine.index.buckets.order[0, 0, :int(engine.index.buckets.offsets[0, 0, -1])].long()
     assert taken.shape[0] > slots.shape[0] and not engine.unsorted.at[taken].any()
     engine.unsorted.note(taken[:3], decode=True)
     assert engine.unsorted.at[taken[:3]].all() and not engine.unsorted.now

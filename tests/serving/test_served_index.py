@@ -17,41 +17,25 @@ from paged import (
     full,
     rope,
     router,
+    selector,
 )
 
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
-from sparsekv.core.rope import RopeTable
-from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import LayerState
-
-
-class Trained:
-    def __init__(self, made: RouterLayer):
-        self.made, self.centroids, self.sketch = made, made.centroids[None], made.sketch
-
-    def layer(self, layer_idx: int) -> RouterLayer:
-        return self.made
 
 
 class Attached:
     """The same request decoded by the core, as `attach` does."""
 
-    def __init__(self, request: Request, made: RouterLayer, **options):
+    def __init__(self, request: Request, made: RouterLayer, budget: int | float, candidates: float | None):
         self.request = request
         past = request.length - 1
-        name = "router" if made.sketch is None else "sketch"
-        if made.sketch is not None:
-            options["fit"] = "fixed"
-        else:
-            options.pop("candidates")
-        selector = SELECTORS[name](artifact=Trained(made), adapt=False, **options)
-        table = rope()
-        tables = RopeTable(table.layout, table.cos[None], table.sin[None])
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
-        view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=tables)
-        self.state = LayerState(view, selector, None, window_size=WINDOW, decode_window=DECODE_WINDOW)
+        view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=rope())
+        self.state = LayerState(view, selector(made, budget, candidates), None, window_size=WINDOW,
+                                decode_window=DECODE_WINDOW)
 
     def _cache(self, length: int) -> list[torch.Tensor]:
         return [x[None, :length].transpose(1, 2) for x in (self.request.k, self.request.v)]
@@ -67,12 +51,14 @@ class Attached:
 @pytest.mark.parametrize(("scores", "space", "sketched"), [
     ("mean_key", "rot", True), ("mean_key", "pre", True), ("mlp", "pre", True), ("mlp", "rot", False),
     ("mean_key", "rot", False)])
-@pytest.mark.parametrize("budget", [20, 0.1])
-def test_a_served_layer_gives_what_attach_gives(scores: str, space: str, sketched: bool, budget: int | float) -> None:
+@pytest.mark.parametrize(("budget", "candidates"), [(20, 0.3), (0.1, None)])
+def test_a_served_layer_gives_what_attach_gives(
+    scores: str, space: str, sketched: bool, budget: int | float, candidates: float | None,
+) -> None:
     """Three requests, one of them short, over a decode that moves the border of the mid region several times and lets
-    it double."""
+    it double; without a share of candidates from all codes at first, and from buckets then."""
     made = router(scores, space, sketched)
-    engine = Engine(seats=3, budget=budget, candidates=0.3, made=made)
+    engine = Engine(seats=3, budget=budget, candidates=candidates, made=made)
     requests = [Request(seed, 400, []) for seed in range(3)]
     for request, prompt in zip(requests, (150, 31, 77), strict=True):
         engine.step([(request, prompt)])
@@ -80,7 +66,7 @@ def test_a_served_layer_gives_what_attach_gives(scores: str, space: str, sketche
     for step in range(120):
         found = engine.step([(r, 1) for r in requests])
         if not step:
-            attached = [Attached(r, made, token_budget=budget, candidates=0.3) for r in requests]
+            attached = [Attached(r, made, budget, candidates) for r in requests]
         for mine, theirs in zip(found, attached, strict=True):
             assert mine is not None
             torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-5)

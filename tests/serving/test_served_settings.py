@@ -40,10 +40,11 @@ def load(folder: Path, **entries: Any) -> Serving:
 
 def test_what_is_not_said_is_the_artifacts(folder: Path) -> None:
     plan = make_plan(load(folder, router="router", token_budget=0.02, dense_layers=[-1]), SHAPE)
-    assert plan.budgets == {0: 0.02, 1: 0.02} and (plan.sink_size, plan.window_size) == (4, 16) and plan.sketched
+    assert plan.budgets == {0: 0.02, 1: 0.02} and (plan.sink_size, plan.window_size) == (4, 16)
+    assert plan.selector.name == "sketch"
     layer = plan.layer(1)
-    assert layer is not None and layer.sketch is not None and plan.layer(2) is None
-    assert make_plan(load(folder, router="router"), SHAPE).budgets == {1: 0.05, 2: 0.05}
+    assert layer is not None and layer.reads_codes and plan.layer(2) is None
+    assert make_plan(load(folder, router="router"), SHAPE).layer(1).spent_budget == 0.05
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -52,7 +53,7 @@ def test_a_recommended_file_brings_budgets_by_layer(folder: Path, direct: bool) 
     plan = make_plan(made, SHAPE)
     assert plan.budgets == {1: 0.02, 2: 0.1} and (plan.sink_size, plan.window_size) == (2, 9)
     layer = plan.layer(2)
-    assert not plan.sketched and layer is not None and layer.sketch is None and layer.sketch_bytes == 0
+    assert plan.selector.name == "router" and layer is not None and not layer.reads_codes and layer.token_budget == 0.1
 
 
 def test_a_router_by_name(folder: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_router_by_name(folder: Path) -> None:
 
 
 def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
-    assert not make_plan(load(folder, router="bare"), SHAPE).sketched
+    assert make_plan(load(folder, router="bare"), SHAPE).selector.name == "router"
 
 
 @pytest.mark.parametrize(("entries", "said"), [

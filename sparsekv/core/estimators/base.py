@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-import torch
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import LayerView, Queries, Selection, take_rows
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import CompletionQuery
-
-BLOCK, DEVICE_BLOCK = 4096, 32_768
 
 
 class Estimator:
@@ -71,39 +67,3 @@ class Estimator:
         """Keep the chosen rows of the batch, in that order."""
         for name in self.row_state:
             setattr(self, name, take_rows(getattr(self, name), index))
-
-
-def take_rows(value: Any, index: Tensor) -> Any:
-    """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
-    if isinstance(value, tuple):
-        return type(value)(*(take_rows(x, index) for x in value))
-    return None if value is None else value[index.to(value.device)]
-
-
-def edges_of(first: Tensor, last: Tensor) -> list[int]:
-    """Smallest and largest `first`, smallest and largest `last` of all rows: one wait for the device."""
-    return torch.stack([first.min(), first.max(), last.min(), last.max()]).tolist()
-
-
-def blocks(
-    first: Tensor, last: Tensor, edges: list[int] | None = None, low: int | None = None,
-) -> Iterator[tuple[slice, Tensor | None]]:
-    """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
-    where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`; None where that is so of all (`counted`).
-    edges: `edges_of` them, where known."""
-    edges = edges_of(first, last) if edges is None else edges
-    low, high = edges[0] if low is None else low, edges[3]
-    size = DEVICE_BLOCK if first.is_cuda else BLOCK  # there a block is a handful of launches, whatever its size
-    for a in range(low, high, size) or [low]:
-        b = max(a, min(a + size, high))
-        if edges[1] <= a and b <= edges[2]:
-            yield slice(a, b), None
-            continue
-        places = torch.arange(a, b, device=first.device)
-        inside = (places >= first[:, None]) & (places < last[:, None])
-        yield slice(a, b), inside[:, None, :, None]
-
-
-def counted(x: Tensor, inside: Tensor | None, other: float = 0.0) -> Tensor:
-    """x `[B, H, n, ...]` of one of the `blocks`, with `other` where a token does not count."""
-    return x if inside is None else x.masked_fill(~inside, other)

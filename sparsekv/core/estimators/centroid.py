@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.buckets import spherical_kmeans
-from sparsekv.core.estimators.base import BLOCK, Estimator
+from sparsekv.core.estimators.base import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.moments import BLOCK
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import assign_buckets, bucket_sums, gather_rows
 from sparsekv.kernels.launch import acc_dtype

@@ -7,8 +7,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.base import BLOCK, DEVICE_BLOCK, Estimator, blocks, counted, edges_of
+from sparsekv.core.estimators.base import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.moments import BLOCK, DEVICE_BLOCK, blocks, counted, edges_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
     RANK,
@@ -18,7 +19,6 @@ from sparsekv.kernels import (
     PhiCache,
     PhiState,
     ScoreMoments,
-    away_from,
     factored,
     gather_rows,
     log_phi_keys,
@@ -242,24 +242,3 @@ def _sums(features: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     for a in range(0, features.shape[2], size):
         s += products(features[:, :, a:a + size], values[:, :, a:a + size])
     return features.sum(2, dtype=dtype), s
-
-
-def key_mean(keys: Tensor, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
-    """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
-    there are none."""
-    total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
-    for block, inside in blocks(first, last, edges):
-        total += counted(keys[:, :, block], inside).sum(2, dtype=total.dtype)
-    return total / (last - first).clamp(min=1)[:, None, None]
-
-
-def key_covariance(
-    keys: Tensor, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
-) -> Tensor:
-    """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
-    multiplied: keys lie far from zero."""
-    total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
-    for block, inside in blocks(first, last, edges):
-        away = counted(away_from(keys[:, :, block], mean, product_dtype(keys)), inside)
-        total += products(away, away)
-    return total / (last - first).clamp(min=1)[:, None, None, None]

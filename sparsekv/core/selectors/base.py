@@ -1,44 +1,49 @@
-"""What a selector is: options, `build`, `extend`, `select`. One selector is one file and one registry line."""
+"""What a selector is: options, `build`, `extend`, `select`, and what choosing costs in bytes. One selector is one file
+and one row of the methods."""
 
 from __future__ import annotations
 
 import copy
+import enum
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
-from sparsekv.core.estimators.base import take_rows
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import LayerView, Queries, Selection, take_rows
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
 
 
+class Spends(enum.Enum):
+    """What a selector does with `token_budget`."""
+
+    NOTHING = "reads what it reads, whatever the budget"
+    AT_BUILD = "what `build` makes depends on it, or steps change what is kept"
+    AT_STEP = "`select` alone reads it: another budget needs no new build"
+
+
 @dataclass(eq=False)
 class Selector:
-    """Chooses the mid tokens a query reads exactly. The fields are the options; `build` makes one layer's state.
+    """Chooses the mid tokens that a query reads exactly. The fields are the options; `build` makes one layer's state.
 
-    State is held in attributes that are replaced, never changed in place, so that `fork` is a shallow copy. Attributes
-    named in `row_state` have the batch as first dimension. What a selector needs of its surroundings it declares below.
+    State is held in attributes that are replaced, never changed in place, so that `fork` is a shallow copy. A class
+    that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: TrainedBuckets`). A class
+    declares the four things below and overrides `validate`, `build`, `extend`, `select` and `cost_bytes`.
     """
 
     name: ClassVar[str] = ""
     source: ClassVar[str] = ""
+
     row_state: ClassVar[tuple[str, ...]] = ()
-    spends_budget: ClassVar[bool] = True
-    """Whether `token_budget` decides how much is read."""
-    needs_budget: ClassVar[bool] = True
-    """Whether one that spends it cannot do without."""
-    scores_keys: ClassVar[bool] = False
-    """A step reads keys to choose among them: no use where they lie in CPU memory and the choice is the GPU's."""
+    """Attributes whose tensors have the batch as first dimension."""
+    spends: ClassVar[Spends] = Spends.AT_BUILD
     replayable: ClassVar[bool] = False
     """A step is the same work on the device every time: it decides nothing on the host and keeps nothing for the next,
     so that a CUDA graph can hold it."""
-    budget_free: ClassVar[bool] = False
-    """What `build` makes is the same for every budget, and no step changes it."""
-    artifact_kind: ClassVar[str | None] = None
-    """The artifact that its field `artifact` takes: `router`, or none."""
+    scores_keys: ClassVar[bool] = False
+    """A step reads keys to choose among them: no use where they lie in CPU memory and the choice is the GPU's."""
 
     token_budget: int | float | None = option(
         None, help="Mid tokens retrieved per query and KV head: an integer counts tokens, a float is a share of the "
@@ -48,50 +53,13 @@ class Selector:
                           "completion's cache too) or amortised (the same, the cache spread over 256 tokens).")
 
     def validate(self) -> None:
-        """Refuse impossible options. `prepare` calls it; before that, to fail early. Raises SparseKVError."""
+        """Refuse impossible options; changes nothing. Raises SparseKVError."""
         if self.accounting not in ACCOUNTINGS:
             raise SparseKVError(f"unknown accounting {self.accounting!r}: expected one of {', '.join(ACCOUNTINGS)}")
-        if self.spends_budget and self.needs_budget and self.token_budget is None:
+        if self.spends is not Spends.NOTHING and self.spent_budget is None and not self.reads_without_budget:
             raise SparseKVError(f"selector {self.name} needs token_budget: tokens (an integer) or a share of the "
                                 "context (a float)")
         check_budget(self.token_budget)
-
-    def serves(self, layer_idx: int) -> bool:
-        """Whether a layer decodes sparsely with it; the others keep full attention."""
-        return True
-
-    def to(self, device: Any) -> Self:
-        """The same with its artifact on a device."""
-        return self
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether the keys that are read get contiguous positions (length extrapolation)."""
-        return False
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of a prompt that are read sparsely together, by what `choose` lists; 0: prompts are read densely."""
-        return 0
-
-    def choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """The mid tokens that a chunk of the prompt reads, `[B, 1, K]` padded with -1: q `[B, Hq, 1, d]`, the chunk's
-        mean query. Only asked where `chunk` is not 0."""
-        raise NotImplementedError
-
-    def prepare(self, view: LayerView) -> None:
-        """Called before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
-        `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
-        no device. Raises SparseKVError."""
-        self.validate()
-        tokens = tokens_of_budget(self.token_budget, view.regions, accounting=self.accounting,
-                                  completion_tokens=view.completion_tokens, feature_tokens=view.feature_tokens)
-        self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
-        self.widest = int(self.budget.max()) if self.budget.numel() else 0
-
-    def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
-        """This layer's budget `[B]` where the budget is `tokens [B]`."""
-        return tokens
 
     def build(self, view: LayerView) -> None:
         """Prepare for the mid region of `view`, at the end of the prefill."""
@@ -104,20 +72,43 @@ class Selector:
         """The mid tokens to read for each query."""
         raise NotImplementedError
 
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor] | None:
-        """A selector's own stand-in for what it did not read, where no estimator is used: `(out [Q, Hq, d],
-        lse [Q, Hq])`, or None."""
-        return None
-
-    def read_share(self, view: LayerView) -> float:
-        """About the share of the context that a step reads beside the anchors. Waits for no device."""
-        budget = self.token_budget or 0.0
-        return float(budget) if isinstance(budget, float) else min(1.0, budget / max(1, view.length))
-
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """Bytes that a step of a layer reads to choose, of one row: one number, or one a row `[B]`. In the precision of
         the keys, whatever the arithmetic's. Waits for no device."""
         return 0.0
+
+    @property
+    def spent_budget(self) -> int | float | None:
+        """The budget that is spent: `token_budget`, or what stands for it where none is given."""
+        return self.token_budget
+
+    @property
+    def reads_without_budget(self) -> bool:
+        """Whether other options say how much is read."""
+        return False
+
+    def serves(self, layer_idx: int) -> bool:
+        """Whether a layer decodes sparsely with these options; the others keep full attention."""
+        return True
+
+    def prepare(self, view: LayerView) -> None:
+        """Called before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
+        `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
+        no device. Raises SparseKVError."""
+        self.validate()
+        tokens = tokens_of_budget(self.spent_budget, view.regions, accounting=self.accounting,
+                                  completion_tokens=view.completion_tokens, feature_tokens=view.feature_tokens)
+        self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
+        self.widest = int(self.budget.max()) if self.budget.numel() else 0
+
+    def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
+        """This layer's budget `[B]` where the budget is `tokens [B]`."""
+        return tokens
+
+    def read_share(self, view: LayerView) -> float:
+        """About the share of the context that a step reads beside the anchors. Waits for no device."""
+        budget = self.spent_budget or 0.0
+        return float(budget) if isinstance(budget, float) else min(1.0, budget / max(1, view.length))
 
     def fork(self) -> Self:
         """An independent copy that shares tensors."""
@@ -136,6 +127,28 @@ class Selector:
     def option_names(cls) -> list[str]:
         return [f.name for f in fields(cls) if f.metadata]
 
+    @classmethod
+    def is_trained(cls) -> bool:
+        """Whether it takes a layer of a router artifact."""
+        return any(f.name == "layer" for f in fields(cls))
+
     def options(self) -> dict[str, Any]:
         """The options as a plain dict."""
         return {name: getattr(self, name) for name in self.option_names()}
+
+
+class ReadsPrompts(Protocol):
+    """What a selector is, beside, that reads prompts sparsely, `chunk` tokens together (`core/prefill.py`); 0: not as
+    it is set. extrapolate: the keys that are read get contiguous positions (length extrapolation)."""
+
+    extrapolate: bool
+    budget: Tensor
+
+    @property
+    def chunk(self) -> int: ...
+
+    def prepare(self, view: LayerView) -> None: ...
+
+    def choose(self, view: LayerView, q: Tensor) -> Tensor:
+        """The mid tokens that a chunk of the prompt reads, `[B, 1, K]` padded with -1: q `[B, Hq, 1, d]`, the chunk's
+        mean query."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import Selector, Spends
 
 
 @dataclass(eq=False)
@@ -17,7 +17,7 @@ class Dense(Selector):
 
     name: ClassVar[str] = "dense"
     source: ClassVar[str] = "baseline: full attention"
-    spends_budget: ClassVar[bool] = False
+    spends: ClassVar[Spends] = Spends.NOTHING
 
     def serves(self, layer_idx: int) -> bool:
         return False

@@ -93,14 +93,9 @@ class LFPS(Selector):
         padded = [(torch.nn.functional.pad(tokens, (0, widest - tokens.shape[-1]), value=-1), *bypass)
                   for tokens, *bypass in parts]
         # all queries of a row one after another
-        listed, *self.bypassed = (torch.stack(x, 1).flatten(0, 1) for x in zip(*padded, strict=True))
-        return Selection(tokens=listed)
-
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor] | None:
-        """The mean value with the estimated mass of all but the anchors, for the heads of `select`'s queries that were
-        not searched."""
-        out, lse = self.bypassed
-        return out, lse
+        listed, *bypassed = (torch.stack(x, 1).flatten(0, 1) for x in zip(*padded, strict=True))
+        # of heads that were not searched, the mean value with the estimated mass of all but the anchors
+        return Selection(tokens=listed, rest=(bypassed[0], bypassed[1]))
 
     def _step(self, view: LayerView, q: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """One token at position `t`: q `[B, Hq, d]` -> the list `[B, lists, K]`, and for every query head the mean

@@ -46,12 +46,15 @@ class MagicPIG(Selector):
     source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
     scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits", "asked")
-    needs_budget: ClassVar[bool] = False
 
     bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 without one "
                                "[bits].", min=0, max=15)
     tables: int = option(150, help="Hash tables, L [tables].", min=2)
     seed: int = option(0, help="Seed of the hyperplanes.")
+
+    @property
+    def reads_without_budget(self) -> bool:
+        return True
 
     def build(self, view: LayerView) -> None:
         dim = view.keys.shape[-1]

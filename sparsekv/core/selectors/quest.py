@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.selectors.topk import top_tokens
 from sparsekv.foundation.config import option
 
@@ -26,7 +26,7 @@ class Quest(Selector):
     name: ClassVar[str] = "quest"
     source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"
     replayable: ClassVar[bool] = True
-    budget_free: ClassVar[bool] = True
+    spends: ClassVar[Spends] = Spends.AT_STEP
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1)

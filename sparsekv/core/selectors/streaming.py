@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import Selector, Spends
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Streaming(Selector):
     name: ClassVar[str] = "streaming"
     source: ClassVar[str] = "baseline: sink and local window"
     replayable: ClassVar[bool] = True
-    spends_budget: ClassVar[bool] = False
+    spends: ClassVar[Spends] = Spends.NOTHING
 
     def select(self, view: LayerView, queries: Queries) -> Selection:
         rows = queries.lengths.shape[0]

@@ -75,10 +75,6 @@ class TokenSelect(Selector):
             raise SparseKVError(f"unknown vote {self.vote!r}: expected one of {', '.join(VOTES)}")
 
     @property
-    def contiguous(self) -> bool:
-        return self.extrapolate
-
-    @property
     def chunk(self) -> int:
         return self.prefill_chunk
 
@@ -110,7 +106,7 @@ class TokenSelect(Selector):
                 tokens = torch.where(reuse[:, None, None], self.cached_tokens, tokens)
                 flat = torch.where(reuse[:, None], self.cached_query, flat)  # type: ignore[arg-type]
             self.cached_query, self.cached_tokens = flat, tokens
-        return Selection(tokens=queries.per_query(tokens))
+        return Selection(tokens=queries.per_query(tokens), contiguous=self.extrapolate)
 
     def choose(self, view: LayerView, q: Tensor) -> Tensor:
         """With `extrapolate` queries have RoPE removed."""

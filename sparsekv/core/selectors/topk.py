@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.foundation.config import option
 
 
@@ -55,7 +55,7 @@ class TopK(Selector):
     name: ClassVar[str] = "topk"
     source: ClassVar[str] = "completion paper §4.1; top-k paper §3"
     replayable: ClassVar[bool] = True
-    budget_free: ClassVar[bool] = True
+    spends: ClassVar[Spends] = Spends.AT_STEP
     scores_keys: ClassVar[bool] = True
 
     per_query_head: bool = option(False, help="Every query head reads its own tokens; otherwise the heads of a group "

@@ -1,0 +1,274 @@
+"""What is kept of a layer's keys to choose among them: buckets of the mid region's keys and codes of all, made, grown
+and asked here alone, wherever the keys lie.
+
+Keys lie in a cache's tensor (`core/layer.py: LayerView`) or in a server's pages (`serving/pages.py`). The rules below
+ask for them by their places in a request, and list tokens by the numbers that the storage reads them by.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.buckets import fit_buckets
+from sparsekv.core.moments import key_covariance, key_mean
+from sparsekv.core.regions import Regions
+from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
+from sparsekv.kernels import (
+    BucketMeans,
+    Candidates,
+    QueryModel,
+    RouterScores,
+    Sketch,
+    assign_buckets,
+    bucket_sums,
+    build_index,
+    extend_index,
+    half_variance,
+    round_means,
+    route_tokens,
+    sketch_tokens,
+    square_sums,
+)
+
+FITTED_KEYS = 16_384
+"""Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
+
+
+class Keys(Protocol):
+    """The keys of a layer and its B requests, by place: the token's number in its row, padding included."""
+
+    regions: Regions
+    scale: float
+    recent_queries: Tensor | None
+    recent_end: int
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        """Keys with RoPE of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]`."""
+
+    def keys_pre(self, first: int, last: int) -> Tensor:
+        """The same of all of them with RoPE removed. Raises SparseKVError where that is not known."""
+
+    def numbers(self, first: int, last: int) -> Tensor | None:
+        """What tokens are read by, `[B, n]` int; None where it is their place."""
+
+    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
+        """Codes of `width` bytes by number, `[B or 1, Hkv, N, w]`, with those of all tokens before `last`; known: those
+        of the same sketch that were given last."""
+
+    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
+        """Of such codes those of every `step`-th token before `last`, `[B, Hkv, n, w]`."""
+
+
+class TrainedBuckets(Protocol):
+    """What an artifact has of a layer (`artifacts.router.RouterLayer`): centroids `[Hkv, C, d]` of unit length, a query
+    model or None, whether both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored unless told
+    otherwise, and a sketch with codes of `sketch_bytes`, or None."""
+
+    @property
+    def centroids(self) -> Tensor: ...
+
+    @property
+    def weights(self) -> QueryModel | None: ...
+
+    @property
+    def key_space(self) -> str: ...
+
+    @property
+    def scores(self) -> str: ...
+
+    @property
+    def sketch(self) -> Sketch | None: ...
+
+    @property
+    def sketch_bytes(self) -> int: ...
+
+
+class Buckets(NamedTuple):
+    """The buckets of B requests. centroids `[B, Hkv, C, d]`; order `[B, Hkv, M]` int32, the numbers of the mid region's
+    tokens bucket by bucket, -1 behind them; offsets `[B, Hkv, C + 1]` int32, where a bucket begins.
+
+    Where bucket means are the scores also sums `[B, Hkv, C, d]` of the rotated keys and squares `[B, Hkv, C]` of their
+    lengths, float32 at least, and what is made of these: means, steps and spread as `kernels.BucketMeans` has them.
+    """
+
+    centroids: Tensor
+    order: Tensor
+    offsets: Tensor
+    sums: Tensor | None = None
+    squares: Tensor | None = None
+    means: Tensor | None = None
+    steps: Tensor | None = None
+    spread: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """Tokens of every bucket, `[B, Hkv, C]`."""
+        return self.offsets.diff(dim=-1)
+
+    def scores(self, scale: float) -> BucketMeans:
+        """The bucket means as scores."""
+        assert self.means is not None and self.steps is not None and self.spread is not None
+        return BucketMeans(self.means, self.steps, scale, self.spread)
+
+
+class Index(NamedTuple):
+    """All that choosing reads of B requests: buckets, and the query model that scores them (None: their means do);
+    codes by number, and their sketch with `queries` by request; budget and pool `[B]` int64, tokens to read and
+    candidates to score, and the largest of each. Without codes buckets choose alone; without buckets every token of the
+    mid region is a candidate."""
+
+    buckets: Buckets | None
+    weights: QueryModel | None
+    codes: Tensor | None
+    sketch: Sketch | None
+    budget: Tensor
+    pool: Tensor
+    widest: int
+    widest_pool: int
+
+
+def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: bool) -> Buckets:
+    """Buckets of the mid region. by_means: bucket means are the scores; moves: trained buckets move to these keys, and
+    none stays empty (`core.buckets.fit_buckets`)."""
+    regions, heads = keys.regions, keys.num_kv_heads
+    end, rows = int(regions.mid_last.max()), regions.starts.shape[0]
+    held = _held(keys, trained, 0, end)
+    centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
+    if moves:
+        # every row has its own buckets: its heads are heads of one long row
+        used = regions.mid_mask(0, end).repeat_interleave(heads, dim=0).to(held.device)
+        centroids, bucket = (x.unflatten(0, (rows, heads)) for x in fit_buckets(
+            held.flatten(0, 1), centroids.flatten(0, 1), used))
+    else:
+        bucket = assign_buckets(held, centroids)
+    order, offsets = build_index(bucket, centroids.shape[2], regions.mid_first, regions.mid_last)
+    numbers = keys.numbers(0, end)
+    if numbers is not None:
+        named = numbers.to(order.dtype)[:, None].expand(-1, heads, -1).gather(-1, order.clamp(min=0).long())
+        order = torch.where(order < 0, order, named)
+    made = Buckets(centroids, order, offsets)
+    return _summed(made, keys, bucket, regions.mid_first, 0, end) if by_means else made
+
+
+def grow_buckets(buckets: Buckets, keys: Keys, trained: TrainedBuckets, old: Regions) -> Buckets:
+    """The same with the tokens that joined the mid region since it was `old`, in the buckets that there are."""
+    regions = keys.regions
+    first = torch.maximum(old.mid_last, regions.mid_first)
+    low, end = int(old.mid_last.min()), int(regions.mid_last.max())
+    bucket = assign_buckets(_held(keys, trained, low, end), buckets.centroids)
+    columns = torch.arange(low, end, device=bucket.device)
+    joins = (columns >= first[:, None].to(bucket.device)) & (columns < regions.mid_last[:, None].to(bucket.device))
+    numbers = keys.numbers(low, end)
+    order, offsets = extend_index(buckets.order, buckets.offsets, torch.where(joins[:, None], bucket, -1),
+                                  columns.expand(bucket.shape[0], -1) if numbers is None else numbers)
+    grown = buckets._replace(order=order, offsets=offsets)
+    return grown if buckets.sums is None else _summed(grown, keys, bucket, first, low, end)
+
+
+def one_bucket(keys: Keys, like: Buckets) -> Buckets:
+    """All tokens of the mid region in the first bucket, the others empty: how a request without buckets stands among
+    others that have some (`like`), with as many candidates as tokens."""
+    first, last = int(keys.regions.mid_first.max()), int(keys.regions.mid_last.max())
+    heads, ends = like.offsets.shape[1:]
+    numbers = keys.numbers(first, last)
+    assert numbers is not None and numbers.shape[0] == 1, "one request at a time"
+    order = numbers.to(torch.int32)[:, None].expand(-1, heads, -1)
+    offsets = torch.full((1, heads, ends), last - first, dtype=torch.int32, device=order.device)
+    offsets[..., 0] = 0
+    rest = [None if x is None else torch.zeros_like(x[:1]) for x in like[3:]]
+    return Buckets(torch.zeros_like(like.centroids[:1]), order, offsets, *rest)
+
+
+def _held(keys: Keys, trained: TrainedBuckets, first: int, last: int) -> Tensor:
+    """Keys in the space of the buckets."""
+    return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
+
+
+def _summed(buckets: Buckets, keys: Keys, bucket: Tensor, first: Tensor, low: int, end: int) -> Buckets:
+    """The rotated keys of the tokens from `first[b]` on, which lie in bucket `[B, Hkv, end − low]`, added to the sums,
+    and what scores the buckets then."""
+    columns = torch.arange(low, end, device=bucket.device)
+    joins = (columns >= first[:, None].to(bucket.device)) & (
+        columns < keys.regions.mid_last[:, None].to(bucket.device))
+    which = bucket, joins[:, None], buckets.centroids.shape[2]
+    held = keys.keys_at(low, end)
+    sums, squares = bucket_sums(held, *which)[1], square_sums(held, *which)
+    if buckets.sums is not None and buckets.squares is not None:
+        sums, squares = buckets.sums + sums, buckets.squares + squares
+    means, steps = round_means(sums, buckets.counts)
+    return buckets._replace(sums=sums, squares=squares, means=means, steps=steps,
+                            spread=half_variance(squares, sums, buckets.counts))
+
+
+def fit_basis(keys: Keys, fixed: Sketch, width: int) -> Sketch | None:
+    """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
+    artifact's `fixed` has; None where no such query is known."""
+    moment = recent_moment(keys)
+    if moment is None:
+        return None
+    end, step = _spaced(keys)
+    some = keys.keys_at(0, end, step)
+    first, last = (-(-edge // step) for edge in (keys.regions.mid_first, keys.regions.mid_last))
+    mean = key_mean(some, first, last)
+    return fit_sketch(moment, mean, key_covariance(some, first, last, mean), width, 2 * width - fixed.rank)
+
+
+def fit_side(keys: Keys, fixed: Sketch, codes: Tensor) -> Tensor:
+    """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
+    end, step = _spaced(keys)
+    used = keys.regions.mid_mask(0, end)[:, ::step].to(codes.device)
+    return fit_queries(fixed, keys.codes_at(codes, end, step), keys.keys_at(0, end, step), used)
+
+
+def _spaced(keys: Keys) -> tuple[int, int]:
+    """Where the mid region ends, and the distance of the keys that something is fitted to."""
+    end = int(keys.regions.mid_last.max())
+    return end, max(1, -(-end // FITTED_KEYS))
+
+
+def recent_moment(keys: Keys) -> Tensor | None:
+    """The second moment of the prompt's last queries, `[B, Hkv, d, d]`; None where they are not known."""
+    recent = keys.recent_queries
+    if recent is None or not recent.shape[2]:
+        return None
+    place = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
+    return second_moment(recent, keys.num_kv_heads, place >= keys.regions.starts[:, None])
+
+
+def choose(
+    index: Index, q: Tensor, asking: Tensor, scale: float, *, budget: Tensor, pool: Tensor, seats: Tensor | None = None,
+    first: Tensor | None = None, last: Tensor | None = None,
+) -> Tensor:
+    """The tokens that the budget buys, by number: `[Q, Hkv, widest]` int32 padded with -1.
+
+    q `[Q, Hq, d]` with RoPE, asking: the same in the space of the scores. budget, pool: of every query `[Q]`; with
+    seats `[Q]` int64, the rows of the index that are the queries', of every row of it. first, last `[Q]`: the mid
+    region of every query, where there are no buckets to list it.
+    """
+    buckets = index.buckets
+    if index.codes is None or index.sketch is None:
+        assert buckets is not None
+        return route_tokens(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets, budget,
+                            index.widest, seats)
+    candidates, where = None, {"first": first, "last": last}
+    if buckets is not None:
+        where = {}
+        candidates = Candidates(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets,
+                                pool, index.widest_pool, seats)
+    codes = index.codes if seats is None else index.codes.expand(q.shape[0], -1, -1, -1)
+    return sketch_tokens(q, index.sketch, codes, scale, budget, index.widest, candidates, **where)
+
+
+def _scores(index: Index, buckets: Buckets, scale: float) -> RouterScores:
+    return buckets.scores(scale) if index.weights is None else index.weights
+
+
+def _order(buckets: Buckets, q: Tensor, seats: Tensor | None) -> Tensor:
+    """The lists of the queries' rows; with seats one list for all of them."""
+    return buckets.order if seats is None else buckets.order.expand(q.shape[0], -1, -1)

@@ -1,0 +1,64 @@
+"""Statistics of the keys of a mid region, of every row its own, a block of tokens at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sparsekv.kernels import away_from, products
+from sparsekv.kernels.launch import acc_dtype, product_dtype
+
+BLOCK, DEVICE_BLOCK = 4096, 32_768
+"""Tokens that are taken at once on a CPU and on a CUDA device."""
+
+
+def edges_of(first: Tensor, last: Tensor) -> list[int]:
+    """Smallest and largest `first`, smallest and largest `last` of all rows: one wait for the device."""
+    return torch.stack([first.min(), first.max(), last.min(), last.max()]).tolist()
+
+
+def blocks(
+    first: Tensor, last: Tensor, edges: list[int] | None = None, low: int | None = None,
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
+    where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`; None where that is so of all (`counted`).
+    edges: `edges_of` them, where known."""
+    edges = edges_of(first, last) if edges is None else edges
+    low, high = edges[0] if low is None else low, edges[3]
+    size = DEVICE_BLOCK if first.is_cuda else BLOCK  # there a block is a handful of launches, whatever its size
+    for a in range(low, high, size) or [low]:
+        b = max(a, min(a + size, high))
+        if edges[1] <= a and b <= edges[2]:
+            yield slice(a, b), None
+            continue
+        places = torch.arange(a, b, device=first.device)
+        inside = (places >= first[:, None]) & (places < last[:, None])
+        yield slice(a, b), inside[:, None, :, None]
+
+
+def counted(x: Tensor, inside: Tensor | None, other: float = 0.0) -> Tensor:
+    """x `[B, H, n, ...]` of one of the `blocks`, with `other` where a token does not count."""
+    return x if inside is None else x.masked_fill(~inside, other)
+
+
+def key_mean(keys: Tensor, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
+    """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
+    there are none."""
+    total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
+    for block, inside in blocks(first, last, edges):
+        total += counted(keys[:, :, block], inside).sum(2, dtype=total.dtype)
+    return total / (last - first).clamp(min=1)[:, None, None]
+
+
+def key_covariance(
+    keys: Tensor, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
+) -> Tensor:
+    """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
+    multiplied: keys lie far from zero."""
+    total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
+    for block, inside in blocks(first, last, edges):
+        away = counted(away_from(keys[:, :, block], mean, product_dtype(keys)), inside)
+        total += products(away, away)
+    return total / (last - first).clamp(min=1)[:, None, None, None]
