@@ -4,7 +4,6 @@ docs/papers.md.
     python benchmarks/papers.py --part saap,completion --model MODEL --text FILE.txt [--length 8192] [--quick]
     python benchmarks/papers.py --part lfps --model MODEL --text FILE.txt [--length 4096]
     python benchmarks/papers.py --part faiss --model MODEL --requests FILE [--lengths 4096]
-    python benchmarks/papers.py --part million [--length 1048576]
     python benchmarks/papers.py --part chunk [--lengths 32768,131072]
     python benchmarks/papers.py --part extrapolate --model MODEL --requests FILE [--lengths 16384]
     python benchmarks/papers.py --part sweep --cells FOLDER --name MODEL
@@ -38,18 +37,16 @@ from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, r
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.core.estimators import Estimator, PhiEstimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import LayerView, Selection
 from sparsekv.core.offline import best_buckets, mass_read, mid_share
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.token_select import TokenSelect
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import first_of_each, load_requests, score
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.kernels import dense_attention
-from sparsekv.runtime.offload import HostView
 from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
@@ -280,58 +277,6 @@ def faiss(options: argparse.Namespace) -> Rows:
             for (length, method, budget, metric), x in found.items()]
 
 
-def million(options: argparse.Namespace) -> Rows:
-    """One KV head of an 8B shape, keys and values in host memory, the keys under Faiss: recall of the exact best k,
-    queries that find their needle among the first ten, milliseconds of its group's step with what is read fetched and
-    attended to on the device, and what the step takes there (top-k paper, figures 2 and 6). Keys are random ones around
-    random centres, a query is near one: its needle."""
-    device, length, dim, k = resolve_device(options.device), options.length, SHAPE["dim"], 256
-    group, g = SHAPE["heads_q"] // SHAPE["heads_kv"], torch.Generator().manual_seed(0)
-    centres = torch.randn(1024, dim, generator=g)
-    keys = centres[torch.randint(1024, (length,), generator=g)] + torch.randn(length, dim, generator=g)
-    needles = torch.randint(4 + k, length - 16 - k, (options.repeats, group), generator=g)
-    q = 0.5 * (keys[needles] + torch.randn(*needles.shape, dim, generator=g))
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    keys = keys.to(dtype)[None, None]
-    if device == "cuda":
-        keys = keys.pin_memory()
-    start = torch.zeros(1, dtype=torch.long, device=device)
-    view = HostView(keys, keys, Regions.at_prefill_end(start, length, 4, 16), dim**-0.5, group)
-    asked = [Queries.last(x[None, :, None].to(device, dtype), length) for x in q]
-    case, rows = f"million, {length} tokens, one KV head of 128", []
-    exact: list[list[int]] = []
-    for factory in ("flat", "ivf", *(("hnsw",) if options.hnsw else ())):
-        selector = SELECTORS["faiss"]()
-        selector.token_budget, selector.factory, selector.per_query_head = k, factory, True  # type: ignore[attr-defined]
-        selector.prepare(view)
-        began = time.perf_counter()
-        selector.build(view)
-        built = time.perf_counter() - began
-        view.keep_anchors(keys.to(device), keys.to(device))
-        times, lists = [], []
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        for queries in asked:
-            began = time.perf_counter()
-            selection = selector.select(view, queries)
-            view.attend(queries, selection)
-            settle(queries.rot)
-            times.append(1e3 * (time.perf_counter() - began))
-            lists += selection.as_tokens()[0].tolist()
-        exact = exact or lists
-        values = {"recall": (statistics.mean(len(set(a) & set(b)) / k for a, b in zip(lists, exact, strict=True)),
-                             "share"),
-                  "needles": (statistics.mean(n in a[:10] for n, a in zip(needles.flatten().tolist(), lists,
-                                                                          strict=True)), "share"),
-                  "ms": (statistics.median(times), "milliseconds a group's step"), "build_s": (built, "seconds")}
-        if device == "cuda":
-            values["gpu_mb"] = torch.cuda.max_memory_allocated() / 1e6, "MB"
-        rows += [row(case, factory, metric, round(value, 4), unit, length=length, k=k)
-                 for metric, (value, unit) in values.items()]
-    return rows
-
-
 def chunk(options: argparse.Namespace) -> Rows:
     """`chunk_after` at every length."""
     return [r for length in options.lengths or [options.length] for r in chunk_after(length, options)]
@@ -373,7 +318,7 @@ def chunk_after(length: int, options: argparse.Namespace) -> Rows:
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Rows], tuple[str, ...]]] = {
     "saap": (saap, ("model", "text")), "completion": (completion, ("model", "text")), "lfps": (lfps, ("model", "text")),
-    "faiss": (faiss, ("model", "requests")), "million": (million, ()), "chunk": (chunk, ()),
+    "faiss": (faiss, ("model", "requests")), "chunk": (chunk, ()),
     "extrapolate": (extrapolate, ("model", "requests")), "sweep": (sweep, ("cells", "name"))}
 """What every part calls, and the options that it cannot do without."""
 
@@ -413,7 +358,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128, help="lfps: tokens of an answer")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--whole", type=int, default=131_072, help="chunk: longest prompt that is read from its start")
-    parser.add_argument("--hnsw", action="store_true", help="million: HNSW too, whose building takes long")
     trained = parser.add_argument_group("saap and completion")
     trained.add_argument("--keep", type=Path, help="folder of the captures, which the next run finds there")
     trained.add_argument("--layers", default="6,16,26")

