@@ -11,14 +11,15 @@ from typing import Any
 
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
-from sparsekv.foundation.disk import disk_error
+from sparsekv.foundation.disk import disk_error, temporary_of
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker, refuse_others, strangers
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
 from sparsekv.store.store import storage_bytes
 
-OWN = (MANIFEST, f".{MANIFEST}.tmp", *(
+TEMPORARY = temporary_of(MANIFEST)
+OWN = (MANIFEST, TEMPORARY, *(
     f"{doc}/{name}" for doc in ("doc[0-9]*", ".doc[0-9]*.tmp") for name in ("*.safetensors", "document.json")))
 
 
@@ -32,7 +33,7 @@ STORE = OutputKind("a capture store", OWN, _is_store)
 
 def check_output(place: Place, config: CaptureConfig) -> None:
     """Refuse what would be lost: a finished store, another run's part, a folder of something else. Writes nothing."""
-    names = [n for n in place.names() if n != f".{MANIFEST}.tmp"]
+    names = [n for n in place.names() if not fnmatchcase(n, TEMPORARY)]
     begun = _manifest(place)
     if config.overwrite and names and place.root is not None:
         STORE.check(place.root)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.foundation.config import SEEDS, option
-from sparsekv.foundation.disk import check_place, only_writer, write_text
+from sparsekv.foundation.disk import TEMPORARIES, check_place, only_writer, write_text
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
 
@@ -127,8 +127,8 @@ def _demo_output() -> OutputKind:
 
     parts = [f"{folder}/{name}" for folders, names in ((("capture", "heldout"), STORE), (("router", "phi"), ARTIFACT))
              for folder in folders for name in names]
-    return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl", ".*.tmp",
-                                         ".*.lock", *parts),
+    return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl",
+                                         TEMPORARIES, ".*.lock", *parts),
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
 from sparsekv.foundation.config import SEEDS, option
-from sparsekv.foundation.disk import free_bytes, only_writer, write_text
+from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write_text
 from sparsekv.foundation.errors import Interrupted, SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import stages
@@ -277,7 +277,7 @@ def _output() -> OutputKind:
 
     parts = [f"{folder}/{name}" for folders, names in (((CAPTURE,), STORE), ((ROUTER, PHI), ARTIFACT))
              for folder in folders for name in names]
-    return OutputKind("a training", (MARKER, "README.md", ".*.tmp", ".*.lock", *parts),
+    return OutputKind("a training", (MARKER, "README.md", TEMPORARIES, ".*.lock", *parts),
                       lambda folder: {"options", "plan"} <= set(read_marker(folder / MARKER)))
 
 

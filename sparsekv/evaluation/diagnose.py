@@ -10,7 +10,7 @@ from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
 from sparsekv.foundation.config import option
-from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.disk import TEMPORARIES, write_text
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
@@ -60,7 +60,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.store.store import CaptureStore
 
     output = Path(config.output)
-    OutputKind("the results of eval diagnostics", (FILE, "table.md", "report.html", "figures/*.png", ".*.tmp"),
+    OutputKind("the results of eval diagnostics", (FILE, "table.md", "report.html", "figures/*.png", TEMPORARIES),
                lambda folder: read_marker(folder / FILE).get("format") == FORMAT).found(output, config.overwrite)
     budgets = sorted(set(numbers(config.budgets, float, lambda b: 0 <= b <= 1, "budgets",
                                  "fractions of the context from 0 to 1, as 0,0.01,0.05")))

@@ -24,7 +24,7 @@ from sparsekv.evaluation.requests import (
     task_names,
 )
 from sparsekv.foundation.config import SEEDS, option
-from sparsekv.foundation.disk import only_writer, write_text
+from sparsekv.foundation.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, files_below
 from sparsekv.foundation.progress import progress
@@ -262,7 +262,7 @@ def _check(config: EvalConfig) -> Checked:
 def _kind(output: Path) -> OutputKind:
     """Results of sparsekv eval in a folder: cells and requests are known by their first line."""
     own = (*_own(output, "cells*.jsonl", CELLS), *_own(output, "*.jsonl*", REQUESTS))
-    return OutputKind("results of sparsekv eval", (*own, ".*.tmp", "cells*.new", *REPORTED, "figures/*.png"),
+    return OutputKind("results of sparsekv eval", (*own, TEMPORARIES, "cells*.new", *REPORTED, "figures/*.png"),
                       lambda folder: bool(_own(folder, "cells*.jsonl", CELLS)))
 
 

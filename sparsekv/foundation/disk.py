@@ -7,19 +7,29 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import secrets
 import shutil
 import socket
+import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sparsekv.foundation.errors import SparseKVError
 
 FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR,
          errno.EISDIR, errno.EFBIG, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP, errno.EXDEV, errno.ENODEV)
 """Errors of a place, which another place, or room in it, would not have."""
-UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+EMPTY_SECONDS = 1.0
+"""How long a lock file may have no holder's name in it [s]."""
+LONGEST_LOCK, LONGEST_NAME = 4096, 200
+"""What is read of a lock file, and of a file's name kept in that of its temporary file [bytes]."""
 
 
 def disk_error(error: Exception, path: str | Path, verb: str = "write") -> SparseKVError:
@@ -48,22 +58,78 @@ def free_space(path: Path) -> str:
 
 @contextlib.contextmanager
 def placed(path: Path) -> Iterator[Path]:
-    """A name beside the path, `.NAME.tmp`, renamed to it when the block has written it whole; of a link, beside what
-    it points to; a device is written to as it is. Raises SparseKVError where the disk fails."""
+    """A new file beside the path, `.NAME.sparsekv-….tmp`, renamed to it when the block has written it whole; of a link,
+    beside what it points to; a device is written to as it is. What a writer that was killed left there is removed, and
+    nothing else is followed or touched. Raises SparseKVError where the disk fails."""
     path = path.resolve() if path.is_symlink() else path
-    device = path.exists() and not path.is_file() and not path.is_dir()
-    temporary = path if device else path.with_name(f".{path.name}.tmp")
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            yield path
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
+        temporary, handle = _new_file(path)
+    except OSError as error:
+        raise disk_error(error, path) from error
+    try:
         yield temporary
-        if not device:
-            os.replace(temporary, path)
+        os.replace(temporary, path)
     except OSError as error:
         raise disk_error(error, path) from error
     finally:
-        if not device:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        os.close(handle)
+
+
+def temporary_of(name: str) -> str:
+    """The pattern of the temporary names of files of this name, itself a pattern."""
+    return f".{name}.sparsekv-*.tmp"
+
+
+TEMPORARIES = temporary_of("*")
+
+
+def _ends(name: str) -> tuple[str, str]:
+    """How the temporary names of files of this name begin and end."""
+    if len(os.fsencode(name)) > LONGEST_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return f".{name}.sparsekv-", ".tmp"
+
+
+def _new_file(path: Path) -> tuple[Path, int]:
+    """A file that was not there before, open and locked for as long as its writer lives."""
+    while True:
+        temporary = path.with_name(secrets.token_hex(6).join(_ends(path.name)))
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        swept = False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swept = not os.path.samestat(os.fstat(handle), temporary.lstat())
+        except (BlockingIOError, FileNotFoundError):
+            swept = True
+        except OSError:  # no locks here: nobody sweeps
+            pass
+        if not swept:
+            return temporary, handle
+        os.close(handle)
+
+
+def _sweep(path: Path) -> None:
+    """Remove temporary files of this path whose writer is dead."""
+    first, last = _ends(path.name)
+    left: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        left += [e.path for e in entries if e.name.startswith(first) and e.name.endswith(last)]
+    for file in left:
+        with contextlib.suppress(OSError):
+            handle = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    os.unlink(file)
+            finally:
+                os.close(handle)
 
 
 def check_place(path: str | Path) -> None:
@@ -86,65 +152,152 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def only_writer(output: str | Path) -> Iterator[None]:
-    """Hold the lock of an output folder: a file beside it, `.NAME.lock`, with host, process and time, that the kernel
-    releases when its holder dies; where nothing can be written beside the folder, the folder itself.
+    """Hold the locks of an output folder: a file beside it, `.NAME.lock`, with host, process and time, and the folder
+    itself where it is there already. The kernel releases both when their holder dies. One of them is enough where the
+    other cannot be had: where nothing can be written beside the folder, and in another user's lock file.
 
-    Raises SparseKVError, with that host and process, where another command, or another thread, holds it."""
+    Raises SparseKVError, with that host and process, where another command, another thread or another user holds one
+    of them, and where something else has the lock file's name, which is left as it is."""
     path = Path(output).resolve()
-    file = path.with_name(f".{path.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = _locked(file, path)
-    except OSError as error:
-        raise disk_error(error, path) from error
+    with contextlib.ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_lock_file(path.with_name(f".{path.name}.lock"), path))
+            held.enter_context(_lock_folder(path))
+        except OSError as error:
+            raise disk_error(error, path) from error
+        yield
+
+
+@contextlib.contextmanager
+def _lock_file(file: Path, folder: Path) -> Iterator[None]:
+    """The lock file, made, or taken over from a holder that is dead; removed when the block ends, where it may be."""
+    handle, own = _locked(file, folder)
     try:
         yield
     finally:
         if handle is not None:
             with contextlib.suppress(OSError):
-                if os.fstat(handle).st_ino == file.stat().st_ino:
+                if own and os.path.samestat(os.fstat(handle), file.lstat()):
                     file.unlink()
             os.close(handle)
 
 
-def _locked(file: Path, folder: Path) -> int | None:
-    """An open file that is locked; None where the file system has no locks."""
-    while True:
-        try:
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not folder.is_dir():
-                raise
-            handle = os.open(folder, os.O_RDONLY)
-            file = folder
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = _holder(file)
-            os.close(handle)
-            raise SparseKVError(f"the output {str(folder)!r} is being written by {holder}; wait for it, or choose "
-                                "another --output") from error
-        except OSError as error:
-            os.close(handle)
-            if error.errno in UNLOCKABLE:
-                return None
-            raise
-        try:
-            if os.fstat(handle).st_ino == file.stat().st_ino:  # else its holder removed it just before it let go
-                break
-        except FileNotFoundError:
-            pass
-        os.close(handle)
-    if file != folder:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since":
-                                      datetime.datetime.now().isoformat(" ", "seconds")}).encode(), 0)
-    return handle
-
-
-def _holder(file: Path) -> str:
+@contextlib.contextmanager
+def _lock_folder(folder: Path) -> Iterator[None]:
+    """The folder, where it is there, can be opened and its file system locks folders."""
+    handle = None
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        return f"process {said['pid']} on {said['host']} since {said['since']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        if handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise _busy(folder, "another command") from error
+            except OSError as error:
+                if error.errno not in UNLOCKABLE:
+                    raise
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
+    """The lock file, open and locked, and whether it is this user's to write and remove; None where there is no lock to
+    be had. One that is empty is of a maker that has not written to it yet, for a second at most."""
+    ends, made = time.monotonic() + EMPTY_SECONDS, None
+    while True:
+        handle, own, new = _open_lock(file, folder)
+        if handle is None:
+            return None, False
+        kept, said = False, None
+        try:
+            about = os.fstat(handle)
+            made = about.st_ino if new else made
+            said = _read_lock(handle, file)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept = os.path.samestat(about, file.lstat()) and bool(made == about.st_ino or _read_lock(handle, file))
+            if kept and own:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since":
+                                              datetime.datetime.now().isoformat(" ", "seconds")}).encode(), 0)
+            if kept:
+                return handle, own
+            if time.monotonic() > ends:
+                raise _foreign(file)
+        except BlockingIOError as error:
+            if said or time.monotonic() > ends:
+                raise _busy(folder, _holder(said)) from error
+        except FileNotFoundError:  # its holder removed it just before it let go
+            pass
+        except OSError as error:
+            if error.errno in UNLOCKABLE:
+                kept = own
+                return (handle, own) if own else (None, False)
+            raise
+        finally:
+            if not kept:
+                os.close(handle)
+        time.sleep(0.01)
+
+
+def _open_lock(file: Path, folder: Path) -> tuple[int | None, bool, bool]:
+    """An open handle, whether it can be written through, and whether the file is new; no handle where nothing can be
+    made beside the folder. Raises SparseKVError for what is no lock of ours."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        try:
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
+        except FileExistsError:
+            pass
+        else:
+            os.fchmod(handle, 0o644)  # whatever the umask: who comes next must see whose it is
+            return handle, True, True
+        try:
+            return os.open(file, os.O_RDWR | flags), True, False
+        except FileNotFoundError:  # its holder removed it in between
+            return _open_lock(file, folder)
+        except OSError as error:
+            if error.errno not in DENIED:
+                raise
+            return os.open(file, os.O_RDONLY | flags), False, False  # another user's
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise _foreign(file) from error
+        if error.errno in DENIED and os.path.lexists(file):
+            raise SparseKVError(f"the output {str(folder)!r} may be being written by another user, whose lock "
+                                f"{str(file)!r} cannot be read; choose another --output") from error
+        if error.errno not in DENIED or not folder.is_dir():
+            raise
+        return None, False, False
+
+
+def _read_lock(handle: int, file: Path) -> dict[str, Any] | None:
+    """What a lock file says; None where it is empty. Raises SparseKVError for what is no lock of ours."""
+    try:
+        text = os.pread(handle, LONGEST_LOCK, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b"no file"
+        said = json.loads(text) if text else None
+        if said is None or {"host", "pid", "since"} == set(said):
+            return said
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise _foreign(file)
+
+
+def _foreign(file: Path) -> SparseKVError:
+    return SparseKVError(f"{str(file)!r}, which the output's lock would be, is something that sparsekv did not make; "
+                         "move it away, or choose another --output")
+
+
+def _busy(folder: Path, holder: str) -> SparseKVError:
+    return SparseKVError(f"the output {str(folder)!r} is being written by {holder}; wait for it, or choose another "
+                         "--output")
+
+
+def _holder(said: dict[str, Any] | None) -> str:
+    """In words, from what the lock file says."""
+    if said is None:
         return "another command"
+    return f"process {said['pid']} on {said['host']} since {said['since']}"

@@ -102,11 +102,14 @@ class OutputKind:
     def done(self, output: str | Path) -> None:
         """The new output is whole: the old one goes."""
         old = _aside(Path(output))
-        if old.is_dir() and not self.others(old):
+        if old.is_dir() and not old.is_symlink() and self.made(old) and not self.others(old):
             shutil.rmtree(old, ignore_errors=True)
 
     def _set_aside(self, path: Path) -> None:
         here, old = Path.cwd(), _aside(path)
+        if os.path.lexists(old) and (old.is_symlink() or not old.is_dir() or not self.made(old)):
+            raise SparseKVError(f"{str(old)!r}, where the old output would be kept, is something else than "
+                                f"{self.what}; move it away, or choose another --output")
         if path.resolve() in (here, *here.parents):
             raise SparseKVError(f"the output {str(path)!r} is the current folder, which cannot be replaced; run the "
                                 "command from another folder")

@@ -53,7 +53,7 @@ class ShardWriter:
         encoded = json.dumps(header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
         self._start = 8 + len(encoded)
-        self._handle = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_RDWR, 0o644)
+        self._handle = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW, 0o644)
         _write_all(self._handle, memoryview(len(encoded).to_bytes(8, "little") + encoded), 0)
         os.ftruncate(self._handle, self._start + at)
 

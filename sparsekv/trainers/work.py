@@ -24,7 +24,7 @@ from torch import Tensor
 from sparsekv.artifacts.checks import digest, said
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
-from sparsekv.foundation.disk import only_writer, write_text
+from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of, write_text
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.ranks import Ranks, join
@@ -38,8 +38,8 @@ from sparsekv.trainers.task import Task
 MARK = "training.json"
 FREE = ("capture", "preset", "output", "resume", "overwrite", "verify", "device", "devices", "max_time")
 """Options that change where or how long a run goes on, or that say nothing by themselves; not what it computes."""
-OWN = (*(x for name in (CONFIG, TENSORS, MARK, FILE, README, FIGURE) for x in (name, f".{name}.tmp")),
-       "parts/*.safetensors", "parts/.*.tmp", "checkpoints/*.ckpt", "checkpoints/.*.tmp")
+OWN = (*(x for name in (CONFIG, TENSORS, MARK, FILE, README, FIGURE) for x in (name, temporary_of(name))),
+       "parts/*.safetensors", f"parts/{TEMPORARIES}", "checkpoints/*.ckpt", f"checkpoints/{TEMPORARIES}")
 
 
 def artifact_output(kind: str) -> OutputKind:
