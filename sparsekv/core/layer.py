@@ -181,7 +181,7 @@ class LayerView:
 
     def bounds(self, queries: Queries) -> dict[str, Any]:
         """Scale and anchors of every query, as the kernels take them."""
-        return {"scale": self.scale, "sink_size": self.regions.sink_size, "lengths": queries.lengths,
+        return {"scale": self.scale, "sink_size": self.regions.sinks, "lengths": queries.lengths,
                 "starts": queries.per_query(self.regions.starts),
                 "tail_starts": queries.per_query(self.regions.tail_starts)}
 

@@ -45,7 +45,7 @@ def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Read
     pre = needed(view.rope).unrotate(q, columns) if selector.extrapolate else q
     listed = selector.choose(past, pre.mean(2, keepdim=True))[:, 0]
     lengths = torch.full_like(regions.starts, first)
-    anchors = anchor_indices(regions.starts, regions.sink_size, regions.tail_starts, lengths)
+    anchors = anchor_indices(regions.starts, regions.sinks, regions.tail_starts, lengths)
     tokens = torch.cat([listed, anchors], dim=1)
     tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
     used = torch.cat([tokens < first, real], dim=1)

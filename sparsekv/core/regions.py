@@ -35,6 +35,11 @@ class Regions:
         return cls(starts, torch.clamp(starts, min=length - window_size), length, sink_size)
 
     @property
+    def sinks(self) -> int:
+        """The sink's tokens where it may be longer than the cache: what is listed of it is never more than there is."""
+        return min(self.sink_size, self.length)
+
+    @property
     def mid_first(self) -> Tensor:
         return torch.minimum(self.starts + self.sink_size, self.tail_starts)
 

@@ -24,6 +24,7 @@ from sparsekv.runtime.numbers import check_options, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
+MOST_BUCKETS = 65536
 SIZES = {"sink_size": 4, "window_size": 16}
 """Tokens of sink and local window where neither options nor artifacts say."""
 # Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
@@ -119,7 +120,7 @@ def make_decoding(
             artifact.check(model)
     estimator, phi = _estimator(completion, phi)
     if isinstance(estimator, CentroidEstimator):
-        whole("num_buckets of completion centroid", estimator.num_buckets, least=1)
+        whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
     sink = chosen_size("sink_size", sink_size, (router, phi))
     window = chosen_size("window_size", window_size, (router, phi))
     whole("decode_window", decode_window, least=1)

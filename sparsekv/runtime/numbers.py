@@ -14,10 +14,10 @@ MOST = 2**31 - 1
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}
 
 
-def whole(name: str, value: Any, least: int = 0) -> None:
-    """Raises SparseKVError for anything but a whole number from `least` on."""
-    if type(value) is not int or not least <= value <= MOST:
-        raise SparseKVError(f"{name} must be a whole number from {least} to {MOST}, found {brief(value)}")
+def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
+    """Raises SparseKVError for anything but a whole number from `least` to `most`."""
+    if type(value) is not int or not least <= value <= most:
+        raise SparseKVError(f"{name} must be a whole number from {least} to {most}, found {brief(value)}")
 
 
 def layer_numbers(value: Any) -> None:

@@ -29,11 +29,14 @@ class HostView(LayerView):
     def keep_anchors(self, keys: Tensor, values: Tensor) -> None:
         """keys, values: all of the layer so far, on the device."""
         self.first_near = int(self.regions.tail_starts.min())
-        slots = torch.arange(self.regions.sink_size, device=self.device) + self.regions.starts[:, None]
-        index = slots.clamp(max=max(keys.shape[2] - 1, 0))[:, None].expand(-1, keys.shape[1], -1)
-        self.sink = tuple(gather_rows(x, index) for x in (keys, values))
+        self._keep_sink(keys, values)
         self.near = Growing(), Growing()
         self.append(*(x[:, :, self.first_near:] for x in (keys, values)))
+
+    def _keep_sink(self, keys: Tensor, values: Tensor) -> None:
+        slots = torch.arange(self.regions.sinks, device=self.device) + self.regions.starts[:, None]
+        index = slots.clamp(max=max(keys.shape[2] - 1, 0))[:, None].expand(-1, keys.shape[1], -1)
+        self.sink = tuple(gather_rows(x, index) for x in (keys, values))
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """New tokens, on the device."""
@@ -42,6 +45,8 @@ class HostView(LayerView):
 
     def moved(self) -> None:
         first = int(self.regions.tail_starts.min())
+        if self.sink[0].shape[2] < self.regions.sinks:  # it was longer than the prompt
+            self._keep_sink(self.keys, self.values)
         for store in self.near:
             store.replace(store.view[:, :, first - self.first_near:].clone())
         self.first_near = first
@@ -88,7 +93,7 @@ class HostView(LayerView):
         keys, values = (queries.per_query(torch.cat([s, n.view[:, :, :self.length - self.first_near]], dim=2))
                         for s, n in zip(self.sink, self.near, strict=True))
         starts, tails, lengths = (bounds[name][:, None] for name in ("starts", "tail_starts", "lengths"))
-        sink = starts + torch.arange(self.regions.sink_size, device=device)
+        sink = starts + torch.arange(self.sink[0].shape[2], device=device)
         near = torch.arange(self.first_near, self.length, device=device)
         used = torch.cat([sink < torch.minimum(tails, lengths), (near >= tails) & (near < lengths)], dim=1)
         return attend_gathered(queries.folded, keys, values, used[:, None].expand(-1, keys.shape[1], -1), self.scale)

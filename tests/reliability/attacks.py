@@ -13,6 +13,8 @@ import json
 import math
 import os
 import random
+import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -33,6 +35,7 @@ from training_child import train
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.format import CONFIG, TENSORS
 from sparsekv.cli import COMMANDS, main
+from sparsekv.core.estimators import CentroidEstimator
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.diagnostics import Diagnostics
@@ -316,6 +319,69 @@ def attach_with_anything(count: int, seed: int = 0) -> Outcome:
             failed.append(f"{given}: the model is not as before")
             break
     return Outcome(count, failed)
+
+
+def ask_for_too_much(folder: Path) -> Outcome:
+    """Every size among the arguments, in a settings file and in artifacts, as large as a number can be, in a process
+    that may take 2 GB more: refused in one sentence, or the text is made, in 30 s."""
+    model = make_model()
+    router, phi = artifacts(model)
+    asked = prompt(200)
+    usual: dict[str, Any] = {"token_budget": 8, "dense_below": 0, "decode_window": 2}
+    cases: dict[str, dict[str, Any]] = {}
+    for size in (10**6, 10**9, 2**31 - 1):
+        for name in ("sink_size", "window_size", "decode_window", "dense_below", "token_budget"):
+            for place in ("gpu", "cpu", "offload"):
+                cases[f"{name} {size} {place}"] = {"router": router, "phi": phi, "placement": place, name: size}
+        cases[f"centroid {size}"] = {"selector": "topk", "completion": CentroidEstimator(size)}
+        for name, selector in SELECTORS.items():
+            given = {"router": router} if selector.artifact_kind == "router" else {}
+            for option in dataclasses.fields(selector):
+                if option.metadata and "int" in str(option.type):
+                    alone = {"token_budget": None} if option.name == "probes" else {}
+                    cases[f"{name} {option.name} {size}"] = {
+                        "selector": name, **given, **alone, option.name: size}
+        for kind, artifact in (("router", router), ("phi", phi)):
+            for name in ("sink_size", "window_size"):
+                changed = copy.copy(artifact)
+                changed.config = dataclasses.replace(artifact.config, **{name: size})
+                changed.save(folder / f"{kind} {name} {size}")
+                other = "phi" if kind == "router" else "router"
+                cases[f"{kind}'s {name} {size}"] = {
+                    kind: folder / f"{kind} {name} {size}", other: None, **({} if kind == "router" else {
+                        "selector": "topk"})}
+    cases["hnsw"] = {"selector": "faiss", "factory": "hnsw", "ef_search": 2**31 - 1}
+    cases["links"] = {"selector": "faiss", "factory": "hnsw", "links": 2**31 - 1}
+    failed = []
+    for name, given in cases.items():
+        def generate(given: dict[str, Any] = given) -> Any:
+            with torch.no_grad(), attach(model, **{**usual, **given}):
+                return model.generate(asked, max_new_tokens=6, do_sample=False)
+
+        problem = _alone(lambda generate=generate: refused(generate)[0], 30.0, 2 << 30)
+        if problem:
+            failed.append(f"{name}: {problem}")
+    return Outcome(len(cases), failed)
+
+
+def _alone(work: Callable[[], str | None], seconds: float, more: int) -> str | None:
+    """What work says in a fork that has so much time and so many more bytes."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            torch.set_num_threads(1)
+            now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            os.write(write, (work() or "").encode()[:2000])
+        except BaseException as error:
+            os.write(write, repr(error).encode()[:2000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, errors="replace") as said:
+        found = said.read()
+    status = os.waitpid(child, 0)[1]
+    return found or (f"ended with {status}" if status else None)
 
 
 WORDS = ("", " ", "0", "1", "-1", "2.5", "nan", "inf", "-inf", "1e400", "1e-45", "1e30", "9" * 30, "x", "auto", "true",

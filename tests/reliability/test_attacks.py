@@ -33,6 +33,10 @@ def test_arguments_of_attach(count: int) -> None:
     whole(attacks.attach_with_anything(count))
 
 
+def test_sizes_beyond_all_memory(tmp_path) -> None:
+    whole(attacks.ask_for_too_much(tmp_path))
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(800, marks=LONG)])
 def test_command_lines(count: int, tmp_path) -> None:
     whole(attacks.type_anything(tmp_path, count))

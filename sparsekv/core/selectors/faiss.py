@@ -66,8 +66,9 @@ class FaissTopK(Selector):
     factory: str = option("flat", help="flat, ivf, hnsw, or any Faiss factory string, for example IVF256,PQ16.")
     nprobe: int = option(0, help="Inverted lists searched, IVF only; 0: as many as hold 8 budgets [lists].", min=0)
     lists: int = option(0, help="Inverted lists of ivf; 0 takes 4·sqrt(keys) [lists].", min=0)
-    links: int = option(32, help="Links of a node of hnsw [links].", min=2)
-    ef_search: int = option(0, help="Breadth of the search, HNSW only; 0: 2 budgets [nodes].", min=0)
+    links: int = option(32, help="Links of a node of hnsw [links].", min=2, max=1024)
+    ef_search: int = option(0, help="Breadth of the search, HNSW only; 0: 2 budgets [nodes].", min=0,
+                           max=65536)
     per_query_head: bool = option(False, help="Every query head reads its own list.")
 
     def build(self, view: LayerView) -> None:

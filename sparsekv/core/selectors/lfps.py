@@ -188,7 +188,7 @@ class LFPS(Selector):
         """Step 1: which heads to bypass `[B, Hq]`; the mean value `[B, Hq, d]` and the estimated mass of everything but
         the anchors, its logarithm `[B, Hq]` (appendix B.1)."""
         regions, group = view.regions, view.group
-        first = torch.arange(max(regions.sink_size, 1), device=q.device) + regions.starts[:, None]
+        first = torch.arange(max(regions.sinks, 1), device=q.device) + regions.starts[:, None]
         last = torch.arange(t + 1 - RECENT, t + 1, device=q.device).clamp(min=0).expand(q.shape[0], -1)
         near = torch.cat([first.clamp(max=t), last], dim=1)[:, None].expand(-1, view.num_kv_heads, -1)
         keys = gather_rows(view.keys, near).float().repeat_interleave(group, dim=1)

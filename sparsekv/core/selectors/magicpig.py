@@ -49,7 +49,7 @@ class MagicPIG(Selector):
 
     bits: int = option(0, help="Hyperplanes of a table, K; 0: as many as still use token_budget, 10 without one "
                                "[bits].", min=0, max=15)
-    tables: int = option(150, help="Hash tables, L [tables].", min=2)
+    tables: int = option(150, help="Hash tables, L [tables].", min=2, max=4096)
     seed: int = option(0, help="Seed of the hyperplanes.")
 
     @property

@@ -13,6 +13,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import top_tokens
 from sparsekv.foundation.config import option
+from sparsekv.foundation.errors import SparseKVError
 
 
 def observed_attention(view: LayerView, count: int) -> Tensor:
@@ -47,8 +48,14 @@ class SnapKV(Selector):
     row_state: ClassVar[tuple[str, ...]] = ("kept",)
 
     observation_window: int = option(32, help="Last prompt tokens that vote [tokens, at most 64].", min=1, max=64)
-    kernel_size: int = option(7, help="Width of the pooling over neighbours, odd [tokens].", min=1)
+    kernel_size: int = option(7, help="Width of the pooling over neighbours, odd [tokens].", min=1, max=1023)
     pooling: str = option("max", help="Pooling over neighbours: max or avg.")
+
+    def validate(self) -> None:
+        super().validate()
+        if self.kernel_size % 2 == 0 or self.pooling not in ("max", "avg"):
+            raise SparseKVError(f"selector {self.name} pools over {self.kernel_size} tokens by {self.pooling!r}; "
+                                "expected an odd kernel_size, and max or avg")
 
     def build(self, view: LayerView) -> None:
         votes = observed_attention(view, self.observation_window).sum((2, 3))
