@@ -28,8 +28,8 @@ DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 EMPTY_SECONDS = 1.0
 """How long a lock file may have no holder's name in it [s]."""
-LONGEST_LOCK, LONGEST_NAME = 4096, 200
-"""What is read of a lock file, and of a file's name kept in that of its temporary file [bytes]."""
+LOCK_BYTES, LONGEST_LOCK, LONGEST_NAME = 512, 4096, 200
+"""Of a lock file, what is read of one, and what is kept of a file's name in that of its temporary file [bytes]."""
 
 
 def disk_error(error: Exception, path: str | Path, verb: str = "write") -> SparseKVError:
@@ -207,23 +207,27 @@ def _lock_folder(folder: Path) -> Iterator[None]:
 def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
     """The lock file, open and locked, and whether it is this user's to write and remove; None where there is no lock to
     be had. One that is empty is of a maker that has not written to it yet, for a second at most."""
-    ends, made = time.monotonic() + EMPTY_SECONDS, None
+    ends = time.monotonic() + EMPTY_SECONDS
     while True:
-        handle, own, new = _open_lock(file, folder)
-        if handle is None:
-            return None, False
+        try:
+            handle, own = _open_lock(file, folder)
+        except FileNotFoundError:
+            try:
+                return _new_lock(file), True
+            except FileExistsError:  # another was faster
+                continue
+            except OSError as error:
+                if error.errno in DENIED and folder.is_dir():
+                    return None, False
+                raise
         kept, said = False, None
         try:
-            about = os.fstat(handle)
-            made = about.st_ino if new else made
             said = _read_lock(handle, file)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = os.path.samestat(about, file.lstat()) and bool(made == about.st_ino or _read_lock(handle, file))
-            if kept and own:
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since":
-                                              datetime.datetime.now().isoformat(" ", "seconds")}).encode(), 0)
+            kept = os.path.samestat(os.fstat(handle), file.lstat()) and _read_lock(handle, file) is not None
             if kept:
+                if own:
+                    os.pwrite(handle, _who(), 0)
                 return handle, own
             if time.monotonic() > ends:
                 raise _foreign(file)
@@ -243,35 +247,58 @@ def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
         time.sleep(0.01)
 
 
-def _open_lock(file: Path, folder: Path) -> tuple[int | None, bool, bool]:
-    """An open handle, whether it can be written through, and whether the file is new; no handle where nothing can be
-    made beside the folder. Raises SparseKVError for what is no lock of ours."""
+def _who() -> bytes:
+    """Host, process and time, always as many bytes: what is written over one another is never half of each."""
+    since = datetime.datetime.now().isoformat(" ", "seconds")
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode().ljust(LOCK_BYTES)
+
+
+def _new_lock(file: Path) -> int:
+    """A new lock file, with its holder's name in it and locked when it appears; of a file system without hard links,
+    just after. Raises FileExistsError."""
+    _sweep(file)
+    temporary, handle = _new_file(file)
+    made = False
+    try:
+        os.fchmod(handle, 0o644)  # whatever the umask: who comes next must see whose it is
+        os.pwrite(handle, _who(), 0)
+        try:
+            os.link(temporary, file)
+            made = True
+        except FileExistsError:
+            raise
+        except OSError:
+            other = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+            with contextlib.suppress(OSError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(other, _who(), 0)
+            return other
+        return handle
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if not made:
+            os.close(handle)
+
+
+def _open_lock(file: Path, folder: Path) -> tuple[int, bool]:
+    """A handle of a lock file that is there, and whether it can be written through. Raises FileNotFoundError, and
+    SparseKVError for what is no lock of ours."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
-            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | flags, 0o644)
-        except FileExistsError:
-            pass
-        else:
-            os.fchmod(handle, 0o644)  # whatever the umask: who comes next must see whose it is
-            return handle, True, True
-        try:
-            return os.open(file, os.O_RDWR | flags), True, False
-        except FileNotFoundError:  # its holder removed it in between
-            return _open_lock(file, folder)
+            return os.open(file, os.O_RDWR | flags), True
         except OSError as error:
             if error.errno not in DENIED:
                 raise
-            return os.open(file, os.O_RDONLY | flags), False, False  # another user's
+            return os.open(file, os.O_RDONLY | flags), False  # another user's
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise _foreign(file) from error
         if error.errno in DENIED and os.path.lexists(file):
             raise SparseKVError(f"the output {str(folder)!r} may be being written by another user, whose lock "
                                 f"{str(file)!r} cannot be read; choose another --output") from error
-        if error.errno not in DENIED or not folder.is_dir():
-            raise
-        return None, False, False
+        raise
 
 
 def _read_lock(handle: int, file: Path) -> dict[str, Any] | None:

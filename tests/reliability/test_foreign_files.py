@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -221,3 +222,17 @@ def test_many_take_one_lock_and_one_has_it(tmp_path) -> None:
         children.append(child)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_killed_at_any_moment_leaves_no_lock_that_blocks(tmp_path) -> None:
+    for _ in range(40):
+        if (child := os.fork()) == 0:
+            while True:
+                with only_writer(tmp_path / "out"):
+                    pass
+        time.sleep(random.random() / 50)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with only_writer(tmp_path / "out"):
+            pass
+        assert list(tmp_path.iterdir()) == []
