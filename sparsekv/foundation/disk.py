@@ -208,6 +208,7 @@ def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
     """The lock file, open and locked, and whether it is this user's to write and remove; None where there is no lock to
     be had. One that is empty is of a maker that has not written to it yet, for a second at most."""
     ends = time.monotonic() + EMPTY_SECONDS
+    _sweep(file)  # before the lock: what was left may be a second name of the same file
     while True:
         try:
             handle, own = _open_lock(file, folder)
@@ -256,7 +257,6 @@ def _who() -> bytes:
 def _new_lock(file: Path) -> int:
     """A new lock file, with its holder's name in it and locked when it appears; of a file system without hard links,
     just after. Raises FileExistsError."""
-    _sweep(file)
     temporary, handle = _new_file(file)
     made = False
     try:
