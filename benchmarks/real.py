@@ -225,8 +225,7 @@ def lead(options: argparse.Namespace) -> None:
     if not record.is_file():
         record.write_text(json.dumps(model_record(options)) + "\n", encoding="utf-8")
     threads = max(1, (os.cpu_count() or 1) // options.processes)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1",
-                   "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     workers, logs = [], []
     for i in range(options.processes):
         logs.append((options.output / f"log-{i}.txt").open("a", encoding="utf-8"))
@@ -349,7 +348,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--back", type=Path, help="folder that gets one archive of the output, anew every minute")
     parser.add_argument("--minutes", type=float, default=12.0, help="begin nothing after this time [minutes]")
-    parser.add_argument("--grace", type=float, default=1.5, help="after which processes are stopped [minutes]")
+    parser.add_argument("--grace", type=float, default=1.0, help="after which processes are stopped [minutes]")
     parser.add_argument("--processes", type=int, default=2, help="that share the device")
     parser.add_argument("--only", nargs="+", help="these stages, in this order")
     parser.add_argument("--list", action="store_true", help="only say which stages there are")
