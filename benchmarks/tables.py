@@ -176,6 +176,14 @@ def quality() -> None:
     figures(load("quality-rivals"), RESULTS)
 
 
+def real() -> str:
+    """The page of real models, and a figure a model and length."""
+    from benchmarks._real_page import figures, page
+
+    figures(load("real"), RESULTS)
+    return page(load("real"))
+
+
 if __name__ == "__main__":
     from benchmarks import _methods
 
@@ -183,6 +191,6 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["methods"]:
         raise SystemExit
     quality()
-    for name, draw in (("decode", decode), ("generate", generate), ("training", training)):
+    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("real", real)):
         if (RESULTS / f"{name}.json").is_file():
             (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")

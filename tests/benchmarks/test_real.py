@@ -25,6 +25,7 @@ from benchmarks._long_turns import (
     turn_rows,
     written,
 )
+from benchmarks._real_page import figures, page
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Request
 
@@ -128,3 +129,31 @@ def test_a_router_that_has_learned_nothing_decodes(model) -> None:
                     {"router": control, "phi": phi}, tokens=BLOCK, temperature=0.0, seed=0)
     assert bool(found["kl"].isfinite().all())
     assert real.without_training("sketch:fit=fitted") == "sketch:untrained"
+
+
+def test_the_page_says_what_was_reached(tmp_path) -> None:
+    said = {"machine": "Card One, torch 2", "command": "c", "commit": "abc"}
+    cells = []
+    for task in ("a", "b"):
+        for method, budget, right in (("full", None, 1.0), ("sketch+phi", 0.02, 1.0), ("quest", 0.02, 0.0)):
+            cells.append({"case": f"{task}@16384", "method": method, "budget": budget, "indices": [0, 1],
+                          "scores": [right] * 2, "answers": ["yes"] * 2, "read": 0.02, "bytes": 0.05, "tokens": 16_000,
+                          "sparse_layers": 0.5, "seconds": 1.0, "origin": said})
+    cells.append({"case": "perplexity_x@16384", "method": "full", "budget": None, "indices": [0], "losses": [1.0],
+                  "errors": [0.0], "read": 1.0, "bytes": 1.0, "tokens": 16_000, "seconds": 1.0, "origin": said})
+    folder = tmp_path / "Card-One"
+    folder.mkdir()
+    head = {"format": "sparsekv-sweep", "format_version": 1, "origin": said}
+    (folder / "cells-0of1.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (head, *cells)))
+    (folder / "model.json").write_text(json.dumps({"model": "m", "quantisation": "Q4_K_M", "weights_sha256": "0" * 64}))
+    real.put([tmp_path], tmp_path)
+    real.put([tmp_path], tmp_path)
+    rows = json.loads((tmp_path / "real.json").read_text())
+    mean = next(r for r in rows if r["case"] == "m:ruler@16384" and r["method"] == "quest" and r["metric"] == "score")
+    assert mean["value"] == 0.0 and mean["bytes_share_model"] == pytest.approx(0.525)
+    assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
+    drawn = page(rows)
+    assert "| sketch+phi is within 1 points of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
+    assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn and "perplexity_x@16384" in drawn
+    figures(rows, tmp_path)
+    assert (tmp_path / "real-m-16384.png").is_file()

@@ -1,0 +1,141 @@
+"""docs/results/real.md and its figures, from the rows of real.json: every model, every length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsekv.core.registry import rivals
+from sparsekv.evaluation.figures import score_by_bytes
+from sparsekv.evaluation.methods import percent, plain
+from sparsekv.evaluation.tables import bytes_read, cell_text, every_method, in_order, markdown, table
+
+TARGETS = ((0.01, -2.0), (0.02, -1.0))
+"""Budget, and points of sketches and φ to full attention at least, at every length."""
+AGREED = (0.05, 85.0)
+"""Budget, and agreement with full attention's answers at least."""
+NOTES = {
+    "score": "Points of 100 ± half the 95 % bootstrap interval; columns are budgets.",
+    "difference": "Points above full attention, paired by prompt ± half the 95 % interval.",
+    "agreement": "How much of full attention's own answer is given before the first character that differs, points of "
+                 "100.",
+    "same_answers": "Answers equal to full attention's as far as both go, points of 100."}
+
+
+def models(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of every model and card, their cases without the model's name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for r in rows:
+        name, _, case = r["case"].partition(":")
+        found.setdefault(f"{name} · {r['machine'].partition(',')[0]}", []).append({**r, "case": case})
+    return found
+
+
+def of_metric(rows: Sequence[dict[str, Any]], case: str, metric: str) -> list[dict[str, Any]]:
+    """Rows of a case, differences only to full attention."""
+    return [r for r in rows if r["case"] == case and r["metric"] == metric and r.get("against", "full") == "full"]
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page of real.json."""
+    parts = ["# Real models",
+             "Models that nobody tuned to retrieve, as their publishers quantised them; every row of real.json has its "
+             "command, commit and machine. Prompts are prefilled densely but for their last token, layer 0 stays "
+             "dense, the budget is the share of the context that a query may retrieve. A table is of one card, full "
+             "attention included."]
+    for title, mine in models(rows).items():
+        one = mine[0]
+        parts += [f"## {title}", f"{one['quantisation']}, sha256 `{one['weights_sha256'][:16]}…`; commits "
+                  f"{', '.join(sorted({r['commit'] for r in mine}))}."]
+        cases = list(dict.fromkeys(r["case"] for r in mine))
+        for case in (c for c in cases if c.startswith("ruler@")):
+            parts += [f"### {case}", samples(mine, case)]
+            for metric, note in NOTES.items():
+                found = of_metric(mine, case, metric)
+                if found:
+                    parts += [note, markdown(*table(found, case, every_method(found), metric))]
+            parts += ["Bytes that a step of a sparse layer reads, of its keys' and values'.",
+                      markdown(*bytes_read(mine, case)), *judged(mine, case)]
+        for case in (c for c in cases if c.startswith("perplexity")):
+            parts += [f"### {case}", continued(mine, case)]
+        for case in (c for c in cases if c.startswith("long@")):
+            parts += [f"### {case}", generated(mine, case)]
+        for case in (c for c in cases if c.startswith("second_turn@")):
+            parts += [f"### {case}", "Second questions answered, points of 100 ± half the 95 % interval.",
+                      markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
+        single = [c for c in cases if "@" in c and not c.startswith(
+            ("ruler@", "perplexity", "long@", "second_turn@"))]
+        parts += ["### Each task"] if single else []
+        for case in single:
+            parts += [f"#### {case}", markdown(*table(mine, case, every_method(mine)))]
+    return "\n\n".join(parts) + "\n"
+
+
+def samples(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """How many prompts a mean is of."""
+    counts = sorted({r["samples"] for r in rows if r["case"] == case and r["metric"] == "score"
+                     and r["value"] is not None})
+    return f"Prompts of all tasks together: {', '.join(map(str, counts))}."
+
+
+def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
+    """What the project set out to reach, and whether these rows do; against rivals and untrained completions a
+    difference counts where its interval is above zero."""
+    known = {(r["method"], r["against"], r["budget"]): r for r in rows if r["case"] == case
+             and r["metric"] == "difference"}
+    lines = []
+    for budget, least in TARGETS:
+        found = known.get(("sketch+phi", "full", budget))
+        if found is not None:
+            lines.append([f"sketch+phi is within {-least:g} points of full attention at {percent(budget)}",
+                          cell_text(found, "+"), "yes" if found["value"] >= least else "no"])
+    agreed = next((r for r in rows if r["case"] == case and r["metric"] == "agreement"
+                   and (r["method"], r["budget"]) == ("sketch+phi", AGREED[0])), None)
+    if agreed is not None:
+        lines.append([f"sketch+phi agrees with full attention to {AGREED[1]:g} at {percent(AGREED[0])}",
+                      cell_text(agreed), "yes" if agreed["value"] >= AGREED[1] else "no"])
+    for (method, against, budget), found in sorted(known.items(), key=str):
+        if method == "sketch+phi" and plain(against) in rivals():
+            lines.append([f"sketch+phi is above {against} at {percent(budget)}", cell_text(found, "+"),
+                          "yes" if found["low"] > 0 else "no"])
+    return ["What was to be reached.", markdown(["target", "found", "reached"], lines)] if lines else []
+
+
+def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """Perplexity and error of attention by method and budget."""
+    known = {(r["method"], r["budget"], r["metric"]): r["value"] for r in rows if r["case"] == case}
+    budgets = sorted({b for _, b, _ in known if b is not None})
+    lines = []
+    for method in in_order({m for m, _, _ in known}, ("full", *every_method(rows))):
+        def cell(metric: str, budget: float, method: str = method) -> str:
+            value = known.get((method, None, metric), known.get((method, budget, metric)))
+            return "–" if value is None else f"{value:.3f}"
+
+        lines.append([method, *(cell("perplexity", b) for b in budgets), *(cell("rel_err", b) for b in budgets)])
+    return markdown(["method", *map(percent, budgets), *(f"error at {percent(b)}" for b in budgets)], lines)
+
+
+def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """What full attention says of what a method wrote, by quarter of the positions and on both sides of the decode
+    window."""
+    names = {"kl": "KL, nats a token", "agrees": "same likeliest token", "loss": "full attention's loss, nats a token"}
+    columns = [("quarter", 1), ("quarter", 2), ("quarter", 3), ("quarter", 4), ("past_window", False),
+               ("past_window", True)]
+    mine = [r for r in rows if r["case"] == case]
+    lines = []
+    for method, budget, metric in dict.fromkeys((r["method"], r["budget"], r["metric"]) for r in mine):
+        found = {next(((k, r[k]) for k in ("quarter", "past_window") if k in r), None): r for r in mine
+                 if (r["method"], r["budget"], r["metric"]) == (method, budget, metric)}
+        lines.append([method, "" if budget is None else percent(budget), names[metric], *(
+            f"{found[c]['value']:.4f}" if c in found else "–" for c in (None, *columns))])
+    return markdown(["method", "budget", "", "all", "1st quarter", "2nd", "3rd", "4th", "within the decode window",
+                     "past it"], lines)
+
+
+def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Score by bytes, full attention a line, a figure a model and length: `real-coder-1.5b-16384.png`."""
+    for title, mine in models(rows).items():
+        for case in dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@")):
+            drawn = score_by_bytes(mine, case, in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
+            (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
