@@ -20,6 +20,8 @@ from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import (
     NEG_INF,
     acc_dtype,
+    as_heads,
+    as_tokens,
     at_once,
     dense_last,
     finite,
@@ -64,6 +66,34 @@ class Pages(NamedTuple):
     whole: Tensor
     table: Tensor
     page: int
+
+
+class Edges(NamedTuple):
+    """Where the anchors of queries `[Q]` begin and end, as the split kernel takes them."""
+
+    starts: Tensor
+    tail_starts: Tensor
+    lengths: Tensor
+
+
+class PageArguments(NamedTuple):
+    """`Pages` as the split kernel takes them, with the strides of a row."""
+
+    anchors: Tensor
+    whole: Tensor
+    table: Tensor
+    anchors_row: int
+    table_row: int
+
+
+class Partial(NamedTuple):
+    """What the split kernel writes, by slice, float32: out `[Q, Hq, splits, d]` and lse `[Q, Hq, splits]` of its
+    tokens, and with a completion their estimates, taken and taken_mass of the same shapes."""
+
+    out: Tensor
+    lse: Tensor
+    taken: Tensor
+    taken_mass: Tensor
 
 
 def attend_tokens(
@@ -227,24 +257,25 @@ def launch_attend(
         taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
         key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
-    edges = (x.contiguous() for x in (starts, tail_starts, lengths))
+    edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
-    paged = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
+    # without pages or a completion the kernel does not look at theirs
+    anchors, whole, table = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
+    paged = PageArguments(anchors, whole, table, anchors.stride(0), table.stride(0))
+    sums = Partial(partial, partial_lse, taken, taken_mass)
     half = max(16 if completion is None else 8, power_of_two(group))
     split_kernel[(count * heads, splits)](
-        q, k, v, tokens, *index, weights, key_features, features, *edges, *paged, partial, partial_lse,
-        taken, taken_mass, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], *q.stride()[:2],
-        *k.stride()[:3], *v.stride()[:3], *tokens.stride()[:2], *(x for t in index for x in t.stride()[:2]),
-        *weights.stride()[:2], *key_features.stride()[:3], paged[0].stride(0), paged[2].stride(0),
-        PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group, HALF=half,
-        ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
+        as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index), as_heads(weights),
+        as_tokens(key_features), features, edges, paged, sums, scale, tokens.shape[2], sink_size, heads,
+        count // k.shape[0], PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group,
+        HALF=half, ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
         PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
         OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
         PAGE=0 if pages is None else pages.page, num_warps=how.warps, num_stages=how.stages,
         **(pdl if completion is None else {}))
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
-        partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
+        *sums, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
         out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
         PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

@@ -1,4 +1,9 @@
-"""The Triton kernels of `attend.py`; importing this module imports Triton."""
+"""The Triton kernels of `attend.py`; importing this module imports Triton.
+
+Shapes: Q queries of B rows, Hq query heads, Hkv KV heads, H lists of tokens (LISTS a KV head, GROUP query heads a
+list), d the head dimension, N tokens, r features of a completion. Structs are those of `launch.py` and `attend.py`:
+`base` is a pointer, `row`, `head` and `token` are strides.
+"""
 
 import triton
 import triton.language as tl
@@ -30,10 +35,8 @@ def locate(
 
 @triton.jit
 def split_kernel(
-    q, k, v, tokens, offsets, buckets, log_weights, key_features, features, starts, tail_starts, lengths, anchors,
-    wholes, table, partial, partial_lse, taken, taken_mass, scale, num_listed, sink_size, heads, per_row,
-    q_row, q_head, k_row, k_head, k_token, v_row, v_head, v_token, t_row, t_head, f_row, f_head, b_row, b_head,
-    w_row, w_head, p_row, p_head, p_token, a_row, table_row,
+    q, k, v, tokens, offsets, buckets, log_weights, key_features, features, edges, pages, partial, scale, num_listed,
+    sink_size, heads, per_row,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
@@ -42,31 +45,47 @@ def split_kernel(
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
     the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
     estimates take the place of the weights."""
+    # grid: (Q·H, splits)
+    # q             Heads   [Q, Hq, d]            with RoPE; DIM = d
+    # k, v          Tokens  [B, Hkv, N, d]        with RoPE; may be fp8
+    # tokens        Heads   [Q, H, num_listed]    places, -1 = none; with PROBES the index's order [B, Hkv, M]
+    # offsets       Heads   [B, Hkv, C + 1] int32 where buckets begin in the order, with PROBES
+    # buckets       Heads   [Q, Hkv, PROBES]      -1 = none
+    # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
+    # key_features  Tokens  [B, Hkv, N, r]        with PHI; FEATURES = r
+    # features              [Q, Hq, r]            of the queries, with PHI
+    # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
+    # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
+    # partial.out         [Q, Hq, splits, d] fp32  written: the slice's attention, normalised over itself
+    # partial.lse         [Q, Hq, splits] fp32     written: natural logarithm of its mass
+    # partial.taken       [Q, Hq, splits, d] fp32  written with PHI: the estimates of its tokens times their values
+    # partial.taken_mass  [Q, Hq, splits] fp32     written with PHI: their sum
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     cache_row, kv_head = row // per_row, head // LISTS
     if WAITS:
         gdc_wait()
-    start = tl.load(starts + row).to(tl.int32)
-    tail = tl.load(tail_starts + row).to(tl.int32)
-    length = tl.load(lengths + row).to(tl.int32)
+    start = tl.load(edges.starts + row).to(tl.int32)
+    tail = tl.load(edges.tail_starts + row).to(tl.int32)
+    length = tl.load(edges.lengths + row).to(tl.int32)
     group = tl.arange(0, ROWS)
     width = tl.arange(0, WIDTH)
     wide = (width < DIM)[None, :]
-    query = tl.load(q + row * q_row + (head * GROUP + group)[:, None] * q_head + width[None, :],
+    query = tl.load(q.base + row * q.row + (head * GROUP + group)[:, None] * q.head + width[None, :],
                     mask=(group < GROUP)[:, None] & wide, other=0.0)
-    k += cache_row * k_row + kv_head * k_head
-    v += cache_row * v_row + kv_head * v_head
-    key_features += cache_row * p_row + kv_head * p_head
-    log_weights += row * w_row + head * w_head
+    keys = k.base + cache_row * k.row + kv_head * k.head
+    values = v.base + cache_row * v.row + kv_head * v.head
+    features_k = key_features.base + cache_row * key_features.row + kv_head * key_features.head
+    weights = log_weights.base + row * log_weights.row + head * log_weights.head
+    anchors, table = pages.anchors, pages.table
     begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
     if PROBES > 0:
         # the chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the index
-        tokens += cache_row * t_row + head * t_head
+        own = tokens.base + cache_row * tokens.row + head * tokens.head
         probe = tl.arange(0, PADDED_PROBES)
-        bucket = tl.load(buckets + row * b_row + head * b_head + probe, mask=probe < PROBES, other=-1)
-        at_bucket = offsets + cache_row * f_row + head * f_head + tl.maximum(bucket, 0)
+        bucket = tl.load(buckets.base + row * buckets.row + head * buckets.head + probe, mask=probe < PROBES, other=-1)
+        at_bucket = offsets.base + cache_row * offsets.row + head * offsets.head + tl.maximum(bucket, 0)
         from_token = tl.load(at_bucket, mask=bucket >= 0, other=0)
         size = tl.load(at_bucket + 1, mask=bucket >= 0, other=0) - from_token
         end = tl.cumsum(size, 0)
@@ -74,7 +93,7 @@ def split_kernel(
         shift = from_token - begin
         num_listed = tl.sum(size, 0)
     else:
-        tokens += row * t_row + head * t_head
+        own = tokens.base + row * tokens.row + head * tokens.head
     if PHI:
         estimates = group >= HALF
         feature = tl.arange(0, PADDED_FEATURES)
@@ -86,9 +105,9 @@ def split_kernel(
     total = num_listed + sinks + tl.maximum(length - tail, 0)
     whole = 0
     if PAGE > 0:
-        whole = tl.load(wholes + row).to(tl.int32)
-        anchors += row * a_row
-        table += row * table_row
+        whole = tl.load(pages.whole + row).to(tl.int32)
+        anchors += row * pages.anchors_row
+        table += row * pages.table_row
         num_listed = tl.where(whole > 0, 0, num_listed)
         total = tl.where(whole > 0, whole, num_listed + length)
     parts = tl.num_programs(1)
@@ -100,28 +119,28 @@ def split_kernel(
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     if AHEAD:
         slot = split * per_split + tl.arange(0, BLOCK)
-        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
                        table, PROBES=PROBES, PAGE=PAGE)
     for at in range(split * per_split, last, BLOCK):
         if not AHEAD:
             slot = at + tl.arange(0, BLOCK)
-            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
                            table, PROBES=PROBES, PAGE=PAGE)
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
         mask = valid[:, None] & wide
         listed = valid & (slot < num_listed)
         # everything a block needs is fetched at once, and the next block's tokens with it
-        key = tl.load(k + place[:, None] * k_token + width[None, :], mask=mask, other=0.0)
-        value = tl.load(v + place[:, None] * v_token + width[None, :], mask=mask, other=0.0)
+        key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
+        value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
         if PHI:
-            feature_k = tl.load(key_features + place[:, None] * p_token + feature[None, :],
+            feature_k = tl.load(features_k + place[:, None] * key_features.token + feature[None, :],
                                 mask=listed[:, None] & there, other=0.0)
         if WEIGHTED:
-            added = tl.load(log_weights + slot, mask=listed, other=0.0).to(tl.float32)
+            added = tl.load(weights + slot, mask=listed, other=0.0).to(tl.float32)
         if AHEAD:
             slot = at + BLOCK + tl.arange(0, BLOCK)
-            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+            token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
                            table, PROBES=PROBES, PAGE=PAGE)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
         if WEIGHTED:
@@ -151,13 +170,13 @@ def split_kernel(
     slot_out = ((row * heads + head) * GROUP + group) * parts + split
     kept = group < GROUP
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(partial_lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
-    tl.store(partial + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)
+    tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
+    tl.store(partial.out + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)
     if PHI:
         slot_out -= HALF * parts
         kept = estimates & (group < HALF + GROUP)
-        tl.store(taken_mass + slot_out, mass, mask=kept)
-        tl.store(taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
+        tl.store(partial.taken_mass + slot_out, mass, mask=kept)
+        tl.store(partial.taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
 
 
 @triton.jit
@@ -167,7 +186,15 @@ def merge_kernel(
     PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr, CAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program a query head and WIDTH of its columns."""
+    """The slices put together, and with PHI what is left of the estimate of the mid region: one program a query head
+    and WIDTH of its columns."""
+    # grid: (Q·Hq, blocks of columns)
+    # partial, partial_lse  [Q, Hq, parts, d], [Q, Hq, parts] fp32    as `split_kernel` writes them; DIM = d
+    # taken, taken_mass     the same, with PHI
+    # log_scale, mass, cap  [Q, Hq] fp32        `CompletionQuery`, with PHI; cap if CAPPED
+    # numerator             [Q, Hq, d] fp32     the same
+    # out                   [Q, Hq, d]          written; strides o_row, o_head
+    # out_lse               [Q, Hq] fp32        written: natural logarithm
     row = (tl.program_id(0) // heads_q).to(tl.int64)
     head = (tl.program_id(0) % heads_q).to(tl.int64)
     at = row * heads_q + head

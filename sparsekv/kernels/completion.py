@@ -4,6 +4,7 @@ of one decode step, and what is left of the estimate once the keys that are read
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from sparsekv.kernels.launch import (
     NEG_INF,
     WIDEST,
     acc_dtype,
+    as_heads,
     dense_last,
     finite,
     on_device,
@@ -227,6 +229,16 @@ def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, stat
     return CompletionQuery(features, log_scale, mass, numerator, cap, state.features)
 
 
+class QueryOutputs(NamedTuple):
+    """What the query kernel writes: the same as in `CompletionQuery`."""
+
+    features: Tensor
+    log_scale: Tensor
+    mass: Tensor
+    numerator: Tensor
+    cap: Tensor
+
+
 def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
     """`phi_query` through Triton."""
     from sparsekv.kernels.completion_triton import query_kernel
@@ -241,14 +253,15 @@ def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiS
     found = torch.empty(count, heads_q, features, dtype=q.dtype, device=q.device)
     log_scale, mass, numerator = fresh(), fresh(), fresh(dim)
     cap = None if state.moments is None else fresh()
-    moments = (mass,) * 5 if state.moments is None else tuple(x.contiguous() for x in state.moments)
+    moments = ScoreMoments(*((mass,) * 5 if state.moments is None else (x.contiguous() for x in state.moments)))
     rank = 1 if state.moments is None else state.moments.factors.shape[2]
     together = min(QUERY_ROWS, max(1, -(-count * heads_q // QUERY_PROGRAMS)))
+    outputs = QueryOutputs(found, log_scale, mass, numerator, mass if cap is None else cap)
     query_kernel[(-(-count // together) * heads_q,)](
-        q, *(w.contiguous() for w in maps), offset, *(x.contiguous() for x in state[:3]),
-        state.m if state.centre is None else state.centre.contiguous(), *moments, found, log_scale, mass, numerator,
-        mass if cap is None else cap, count, heads_q, state.m.shape[1], count // state.m.shape[0], together,
-        *q.stride()[:2], heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
+        as_heads(q), FeatureMapWeights(*(w.contiguous() for w in maps)), offset,
+        PhiCache(*(x.contiguous() for x in state[:3])), state.m if state.centre is None else state.centre.contiguous(),
+        moments, outputs, count, heads_q, state.m.shape[1], count // state.m.shape[0], together,
+        heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
         BLOCKS=maps.alpha.shape[-1], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features),
         num_warps=QUERY_WARPS)

@@ -1,4 +1,8 @@
-"""The Triton kernels of `completion.py`; importing this module imports Triton."""
+"""The Triton kernels of `completion.py`; importing this module imports Triton.
+
+Shapes: Q queries of B rows, Hq query heads, Hkv KV heads, d the head dimension, N tokens, r features, w the width of a
+map. Features are natural logarithms where they are called so. Structs are those of `types.py` and `launch.py`.
+"""
 
 import triton
 import triton.language as tl
@@ -45,42 +49,53 @@ def cached_sums(s, kv, feature, place, features, dim, counted):
 
 @triton.jit
 def query_kernel(
-    q, w_in, b_in, w_a, b_a, w_b, alpha, w_out, b_out, offset, m, z, s, centre, mean_key, factors, rest, size, bound,
-    found, log_scale, all_mass, numerator, cap, count, heads_q, heads_kv, per_row, together, q_row, q_head, o_row, dim,
-    width, features, rank,
+    q, maps, offset, cache, centre, moments, found, count, heads_q, heads_kv, per_row, together, o_row, dim, width,
+    features, rank,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`log φ_q + offset + m` of `together` queries of one head, at most ROWS, as largest value and features relative to
     it, and what they make of the cache. The weights are read once for all of them."""
+    # grid: (blocks of queries · Hq,)
+    # q        Heads [Q, Hq, d]            with RoPE
+    # maps     `FeatureMapWeights` of the Hq query heads, of BLOCKS blocks, in the dtype of q
+    # offset   [Hq], or [Q, Hq] by stride o_row; added to log features
+    # cache    `PhiCache`: m, z [B, Hkv, r], s [B, Hkv, r, d], fp32
+    # centre   [B, Hkv, d]                 if CENTRED: mean key times the softmax scale
+    # moments  `ScoreMoments`              if CAPPED, fp32; rank = ρ
+    # found.features         [Q, Hq, r]          written, the largest 1
+    # found.log_scale, mass  [Q, Hq] fp32        written
+    # found.numerator        [Q, Hq, d] fp32     written
+    # found.cap              [Q, Hq] fp32        written if CAPPED: natural logarithm of a mass
     head = (tl.program_id(0) % heads_q).to(tl.int64)
     first = (tl.program_id(0) // heads_q).to(tl.int64) * together
     last = tl.minimum(first + together, count)
     slot, place, feature = tl.arange(0, ROWS), tl.arange(0, DIM), tl.arange(0, FEATURES)
     kept, inside = feature < features, place < dim
-    x = tl.load(q + (first + slot)[:, None] * q_row + head * q_head + place[None, :],
+    x = tl.load(q.base + (first + slot)[:, None] * q.row + head * q.head + place[None, :],
                 mask=(first + slot < last)[:, None] & inside[None, :], other=0.0)
     kv_head = head // (heads_q // heads_kv)
     # a query's sums are asked for before those of the query ahead of it are used
-    sums = cached_sums(s, first // per_row * heads_kv + kv_head, feature, place, features, dim, features)
-    h = gelu(layer(x, w_in + head * dim * width, b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH, BIAS=True))
+    sums = cached_sums(cache.s, first // per_row * heads_kv + kv_head, feature, place, features, dim, features)
+    h = gelu(layer(x, maps.w_in + head * dim * width, maps.b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH,
+                   BIAS=True))
     for step in tl.static_range(BLOCKS):
         at = head * BLOCKS + step
-        inner = gelu(layer(h, w_a + at * width * width, b_a + at * width, width, width, INSIDE=WIDTH, OUTSIDE=WIDTH,
-                           BIAS=True))
-        h += tl.load(alpha + at).to(tl.float32) * layer(inner, w_b + at * width * width, b_a, width, width,
-                                                        INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
-    logs = layer(h, w_out + head * width * features, b_out + head * features, width, features, INSIDE=WIDTH,
+        inner = gelu(layer(h, maps.w_a + at * width * width, maps.b_a + at * width, width, width, INSIDE=WIDTH,
+                           OUTSIDE=WIDTH, BIAS=True))
+        h += tl.load(maps.alpha + at).to(tl.float32) * layer(inner, maps.w_b + at * width * width, maps.b_a, width,
+                                                             width, INSIDE=WIDTH, OUTSIDE=WIDTH, BIAS=False)
+    logs = layer(h, maps.w_out + head * width * features, maps.b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
     for row in range(first, last):
         cache_row = row // per_row
         kv = cache_row * heads_kv + kv_head
-        after = cached_sums(s, (row + 1) // per_row * heads_kv + kv_head, feature, place, features, dim,
+        after = cached_sums(cache.s, (row + 1) // per_row * heads_kv + kv_head, feature, place, features, dim,
                             tl.where(row + 1 < last, features, 0))
         mine = (slot == row - first)[:, None]
         query = tl.sum(tl.where(mine, x.to(tl.float32), 0.0), 0)
-        shift = tl.load(m + kv * features + feature, mask=kept, other=0.0)
-        mass = tl.load(z + kv * features + feature, mask=kept, other=0.0)
+        shift = tl.load(cache.m + kv * features + feature, mask=kept, other=0.0)
+        mass = tl.load(cache.z + kv * features + feature, mask=kept, other=0.0)
         moved = tl.load(offset + row * o_row + head)
         log = tl.sum(tl.where(mine, logs, 0.0), 0) + moved
         log += tl.where(shift == float("-inf"), 0.0, shift)
@@ -89,24 +104,24 @@ def query_kernel(
             log += tl.where(feature >= features // 2, tl.sum(query * mean, 0), 0.0)
         log = tl.where(kept, log, float("-inf"))
         top = tl.max(log, 0)
-        rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(found.dtype.element_ty)
+        rounded = tl.exp(log - tl.where(top == float("-inf"), 0.0, top)).to(found.features.dtype.element_ty)
         exact = rounded.to(tl.float32)
         at = row * heads_q + head
-        tl.store(found + at * features + feature, rounded, mask=kept)
-        tl.store(log_scale + at, top)
-        tl.store(all_mass + at, tl.sum(exact * mass, 0))
-        tl.store(numerator + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
+        tl.store(found.features + at * features + feature, rounded, mask=kept)
+        tl.store(found.log_scale + at, top)
+        tl.store(found.mass + at, tl.sum(exact * mass, 0))
+        tl.store(found.numerator + at * dim + place, tl.sum(exact[:, None] * sums, 0), mask=inside)
         if CAPPED:
-            score = tl.sum(query * tl.load(mean_key + kv * dim + place, mask=inside, other=0.0), 0)
+            score = tl.sum(query * tl.load(moments.key + kv * dim + place, mask=inside, other=0.0), 0)
             part = tl.arange(0, RANK)
-            along = tl.sum(tl.load(factors + (kv * rank + part)[:, None] * dim + place[None, :],
+            along = tl.sum(tl.load(moments.factors + (kv * rank + part)[:, None] * dim + place[None, :],
                                    mask=(part < rank)[:, None] & inside[None, :], other=0.0) * query[None, :], 1)
-            across = tl.load(rest + kv * dim + place, mask=inside, other=0.0) * query * query
+            across = tl.load(moments.rest + kv * dim + place, mask=inside, other=0.0) * query * query
             variance = tl.sum(along * along, 0) + tl.sum(across, 0)
-            limit = tl.load(bound + cache_row)
-            expected = (tl.log(tl.load(size + cache_row)) + score + variance / 2
+            limit = tl.load(moments.bound + cache_row)
+            expected = (tl.log(tl.load(moments.size + cache_row)) + score + variance / 2
                         + log_normal_cdf(limit - tl.sqrt(variance)))
-            tl.store(cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
+            tl.store(found.cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
         sums = after
 
 
@@ -116,6 +131,11 @@ def cache_kernel(
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`(m, z, S)` of one slice of the keys, the shift raised as the blocks go by."""
+    # grid: (B·Hkv, SPLITS)
+    # logs  [B, Hkv, N, r]                log features, -inf = not counted; strides l_row, l_head, l_token
+    # v     [B, Hkv, N, d]                strides v_row, v_head, v_token
+    # m, z  [B, Hkv, SPLITS, r] fp32      written, a slice's own
+    # s     [B, Hkv, SPLITS, r, d] fp32   written, the same
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)

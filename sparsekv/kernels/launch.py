@@ -30,12 +30,12 @@ class Tokens(NamedTuple):
     token: int
 
 
-def heads_of(x: Tensor) -> Heads:
+def as_heads(x: Tensor) -> Heads:
     """x `[row, head, ...]`, dense from there on."""
     return Heads(x, x.stride(0), x.stride(1))
 
 
-def tokens_of(x: Tensor) -> Tokens:
+def as_tokens(x: Tensor) -> Tokens:
     """x `[row, head, token, channel]`, its channels side by side."""
     return Tokens(x, *x.stride()[:3])
 

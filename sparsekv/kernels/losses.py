@@ -97,10 +97,10 @@ def launch_kl_huber(student: Tensor, teacher: Tensor, mask: Tensor, weights: Wei
     gradient = torch.empty(heads, count, length, dtype=torch.float32, device=student.device)
     kl, near, away, gap, alive = torch.empty(5, heads, count, dtype=torch.float32, device=student.device)
     wide = power_of_two(length)
+    terms = Terms(kl, near, away, gap, alive, gradient)
     kl_huber_kernel[(heads * count,)](
-        student, teacher, mask, gradient, kl, near, away, gap, alive, count, length, *strides, *weights, PADDED=wide,
-        num_warps=row_warps(wide))
-    return Terms(kl, near, away, gap, alive, gradient)
+        student, teacher, mask, terms, weights, count, length, *strides, PADDED=wide, num_warps=row_warps(wide))
+    return terms
 
 
 class Outputs(NamedTuple):

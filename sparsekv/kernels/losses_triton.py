@@ -1,4 +1,9 @@
-"""The Triton kernels of `losses.py`; importing this module imports Triton."""
+"""The Triton kernels of `losses.py`; importing this module imports Triton.
+
+Shapes: H query heads of Hkv KV heads, T queries a head, N keys drawn, d the head dimension; rows = H·T. student and
+teacher `[H, T, N]` are logits, natural logarithms; mask `[H, T, N]` by strides m_head, m_row, m_key is not zero where a
+key counts for a query. All is float32 that is not said to be another.
+"""
 
 import triton
 import triton.language as tl
@@ -25,11 +30,13 @@ def or_zero(x):
 
 @triton.jit
 def kl_huber_kernel(
-    student, teacher, mask, gradient, kl, near, away, gap, alive, count, length, m_head, m_row, m_key, band, far, delta,
-    top_weight, far_weight, partition_weight, under_weight, PADDED: tl.constexpr,
+    student, teacher, mask, terms, weights, count, length, m_head, m_row, m_key, PADDED: tl.constexpr,
 ):
     """Every term of a query's loss, and the gradient with respect to its student's logits: one program a query, its row
     in registers."""
+    # grid: (H·T,)
+    # terms    `Terms`, written: [H, T], gradient [H, T, N]
+    # weights  `Weights`, numbers; thresholds and δ in nats
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, PADDED)
     inside = key < length
@@ -45,27 +52,28 @@ def kl_huber_kernel(
     p, q = p / sum_p, q / sum_q
     apart = (highest + tl.log(sum_q) - tl.log(sum_p)) * lives
     difference = tl.where(used, b - a, 0.0)
-    slope = partition_weight * tl.minimum(tl.maximum(apart, 0.0), delta) + under_weight * tl.maximum(
+    delta = weights.delta
+    slope = weights.partition * tl.minimum(tl.maximum(apart, 0.0), delta) + weights.under * tl.maximum(
         tl.minimum(apart, 0.0), -delta)
     found = q * (1 + slope) - p
 
-    error = tl.where(used & (a >= -band), difference, 0.0)
-    weight = 1 / tl.maximum(tl.sum((used & (a >= -band)).to(tl.float32), 0), 1.0)
+    error = tl.where(used & (a >= -weights.band), difference, 0.0)
+    weight = 1 / tl.maximum(tl.sum((used & (a >= -weights.band)).to(tl.float32), 0), 1.0)
     pull = tl.minimum(tl.maximum(error, -delta), delta)
-    tl.store(near + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
-    found += pull * (weight * top_weight)
+    tl.store(terms.near + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
+    found += pull * (weight * weights.top)
 
-    beyond = used & (a < -far)
-    error = tl.where(beyond, tl.maximum(b + band, 0.0), 0.0)
+    beyond = used & (a < -weights.far)
+    error = tl.where(beyond, tl.maximum(b + weights.band, 0.0), 0.0)
     weight = 1 / tl.maximum(tl.sum(beyond.to(tl.float32), 0), 1.0)
     pull = tl.minimum(error, delta)
-    tl.store(away + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
-    found += pull * (weight * far_weight)
+    tl.store(terms.away + row, tl.sum(pull * error - 0.5 * pull * pull, 0) * weight)
+    found += pull * (weight * weights.distant)
 
-    tl.store(kl + row, (apart - tl.sum(p * difference, 0)) * lives)
-    tl.store(gap + row, apart)
-    tl.store(alive + row, lives)
-    tl.store(gradient + row * length + key, tl.where(used, found, 0.0), mask=inside)
+    tl.store(terms.kl + row, (apart - tl.sum(p * difference, 0)) * lives)
+    tl.store(terms.gap + row, apart)
+    tl.store(terms.alive + row, lives)
+    tl.store(terms.gradient + row * length + key, tl.where(used, found, 0.0), mask=inside)
 
 
 @triton.jit
@@ -75,6 +83,10 @@ def mass_kernel(
 ):
     """The log masses of a query's output, anchors included: by the teacher, by the student, and (READS) by the teacher
     for the keys whose logits are the `best` largest, by the student for the others; and the least of those logits."""
+    # grid: (H·T,)
+    # anchor  [H, T]              log mass of the anchors
+    # least   [H, T]              written if READS
+    # masses  [2 or 3, H, T]      written: by teacher, by student, by both if READS
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, PADDED)
     inside = key < length
@@ -130,6 +142,10 @@ def outputs_kernel(
 ):
     """What the drawn keys give to WIDTH numbers of a block of outputs of one KV head: by teacher, student and (READS)
     both."""
+    # grid: (Hkv, blocks of of_head = H / Hkv · T outputs, blocks of WIDTH)
+    # values         [Hkv, N, d]
+    # least, masses  as `mass_kernel` writes them
+    # outs           [2 or 3, H, T, d]    written
     head = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, row, width = own < of_head, head * of_head + own, tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -163,6 +179,12 @@ def output_gradient_kernel(
 ):
     """The gradient of the outputs' errors with respect to a block of the student's logits: a key's share times what its
     value lies along the slope beyond the output itself."""
+    # grid: (Hkv, blocks of of_head = H / Hkv · T outputs, blocks of keys)
+    # values         [Hkv, N, d]
+    # least, masses  as `mass_kernel` writes them
+    # slopes         [1 or 2, H, T, d]    gradient of the error with respect to outputs, by student, by both
+    # along          [1 or 2, H, T]       its product with the output
+    # gradient       [H, T, N]            written
     head = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, row = own < of_head, head * of_head + own

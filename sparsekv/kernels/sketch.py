@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsekv.kernels.codes import KEYS_AT_ONCE, Sketch, lower_channels, row_stride
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.histogram import BINS, HEADER, best_tokens_reference, bins_of
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, dense_last, heads_of, on_device, overlaps, power_of_two
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_heads, dense_last, on_device, overlaps, power_of_two
 from sparsekv.kernels.routing import (
     RunArguments,
     empty_runs,
@@ -181,7 +181,7 @@ def launch_prepare(
         pdl = {"launch_pdl": True} if overlap else {}
     most, wide = power_of_two(group), padded_buckets(buckets)
     prepare_kernel[(lists + count * heads_q,)](
-        table, heads_of(q), maps, planes, steps, histogram, scale, lists, heads, per_row, buckets, widest,
+        table, as_heads(q), maps, planes, steps, histogram, scale, lists, heads, per_row, buckets, widest,
         dim, row_stride(maps, 4), size, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank, BYTES=width,
         WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
         num_warps=rank_warps(most * wide), **pdl)

@@ -32,6 +32,17 @@ class SeatState(NamedTuple):
     arrived: Tensor
 
 
+class SeatOutputs(NamedTuple):
+    """What the first launch writes, as in `seats.Found`: `[R]` each, single, known and wants bool, own and seat
+    int64."""
+
+    single: Tensor
+    own: Tensor
+    known: Tensor
+    seat: Tensor
+    wants: Tensor
+
+
 def launch_follow(
     lengths: Tensor, starts: Tensor, table: Tensor, slots: Tensor, state: SeatState, unsorted: Tensor | None,
     found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], *, noted: int, step: int, page: int, dense_below: int,
@@ -48,10 +59,10 @@ def launch_follow(
     # where there is nothing to note the kernel is the same, and writes nothing
     at = state.arrived if unsorted is None else unsorted
     follow_kernel[(rows,)](
-        lengths, starts, slots, table, at, *state, *found, rows, slots.shape[0], 0 if unsorted is None else noted, step,
-        count, at.shape[0] - 1, table.stride(0), state.table.stride(0), table.shape[1],
-        min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page, SEATS=power_of_two(count + 1),
-        TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), NOWHERE=NOWHERE,
+        lengths, starts, slots, table, at, state, SeatOutputs(*found), rows, slots.shape[0],
+        0 if unsorted is None else noted, step, count, at.shape[0] - 1, table.stride(0), state.table.stride(0),
+        table.shape[1], min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page,
+        SEATS=power_of_two(count + 1), TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), NOWHERE=NOWHERE,
         num_warps=WARPS)
 
 

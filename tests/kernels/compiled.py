@@ -9,6 +9,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparsekv.kernels import (
+    FeatureMapWeights,
+    PhiCache,
+    ScoreMoments,
     attend,
     attention_mass,
     codes,
@@ -38,7 +41,7 @@ from sparsekv.kernels.bucket_mass import ROWS
 from sparsekv.kernels.bucket_sums import BLOCK as SUMS
 from sparsekv.kernels.bucket_sums import ROWS as AGAINST
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
-from sparsekv.kernels.launch import Heads, at_once
+from sparsekv.kernels.launch import Heads, Tokens, at_once
 from sparsekv.kernels.routing import RunArguments
 from sparsekv.serving import seating
 from sparsekv.serving import seating_triton as se
@@ -64,10 +67,8 @@ OWN: dict[Any, dict[str, str]] = {
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
-    se.follow_kernel: {
-        **dict.fromkeys("slots seat_length seat_last seat_tail seat_used own seat".split(), "*i64"),
-        **dict.fromkeys("lengths starts table seat_table arrived".split(), "*i32"),
-        **dict.fromkeys("unsorted single known wants".split(), "*i1"), "tokens": "i32"},
+    se.follow_kernel: {"slots": "*i64", **dict.fromkeys("lengths starts table".split(), "*i32"), "unsorted": "*i1",
+                       "tokens": "i32"},
     se.lanes_kernel: {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
@@ -85,8 +86,29 @@ OWN: dict[Any, dict[str, str]] = {
 
 
 RUN = RunArguments("*fp32", "*i32", "*i64", "*i64", "*i32", "*i32")
+
+
+def heads(base: Any) -> Any:
+    return Heads(base, "i32", "i32")
+
+
+def tokens(base: Any) -> Any:
+    return Tokens(base, "i32", "i32", "i32")
+
+
 STRUCTS: dict[Any, dict[str, Any]] = {
-    r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": Heads("half", "i32", "i32")},
+    r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
+    a.split_kernel: {
+        "q": heads("half"), **{n: tokens("half") for n in ("k", "v", "key_features")},
+        **{n: heads("*i32") for n in ("tokens", "offsets", "buckets")}, "log_weights": heads("*fp32"),
+        "edges": attend.Edges(*["*i64"] * 3), "pages": attend.PageArguments(*["*i32"] * 3, "i32", "i32"),
+        "partial": attend.Partial(*["*fp32"] * 4)},
+    c.query_kernel: {
+        "q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "cache": PhiCache(*["*fp32"] * 3),
+        "moments": ScoreMoments(*["*fp32"] * 5), "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
+    se.follow_kernel: {"seats": seating.SeatState(*["*i64"] * 4, "*i32", "*i32"),
+                       "found": seating.SeatOutputs("*i1", "*i64", "*i1", "*i64", "*i1")},
+    lo.kl_huber_kernel: {"terms": losses.Terms(*["*fp32"] * 6), "weights": losses.Weights(*["fp32"] * 7)},
 }
 
 
@@ -99,7 +121,7 @@ def typed(kind: Any, half: str) -> Any:
 
 def check(
     kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
-    **own: str,
+    **own: Any,
 ) -> None:
     types: dict[str, Any] = {name: kind for kind, names in KINDS.items() for name in names.split()}
     types |= OWN.get(kernel, {}) | STRUCTS.get(kernel, {}) | own
@@ -138,7 +160,8 @@ def main() -> None:
     many = attend.COMPLETED_MANY
     check(a.split_kernel, split(128, 4, many, phi=True), many.warps, "bf16", SHARED, stages=many.stages)
     check(a.split_kernel, split(80, 1, completed, probes=32, phi=True), completed.warps, "bf16", (89,))
-    check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k="*fp8e4nv", v="*fp8e4nv")
+    check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
+          v=tokens("*fp8e4nv"))
     check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
     check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
