@@ -12,10 +12,10 @@ from torch import Tensor
 from sparsekv.kernels.launch import NEG_INF, at_once, on_device, padded
 
 TILE_ELEMENTS = 4_000_000
-ROWS = 64
-BLOCK = 64
+QUERIES_AT_ONCE = 64
+KEYS_AT_ONCE = 64
 PROGRAMS = 2048
-SLOTS = 128
+MERGED_AT_ONCE = 128
 STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mid", "entropy_mid")
 
 
@@ -107,17 +107,18 @@ def launch_statistics(
     part = queries.new_empty(splits, 6, rows, dtype=torch.float32)
     part_best, best = (queries.new_empty(*shape, dtype=torch.int32) for shape in ((splits, rows), (heads_q, count)))
     out = queries.new_empty(len(STATISTICS), heads_q, count, dtype=torch.float32)
-    summary_kernel[(-(-count // ROWS), heads_q, splits)](
+    summary_kernel[(-(-count // QUERIES_AT_ONCE), heads_q, splits)](
         queries, keys, positions, part, part_best, scale, count, sink_size, window_size, rows, span, keys.stride(0),
-        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=ROWS, DIM=dim, WIDTH=padded(dim),
-        BLOCK=at_once(BLOCK, padded(dim) * keys.element_size()), num_warps=4, num_stages=2)
-    merge_kernel[(-(-rows // SLOTS),)](
-        part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=SLOTS, num_warps=4)
+        keys.stride(1), GROUP=heads_q // keys.shape[0], ROWS=QUERIES_AT_ONCE, DIM=dim, WIDTH=padded(dim),
+        BLOCK=at_once(KEYS_AT_ONCE, padded(dim) * keys.element_size()), num_warps=4, num_stages=2)
+    merge_kernel[(-(-rows // MERGED_AT_ONCE),)](
+        part, part_best, positions, out, best, count, sink_size, window_size, rows, splits, SLOTS=MERGED_AT_ONCE,
+        num_warps=4)
     return dict(zip(STATISTICS, out.unbind(0), strict=True)) | {"top1_position": best}
 
 
 def _stretches(heads: int, count: int, keys: int) -> tuple[int, int]:
     """Keys of a stretch, and how many stretches: enough programs for a large device, none too short."""
-    wanted = max(1, PROGRAMS // (heads * -(-count // ROWS)))
-    span = max(4 * BLOCK, -(-keys // (wanted * BLOCK)) * BLOCK)
+    wanted = max(1, PROGRAMS // (heads * -(-count // QUERIES_AT_ONCE)))
+    span = max(4 * KEYS_AT_ONCE, -(-keys // (wanted * KEYS_AT_ONCE)) * KEYS_AT_ONCE)
     return span, -(-keys // span)

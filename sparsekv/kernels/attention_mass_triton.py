@@ -10,6 +10,13 @@ def summary_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Sums over one stretch, relative to its own largest score."""
+    # grid: (blocks of queries, Hq, stretches of span keys)
+    # q          [Hq, T, d]                      with RoPE; count = T, DIM = d, rows = Hq·T
+    # k          [Hkv, N, d]                     with RoPE; strides k_head, k_token
+    # positions  [T] int32                       the last key that a query sees
+    # part       [stretches, 6, rows] fp32       written: largest score, then sums of exp(score - largest): all, sink,
+    #                                            mid region; the latter's times (score - largest); best score
+    # part_best  [stretches, rows] int32         written: the best key outside the sink
     head = tl.program_id(1).to(tl.int64)
     stretch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -67,6 +74,11 @@ def summary_kernel(
 @triton.jit
 def merge_kernel(part, part_best, positions, out, best, count, sink, window, rows, splits, SLOTS: tl.constexpr):
     """All stretches of a query together, and the statistics from the sums."""
+    # grid: (blocks of SLOTS rows,)
+    # part, part_best  as `summary_kernel` writes them; splits = stretches
+    # positions        [T] int32            count = T
+    # out              [7, rows] fp32       written: STATISTICS, in their order; scores are natural logarithms
+    # best             [rows] int32         written: the best key outside the sink, -1 = none
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     there = slot < rows
     plane = rows.to(tl.int64)

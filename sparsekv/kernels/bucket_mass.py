@@ -13,8 +13,8 @@ from torch import Tensor
 from sparsekv.kernels.indexing import sort_by_bucket
 from sparsekv.kernels.launch import NEG_INF, at_once, on_device, padded
 
-ROWS = 64
-BLOCKS = (16, 32, 64)
+QUERIES_AT_ONCE = 64
+KEYS_AT_ONCE = (16, 32, 64)
 CHUNK_BYTES = 1 << 30
 PROGRAMS = 1024
 
@@ -33,7 +33,7 @@ def bucket_mass(
     out = torch.empty(heads_q, count, num_buckets, dtype=dtype, device=queries.device)
     index = sorted_keys(keys, bucket, num_buckets) if fast else None
     regions: dict[str, Any] = {"scale": scale, "sink_size": sink_size, "window_size": window_size}
-    chunk = max(ROWS, CHUNK_BYTES // (4 * heads_q * (num_buckets if fast else 2 * keys.shape[1])))
+    chunk = max(QUERIES_AT_ONCE, CHUNK_BYTES // (4 * heads_q * (num_buckets if fast else 2 * keys.shape[1])))
     for a in range(0, count, chunk):
         part = slice(a, a + chunk)
         if index is not None:
@@ -81,13 +81,13 @@ def launch_log_mass(
     buckets = offsets.shape[1] - 1
     queries, positions = queries.to(keys.dtype).contiguous(), positions.to(torch.int32).contiguous()
     out = torch.empty(heads_q, count, buckets, dtype=torch.float32, device=queries.device)
-    blocks = -(-count // ROWS)
+    blocks = -(-count // QUERIES_AT_ONCE)
     parts = min(buckets, max(1, -(-PROGRAMS // (blocks * heads_q))))
     per_part = -(-buckets // parts)
-    block = next((b for b in BLOCKS if b * buckets >= length), BLOCKS[-1])
-    block = min(block, at_once(BLOCKS[-1], padded(dim) * keys.element_size()))
+    block = next((b for b in KEYS_AT_ONCE if b * buckets >= length), KEYS_AT_ONCE[-1])
+    block = min(block, at_once(KEYS_AT_ONCE[-1], padded(dim) * keys.element_size()))
     bucket_mass_kernel[(blocks, heads_q, -(-buckets // per_part))](
         queries, keys, where, offsets, positions, out, scale, count, length, buckets, per_part, sink_size, window_size,
-        GROUP=heads_q // heads_kv, ROWS=ROWS, DIM=dim, WIDTH=padded(dim), BLOCK=block,
+        GROUP=heads_q // heads_kv, ROWS=QUERIES_AT_ONCE, DIM=dim, WIDTH=padded(dim), BLOCK=block,
         num_warps=4, num_stages=2)
     return out

@@ -9,6 +9,14 @@ def bucket_mass_kernel(
     q, k, where, offsets, positions, out, scale, count, length, buckets, per_part, sink, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    """The logarithm of the mass of per_part buckets for ROWS queries of one head, over keys sorted by bucket."""
+    # grid: (blocks of queries, Hq, parts of the buckets)
+    # q          [Hq, T, d]           with RoPE; count = T, DIM = d
+    # k          [Hkv, N, d]          with RoPE, in the order of where; length = N
+    # where      [Hkv, N] int32       a key's place in the context
+    # offsets    [Hkv, C + 1] int32   where buckets begin in k; buckets = C
+    # positions  [Hq, T] int32        the last key that a query sees
+    # out        [Hq, T, C] fp32      written: natural logarithm, -inf for none
     head = tl.program_id(1).to(tl.int64)
     head_kv = head // GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

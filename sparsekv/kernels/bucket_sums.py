@@ -9,8 +9,8 @@ from torch import Tensor
 from sparsekv.kernels.indexing import sort_by_bucket
 from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
 
-BLOCK, ROWS, WARPS = 32, 64, 4
-TWIN_BLOCK = 8192
+SUMMED_AT_ONCE, COMPARED_AT_ONCE, WARPS = 32, 64, 4
+TWIN_KEYS = 8192
 
 
 def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def bucket_sums_reference(x: Tensor, bucket: Tensor, used: Tensor | None, num_bu
     counts = torch.zeros(*place.shape[:-1], num_buckets + 1, dtype=acc, device=x.device)
     counts.scatter_add_(-1, place, torch.ones_like(place, dtype=acc))
     sums = torch.zeros(*place.shape[:-1], num_buckets + 1, x.shape[-1], dtype=acc, device=x.device)
-    for part, own in zip(x.split(TWIN_BLOCK, dim=-2), place.split(TWIN_BLOCK, dim=-1), strict=True):
+    for part, own in zip(x.split(TWIN_KEYS, dim=-2), place.split(TWIN_KEYS, dim=-1), strict=True):
         sums.scatter_add_(-2, own[..., None].expand(*own.shape, x.shape[-1]), part.to(acc).expand(*own.shape, -1))
     return counts[..., :-1], sums[..., :-1, :]
 
@@ -47,7 +47,7 @@ def launch_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int
     sums = torch.empty(batch, heads, num_buckets, width, dtype=torch.float32, device=x.device)
     sums_kernel[(batch * heads * num_buckets,)](
         x, order, offsets, sums, heads, num_buckets, length, *x.stride()[:3], DIM=width, WIDTH=padded(width),
-        BLOCK=BLOCK, num_warps=WARPS)
+        BLOCK=SUMMED_AT_ONCE, num_warps=WARPS)
     return offsets.diff(dim=-1).float(), sums
 
 
@@ -60,7 +60,7 @@ def against_bucket(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> 
 def against_bucket_reference(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:
     """`against_bucket` in plain torch."""
     acc, parts = acc_dtype(x), []
-    for part, own in zip(x.split(TWIN_BLOCK, dim=2), bucket.split(TWIN_BLOCK, dim=2), strict=True):
+    for part, own in zip(x.split(TWIN_KEYS, dim=2), bucket.split(TWIN_KEYS, dim=2), strict=True):
         mine = table.gather(2, own.long()[..., None].expand(*own.shape, x.shape[-1])).to(acc)
         parts.append((part.to(acc) - mine).norm(dim=-1) if apart else (part.to(acc) * mine).sum(-1))
     return torch.cat(parts, dim=2)
@@ -73,7 +73,7 @@ def launch_against(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> 
     x, table, bucket = dense_last(x), table.contiguous(), bucket.contiguous()
     batch, heads, length, width = x.shape
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=x.device)
-    rows_kernel[(batch * heads, -(-length // ROWS))](
+    rows_kernel[(batch * heads, -(-length // COMPARED_AT_ONCE))](
         x, table, bucket, out, heads, table.shape[2], length, *x.stride()[:3], *table.stride()[:2], DIM=width,
-        WIDTH=padded(width), BLOCK=ROWS, APART=apart, num_warps=WARPS)
+        WIDTH=padded(width), BLOCK=COMPARED_AT_ONCE, APART=apart, num_warps=WARPS)
     return out

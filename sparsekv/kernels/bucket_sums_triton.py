@@ -9,7 +9,12 @@ def sums_kernel(
     x, order, offsets, sums, heads, num_buckets, length, x_row, x_head, x_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The rows of one bucket of one row and head."""
+    """The sum over one bucket of one row and head."""
+    # grid: (B·H·C,)
+    # x        [B, H, N, d]            strides x_row, x_head, x_token; DIM = d, length = N
+    # order    [B, H, N] int32         tokens by bucket
+    # offsets  [B, H, C + 1] int32     where buckets begin in the order; num_buckets = C
+    # sums     [B, H, C, d] fp32       written
     at = (tl.program_id(0) // num_buckets).to(tl.int64)
     bucket = tl.program_id(0) % num_buckets
     x += (at // heads) * x_row + (at % heads) * x_head
@@ -33,6 +38,11 @@ def rows_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr,
 ):
     """Product of BLOCK rows with their bucket's row of the table, or their distance from it."""
+    # grid: (B·H, blocks of rows)
+    # x       [B, H, N, d]      strides x_row, x_head, x_token; DIM = d, length = N
+    # table   [B, H, C, d]      strides t_row, t_head
+    # bucket  [B, H, N] int32
+    # out     [B, H, N] fp32    written: inner product or, APART, distance
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -18,7 +18,7 @@ from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, padded
 
 ENCODE_KEYS, ENCODE_DEPTH, ENCODE_WARPS = 64, 64, 4
 """Keys that a program encodes, and how much of the head dimension it holds at once."""
-KEYS_AT_ONCE = 8192
+TWIN_KEYS = 8192
 """Keys that the twins take at once."""
 
 
@@ -52,7 +52,7 @@ def encode_keys_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
     maps, centre = sketch.keys.to(acc), sketch.centre.to(acc)[..., None, :]
     top, whole = largest(rank, width, keys.device), 2 * width - rank
     parts = []
-    for part in keys.split(KEYS_AT_ONCE, dim=2):
+    for part in keys.split(TWIN_KEYS, dim=2):
         codes = (part.to(acc) @ maps - centre + 0.5).floor_().clamp_(-top, top).to(torch.int8)
         alone, low, high = codes.split([whole, width - whole, width - whole], dim=-1)
         parts.append(torch.cat([alone, low + 16 * high], dim=-1))

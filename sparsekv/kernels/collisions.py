@@ -1,7 +1,7 @@
 """Keys that share hash tables with a query: who is sampled by MagicPIG (Chen et al. 2024, §4).
 
-A program compares a block of keys of one KV head with up to `ROWS` of the head's queries at once: a decode step reads
-the codes from memory once, and neither comparisons nor counts are ever written.
+A program compares a block of keys of one KV head with up to `QUERIES_AT_ONCE` of the head's queries: a decode step
+reads the codes from memory once, and neither comparisons nor counts are ever written.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsekv.kernels.launch import power_of_two
 
 TABLES_AT_ONCE = 32
-ROWS, PAIRS, BLOCK, WIDTH, WARPS = 8, 64, 32, 16, 1
+QUERIES_AT_ONCE, PAIRS, KEYS_AT_ONCE, WIDTH, WARPS = 8, 64, 32, 16, 1
 
 
 def collisions(codes: Tensor, queries: Tensor, *, least: int = 2) -> Tensor:
@@ -52,8 +52,8 @@ def launch_collisions(codes: Tensor, queries: Tensor, *, least: int = 2) -> Tens
     out = torch.empty(*queries.shape[:3], length, dtype=torch.bool, device=codes.device)
     if not out.numel():
         return out
-    rows = min(ROWS, power_of_two(group * count))
-    parts, block = -(-group * count // rows), min(BLOCK, PAIRS // rows)
+    rows = min(QUERIES_AT_ONCE, power_of_two(group * count))
+    parts, block = -(-group * count // rows), min(KEYS_AT_ONCE, PAIRS // rows)
     # the parts of the queries lie side by side: the later ones find the codes in the L2 cache
     collision_kernel[(batch * heads * parts, -(-length // block))](
         codes, queries, out, heads, parts, group * count, count, length, least, codes.stride(0), codes.stride(1),

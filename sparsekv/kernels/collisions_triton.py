@@ -11,6 +11,11 @@ def collision_kernel(
     C_TOKEN: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, TABLES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):
+    """Whether BLOCK keys share at least `least` hash tables with each of ROWS queries of one KV head's group."""
+    # grid: (B·Hkv · parts of the queries, blocks of keys)
+    # codes    [B, Hkv, N, L] int16    buckets of keys; strides c_row, c_head, C_TOKEN, c_table; TABLES = L
+    # queries  [B, Hq, T, L] int16     buckets of queries; strides q_row, q_head, q_token, q_table
+    # out      [B, Hq, T, N] bool      written; total = Hq / Hkv · T, count = T, length = N
     place = tl.program_id(0) // parts
     row = (place // heads).to(tl.int64)
     head = (place % heads).to(tl.int64)
@@ -18,20 +23,21 @@ def collision_kernel(
     first = tl.program_id(1) * BLOCK
     near = tl.arange(0, BLOCK)
     token = first + near
-    asks = queries + row * q_row + (head * GROUP + query // count) * q_head + (query % count).to(tl.int64) * q_token
+    query_codes = queries + row * q_row + (head * GROUP + query // count) * q_head
+    query_codes += (query % count).to(tl.int64) * q_token
     # C_TOKEN and STEP are known when compiling: several codes a load, and few registers for addresses
     begin = tl.multiple_of(row * c_row + head * c_head, STEP) + first.to(tl.int64) * C_TOKEN
-    holds = codes + begin + near.to(tl.int64) * C_TOKEN
+    key_codes = codes + begin + near.to(tl.int64) * C_TOKEN
     # [queries, keys, tables] from the start, so that the codes stay in the registers they are loaded to
-    asks, holds = asks[:, None, None], holds[None, :, None]
+    query_codes, key_codes = query_codes[:, None, None], key_codes[None, :, None]
     of_query, of_key = (query < total)[:, None, None], (token < length)[None, :, None]
     hits = tl.zeros([ROWS, BLOCK, WIDTH], tl.float32)
     for at in range(0, TABLES, WIDTH):
         table = (at + tl.arange(0, WIDTH))[None, None, :]
         inside = table < TABLES
         # past the last table 0 meets 1
-        mine = tl.load(asks + table.to(tl.int64) * q_table, mask=of_query & inside, other=1)
-        theirs = tl.load(holds + table.to(tl.int64) * c_table, mask=of_key & inside, other=0)
+        mine = tl.load(query_codes + table.to(tl.int64) * q_table, mask=of_query & inside, other=1)
+        theirs = tl.load(key_codes + table.to(tl.int64) * c_table, mask=of_key & inside, other=0)
         # floats hold 16 bits exactly, and comparing them gives the number to add in one instruction
         hits += (mine.to(tl.float32) == theirs.to(tl.float32)).to(tl.float32)
     slot = (place.to(tl.int64) * total + query)[:, None] * length + token[None, :]

@@ -28,7 +28,7 @@ RANK = 16
 """Rows in which the covariance of the keys is kept."""
 REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
-BLOCK, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
+KEYS_AT_ONCE, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
 PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 128, 16
 """Programs wanted of the cache's sums and of the query's side, and the most queries of one program of the latter: they
 run beside the selection and must leave it room."""
@@ -160,9 +160,9 @@ def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
 
 
 def cache_block(numbers: int, size: int) -> int:
-    """Keys at once, of values and features that are so many numbers of `size` bytes: few where BLOCK would want
-    more shared memory than a large device has. BLOCK was tuned for 128 of each, and does not fit sm_86 and sm_89."""
-    return BLOCK if size <= 2 and numbers <= 256 else 16
+    """Keys at once, of values and features that are so many numbers of `size` bytes: few where KEYS_AT_ONCE would want
+    more shared memory than a large device has. It was tuned for 128 of each, and does not fit sm_86 and sm_89."""
+    return KEYS_AT_ONCE if size <= 2 and numbers <= 256 else 16
 
 
 def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:

@@ -10,6 +10,10 @@ def gather_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """BLOCK tokens of one query and head."""
+    # grid: (blocks of tokens, Q·H)
+    # source  [B, H, N, d]          in page-locked memory of the host; strides s_row, s_head, s_token; DIM = d
+    # index   [Q, H, K] integers    count = K
+    # out     [Q, H, K, d]          written
     pair = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, WIDTH)

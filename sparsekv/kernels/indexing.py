@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import acc_dtype, at_once, dense_last, on_device, padded
 
-BLOCK, BUCKETS, WARPS, STAGES = 128, 64, 4, 3
+ASSIGNED_AT_ONCE, BUCKETS_AT_ONCE, WARPS, STAGES = 128, 64, 4, 3
 ROW_BYTES = 256
-"""The widest key of which BLOCK are compared with BUCKETS buckets at once."""
-KEYS_AT_ONCE = 8192
+"""The widest key of which ASSIGNED_AT_ONCE are compared with BUCKETS_AT_ONCE buckets at once."""
+TWIN_KEYS = 8192
 
 
 def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
 def assign_buckets_reference(keys: Tensor, centroids: Tensor) -> Tensor:
     """`assign_buckets` in plain torch, some keys at a time."""
     acc = acc_dtype(keys)
-    parts = [(part.to(acc) @ centroids.to(acc).mT).argmax(-1) for part in keys.split(KEYS_AT_ONCE, dim=2)]
+    parts = [(part.to(acc) @ centroids.to(acc).mT).argmax(-1) for part in keys.split(TWIN_KEYS, dim=2)]
     return torch.cat(parts, dim=2).to(torch.int32)
 
 
@@ -36,12 +36,12 @@ def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
     batch, heads, length, dim = keys.shape
     buckets = centroids.shape[-2]
     row_bytes = padded(dim) * keys.element_size()
-    block = at_once(BLOCK, row_bytes, ROW_BYTES)
+    block = at_once(ASSIGNED_AT_ONCE, row_bytes, ROW_BYTES)
     assigned = torch.empty(batch, heads, length, dtype=torch.int32, device=keys.device)
     assign_kernel[(batch * heads, -(-length // block))](
         keys, centroids, assigned, heads, length, buckets, dim, *keys.stride()[:3],
         centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=block,
-        BUCKETS=at_once(BUCKETS, row_bytes, ROW_BYTES), DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
+        BUCKETS=at_once(BUCKETS_AT_ONCE, row_bytes, ROW_BYTES), DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
     return assigned
 
 

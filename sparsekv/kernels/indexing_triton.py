@@ -10,6 +10,10 @@ def assign_kernel(
     BLOCK: tl.constexpr, BUCKETS: tl.constexpr, DIM: tl.constexpr,
 ):
     """The centroid with the largest inner product, for BLOCK keys; the first of equals."""
+    # grid: (B·H, blocks of keys)
+    # keys       [B, H, N, d]              strides k_row, k_head, k_token; length = N
+    # centroids  [B or 1, H, C, d]         in the dtype of keys; strides c_row (0 where all rows share them), c_head
+    # assigned   [B, H, N] int32           written
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -14,7 +14,7 @@ from sparsekv.kernels.launch import on_device, padded, power_of_two
 NEG = -1e9
 LONGEST = 8192
 """Keys of the longest row that a program holds."""
-ROWS, BLOCK, WIDTH, WARPS = 64, 32, 64, 8
+QUERIES_AT_ONCE, KEYS_AT_ONCE, WIDTH, WARPS = 64, 32, 64, 8
 """Queries and keys of a block, and how much of the head dimension is taken together."""
 
 
@@ -184,16 +184,17 @@ def launch_output_error(
         student, teacher, mask, anchor, least, masses, rows, count, length, best_of(read, length), *strides,
         PADDED=wide, READS=read > 0, num_warps=row_warps(wide))
     of_head, width = rows // values.shape[0], min(WIDTH, padded(dim))
-    tile: dict[str, Any] = {"ROWS": ROWS, "BLOCK": BLOCK, "WIDTH": width, "READS": read > 0, "num_warps": WARPS}
+    tile: dict[str, Any] = {"ROWS": QUERIES_AT_ONCE, "BLOCK": KEYS_AT_ONCE, "WIDTH": width, "READS": read > 0,
+                            "num_warps": WARPS}
     outs = torch.empty(cases, heads, count, dim, dtype=torch.float32, device=device)
-    grid = values.shape[0], -(-of_head // ROWS)
+    grid = values.shape[0], -(-of_head // QUERIES_AT_ONCE)
     outputs_kernel[(*grid, -(-dim // width))](
         student, teacher, mask, values, least, masses, outs, rows, of_head, count, length, dim, *strides, **tile)
     outs += torch.exp(anchor - masses)[..., None] * outputs.anchor_out
     error, slopes = slope_of(outs[1:], outs[0])
     along = (outs[1:] * slopes).sum(-1)
     gradient = torch.empty(heads, count, length, dtype=torch.float32, device=device)
-    output_gradient_kernel[(*grid, -(-length // BLOCK))](
+    output_gradient_kernel[(*grid, -(-length // KEYS_AT_ONCE))](
         student, teacher, mask, values, least, masses, slopes.contiguous(), along.contiguous(), gradient, rows, of_head,
         count, length, dim, *strides, **tile)
     return error.sum(0), gradient

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.codes import KEYS_AT_ONCE, Sketch, lower_channels, row_stride
+from sparsekv.kernels.codes import TWIN_KEYS, Sketch, lower_channels, row_stride
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.histogram import BINS, HEADER, best_tokens_reference, bins_of
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_heads, dense_last, on_device, overlaps, power_of_two
@@ -105,7 +105,7 @@ def sketch_scores_reference(
     if tokens is None:
         assert first is not None and last is not None
         side = side.unflatten(0, (codes.shape[0], -1))
-        logits = torch.cat([_products(side, part[:, None]) for part in codes.split(KEYS_AT_ONCE, dim=2)],
+        logits = torch.cat([_products(side, part[:, None]) for part in codes.split(TWIN_KEYS, dim=2)],
                            dim=-1).flatten(0, 1)
         place = torch.arange(codes.shape[2], device=q.device)
         used = ((place >= first[:, None]) & (place < last[:, None]))[:, None]

@@ -18,7 +18,7 @@ from sparsekv.kernels.launch import (
     power_of_two,
 )
 
-BLOCK, WARPS, PROGRAMS = 64, 4, 264
+KEYS_AT_ONCE, WARPS, PROGRAMS = 64, 4, 264
 STAGES_BYTES = 96 * 1024
 """Keys and values on their way to one program: as much as the smallest of the supported devices' shared memory."""
 
@@ -77,7 +77,7 @@ def decode_attention_reference(
 
 def stages_of(dim: int, size: int) -> int:
     """Blocks of keys and values of `size` bytes an element that are loaded ahead."""
-    return max(1, min(4, STAGES_BYTES // (2 * BLOCK * padded(dim) * size)))
+    return max(1, min(4, STAGES_BYTES // (2 * KEYS_AT_ONCE * padded(dim) * size)))
 
 
 def launch_decode(
@@ -91,7 +91,7 @@ def launch_decode(
     batch, heads_q, dim = q.shape
     heads = k.shape[1]
     group = heads_q // heads
-    block = at_once(BLOCK, padded(dim) * q.element_size())
+    block = at_once(KEYS_AT_ONCE, padded(dim) * q.element_size())
     splits = max(1, min(MAX_SPLITS, -(-PROGRAMS // (batch * heads)), -(-k.shape[2] // block)))
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=q.device)

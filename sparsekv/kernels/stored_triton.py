@@ -10,6 +10,11 @@ def append_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """One new token of one row and KV head into its place, the last of the row's length."""
+    # grid: (B·Hkv,)
+    # k, v     [B, Hkv, 1, d]    the new token; strides k_row, k_head and v_row, v_head; DIM = d
+    # keys     [B, Hkv, N, d]    written; strides c_row, c_head, c_token
+    # values   [B, Hkv, N, d]    written; strides w_row, w_head, w_token
+    # lengths  [B] integers      tokens of a row, the new one included
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     place = tl.load(lengths + row).to(tl.int64) - 1
@@ -29,6 +34,13 @@ def decode_kernel(
     STAGES: tl.constexpr,
 ):
     """One stretch of the tokens of one row, for one KV head and its GROUP query heads."""
+    # grid: (B·Hkv, splits)
+    # q            [B, Hq, d]                  strides q_row, q_head; DIM = d
+    # k, v         [B, Hkv, N, d]              strides k_row, k_head, k_token and v_row, v_head, v_token
+    # starts       [B] integers                the first token of a row
+    # lengths      [B] integers                one behind its last
+    # partial      [B, Hq, splits, d] fp32     written: the stretch's attention, normalised over itself
+    # partial_lse  [B, Hq, splits] fp32        written: natural logarithm of its mass
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, at_once, dense_last, on_device, padded, power_of_two
 
-BLOCK, WARPS = 128, 4
-VOTE_BLOCK = 256
+KEYS_AT_ONCE, WARPS = 128, 4
+VOTES_AT_ONCE = 256
 
 
 def soft_vote(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: float) -> Tensor:
@@ -41,7 +41,7 @@ def launch_vote(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: flo
     q, k = dense_last(q), dense_last(k)
     count, heads_q, dim = q.shape
     heads_kv, length = k.shape[1:3]
-    block = at_once(BLOCK, padded(dim) * k.element_size())
+    block = at_once(KEYS_AT_ONCE, padded(dim) * k.element_size())
     group, blocks = heads_q // heads_kv, -(-length // block)
     scores = torch.empty(count, heads_q, length, dtype=torch.float32, device=q.device)
     tops, masses = (torch.empty(count, heads_q, blocks, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -51,6 +51,6 @@ def launch_vote(q: Tensor, k: Tensor, first: Tensor, last: Tensor, *, scale: flo
         num_warps=WARPS)
     lse = torch.logsumexp(tops + masses.clamp(min=1e-30).log(), -1)
     votes = torch.empty(count, 1, length, dtype=torch.float32, device=q.device)
-    vote_kernel[(count, -(-length // VOTE_BLOCK))](
-        scores, lse, votes, length, HEADS=heads_q, ROWS=power_of_two(heads_q), BLOCK=VOTE_BLOCK, num_warps=WARPS)
+    vote_kernel[(count, -(-length // VOTES_AT_ONCE))](
+        scores, lse, votes, length, HEADS=heads_q, ROWS=power_of_two(heads_q), BLOCK=VOTES_AT_ONCE, num_warps=WARPS)
     return votes

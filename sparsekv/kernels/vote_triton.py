@@ -11,6 +11,13 @@ def scores_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
 ):
     """Scores of a group's heads against BLOCK keys, with the block's largest score and its mass for every head."""
+    # grid: (Q·Hkv, blocks of keys)
+    # q            [Q, Hq, d]               strides q_row, q_head
+    # k            [B, Hkv, N, d]           strides k_row, k_head, k_token; length = N
+    # first, last  [Q] integers             tokens that vote: first <= n < last
+    # scores       [Q, Hq, N] fp32          written, -inf outside
+    # tops         [Q, Hq, blocks] fp32     written
+    # masses       [Q, Hq, blocks] fp32     written: the sum of exp(score - top)
     row = (tl.program_id(0) // heads_kv).to(tl.int64)
     head = (tl.program_id(0) % heads_kv).to(tl.int64)
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,6 +43,10 @@ def scores_kernel(
 @triton.jit
 def vote_kernel(scores, lse, votes, length, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """`Σ_heads exp(score − lse)` for BLOCK tokens of one query."""
+    # grid: (Q, blocks of tokens)
+    # scores  [Q, Hq, N] fp32    as `scores_kernel` writes them; length = N, HEADS = Hq
+    # lse     [Q, Hq] fp32       natural logarithm of a head's mass over all tokens
+    # votes   [Q, 1, N] fp32     written
     at = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, ROWS)
     used = tl.arange(0, ROWS) < HEADS
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import power_of_two
 
-BLOCK, PAGES, TILE = 1024, 4096, 64
+SLOTS_AT_ONCE, PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 4096, 64
 """Slots or anchors, entries of a page table, and rows beside all seats that a program looks at together."""
 WARPS = 4
 NOWHERE = -2
@@ -62,8 +62,8 @@ def launch_follow(
         lengths, starts, slots, table, at, state, SeatOutputs(*found), rows, slots.shape[0],
         0 if unsorted is None else noted, step, count, at.shape[0] - 1, table.stride(0), state.table.stride(0),
         table.shape[1], min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page,
-        SEATS=power_of_two(count + 1), TILE=TILE, BLOCK=BLOCK, PAGES=min(PAGES, power_of_two(state.table.shape[1])), NOWHERE=NOWHERE,
-        num_warps=WARPS)
+        SEATS=power_of_two(count + 1), TILE=ROWS_AT_ONCE, BLOCK=SLOTS_AT_ONCE,
+        PAGES=min(PAGES_AT_ONCE, power_of_two(state.table.shape[1])), NOWHERE=NOWHERE, num_warps=WARPS)
 
 
 def launch_lanes(
@@ -79,4 +79,4 @@ def launch_lanes(
     if rows:
         lanes_kernel[(rows,)](
             lengths, table, known, seat, tail, *lanes, tail.shape[0] - 1, table.stride(0), table.shape[1], dense_below,
-            sink, longest, size, PAGE=page, BLOCK=min(BLOCK, power_of_two(size)), num_warps=WARPS)
+            sink, longest, size, PAGE=page, BLOCK=min(SLOTS_AT_ONCE, power_of_two(size)), num_warps=WARPS)

@@ -37,9 +37,9 @@ from sparsekv.kernels import routing_triton as r
 from sparsekv.kernels import sketch_triton as sk
 from sparsekv.kernels import stored_triton as d
 from sparsekv.kernels import vote_triton as vo
-from sparsekv.kernels.bucket_mass import ROWS
-from sparsekv.kernels.bucket_sums import BLOCK as SUMS
-from sparsekv.kernels.bucket_sums import ROWS as AGAINST
+from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
+from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
+from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.launch import Heads, Tokens, at_once
 from sparsekv.kernels.routing import RunArguments
@@ -184,22 +184,23 @@ def main() -> None:
     check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(256 + 128, 2), "DIM": 256, "FEATURES": 128},
           completion.CACHE_WARPS, "bf16", logs="*fp32")
     for dim in (64, 128, 256):
-        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.BLOCK,
+        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
         size = dim * (4 if half == "fp32" else 2)
-        blocks = {n: at_once(getattr(indexing, n), size, indexing.ROW_BYTES) for n in ("BLOCK", "BUCKETS")}
+        blocks = {n: at_once(block, size, indexing.ROW_BYTES) for n, block in (
+            ("BLOCK", indexing.ASSIGNED_AT_ONCE), ("BUCKETS", indexing.BUCKETS_AT_ONCE))}
         check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.WARPS, half, SHARED, stages=indexing.STAGES)
-    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.BLOCK, "DIM": 128}, vote.WARPS,
+    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
           "bf16")
-    check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTE_BLOCK}, vote.WARPS, "bf16", (90,))
+    check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))
     check(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
     for apart in (False, True):
         check(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
               bucket="*i32", table="*fp32")
     check(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
-    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
+    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
           "bf16")
     check(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
@@ -216,9 +217,9 @@ def main() -> None:
         check(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,
                                  "DEPTH": codes.ENCODE_DEPTH}, codes.ENCODE_WARPS, half, SHARED)
     for seats in (2, 128):
-        check(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.TILE, "BLOCK": seating.BLOCK,
-                                 "PAGES": seating.PAGES}, seating.WARPS, "bf16")
-    check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.BLOCK}, seating.WARPS, "bf16")
+        check(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.ROWS_AT_ONCE,
+                                 "BLOCK": seating.SLOTS_AT_ONCE, "PAGES": seating.PAGES_AT_ONCE}, seating.WARPS, "bf16")
+    check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.SLOTS_AT_ONCE}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.BINNED_PARTS):
         check(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "BLOCKS": sketch.BINNED_BLOCKS,
                                 "BLOCK": sketch.SCORED_AT_ONCE, "LISTED": parts > 1},
@@ -229,27 +230,28 @@ def main() -> None:
             check(kernel, row, losses.row_warps(length), "bf16", (80,))
     for width in (16, losses.WIDTH):
         for kernel in (lo.outputs_kernel, lo.output_gradient_kernel):
-            check(kernel, {"ROWS": losses.ROWS, "BLOCK": losses.BLOCK, "WIDTH": width, "READS": True}, losses.WARPS,
-                  "bf16", (80, 89, 90))
+            check(kernel, {"ROWS": losses.QUERIES_AT_ONCE, "BLOCK": losses.KEYS_AT_ONCE, "WIDTH": width,
+                           "READS": True}, losses.WARPS, "bf16", (80, 89, 90))
     for listed in (True, False):
         check(sk.select_kernel, {"BLOCK": sketch.SELECTED_AT_ONCE, "LOOK_BACK": sketch.LOOK_BACK, "LISTED": listed},
               sketch.SELECT_WARPS, "bf16", (90,))
-    whole = {"GROUP": 3, "ROWS": attention_mass.ROWS, "DIM": 256, "WIDTH": 256, "SLOTS": attention_mass.SLOTS}
-    check(am.summary_kernel, {**whole, "BLOCK": attention_mass.BLOCK}, 4, "bf16")
+    whole = {"GROUP": 3, "ROWS": attention_mass.QUERIES_AT_ONCE, "DIM": 256, "WIDTH": 256,
+             "SLOTS": attention_mass.MERGED_AT_ONCE}
+    check(am.summary_kernel, {**whole, "BLOCK": attention_mass.KEYS_AT_ONCE}, 4, "bf16")
     check(am.merge_kernel, whole, 4, "bf16", (80,))
     # float32 of 256: blocks of as many rows as the launches take; compiling them is slow, and the least limit is
     # that of what is compiled for sm_80
     least = (80,)
     row = 4 * 256
-    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.BLOCK, row)}, 4, "fp32", least)
-    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": ROWS, "DIM": 256, "WIDTH": 256,
+    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.KEYS_AT_ONCE, row)}, 4, "fp32", least)
+    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": 256, "WIDTH": 256,
                                   "BLOCK": at_once(64, row)}, 4, "fp32", least)
-    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(vote.BLOCK, row), "DIM": 256}, vote.WARPS,
+    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(vote.KEYS_AT_ONCE, row), "DIM": 256}, vote.WARPS,
           "fp32", least, stages=3)
     check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row), "WIDTH": 256,
                           "OFFSETS": True}, routing.SCORE_WARPS, "fp32", least, stages=3)
     check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
-                            "BLOCK": at_once(stored.BLOCK, row), "STAGES": stored.stages_of(256, 4)},
+                            "BLOCK": at_once(stored.KEYS_AT_ONCE, row), "STAGES": stored.stages_of(256, 4)},
           stored.WARPS, "fp32", least)
     for dim in (128, 256):
         check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,

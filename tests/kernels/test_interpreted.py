@@ -100,7 +100,7 @@ def test_bucket_mass(shape: tuple[int, ...]) -> None:
                          ids=str)
 def test_statistics(shape: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # several stretches of the keys, the last ones out of the sight of most queries
-    monkeypatch.setattr(attention_mass, "BLOCK", block)
+    monkeypatch.setattr(attention_mass, "KEYS_AT_ONCE", block)
     checks.check_statistics(shape, "cpu")
 
 

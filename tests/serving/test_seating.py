@@ -116,7 +116,7 @@ def test_launches_do_what_torch_does(
 ) -> None:
     monkeypatch.setattr("sparsekv.serving.seats.SLACK", 8)
     if seed:
-        for name, size in (("BLOCK", 4), ("PAGES", 8), ("TILE", 4)):
+        for name, size in (("SLOTS_AT_ONCE", 4), ("PAGES_AT_ONCE", 8), ("ROWS_AT_ONCE", 4)):
             monkeypatch.setattr(seating, name, size)
     monkeypatch.setattr(Seats, "_asks", lambda self, wants: self.steps >= self.quiet_until and bool(wants.any()))
     places = Places(3, 6, 5, below, PAGE)
