@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparsekv.core.registry import rivals, row_of
+from sparsekv.core.registry import ESTIMATOR_ROWS, rivals, row_of
 from sparsekv.evaluation.methods import plain
 from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.rows import row
@@ -123,8 +123,9 @@ def _rivals(method: str, names: Sequence[str]) -> list[str]:
     """Whom a method is compared with: full attention, the same selector uncompleted; this project's own + φ with the
     systems of Lane B."""
     selector, _, completion = method.partition("+")
-    row = row_of(selector.partition(":")[0])
-    systems = rivals() if row is not None and row.lane == "own" and completion == "phi" else ()
+    own, estimator = row_of(selector.partition(":")[0]), ESTIMATOR_ROWS.get(completion)
+    whole = own is not None and own.lane == "own" and estimator is not None and estimator.usual
+    systems = rivals() if whole else ()
     return [n for n in names if n != method and (n == "full" or (completion and n == selector) or plain(n) in systems)]
 
 

@@ -114,8 +114,8 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
     """What the selectors of the rows read, and where they come from."""
     found = dict.fromkeys(plain(r["method"]).partition("+")[0] for r in rows)
     known = [(name, row) for name in found if (row := row_of(name)) is not None]
-    return Table("Methods", ["method", "reads", "source"],
-                 [[name, row.reads.replace("`", ""), row.source] for name, row in known])
+    return Table("Methods", ["method and what it reads", "source"],
+                 [[f"{name}: {row.reads.replace('`', '')}", row.source] for name, row in known])
 
 
 def lane_a() -> tuple[str, ...]:
@@ -126,7 +126,8 @@ def lane_a() -> tuple[str, ...]:
 
 def lane_b() -> tuple[str, ...]:
     """Systems: the rivals, this project's own, and exact top-k, which no system reaches cheaply."""
-    return (*rivals(), *(s + c for s in (*_of("own"), *_of("exact")) for c in ("", "+phi")))
+    completions = ("", *(f"+{row.name}" for row in ESTIMATOR_ROWS.values() if row.usual))
+    return (*rivals(), *(s + c for s in (*_of("own"), *_of("exact")) for c in completions))
 
 
 def _of(lane: str) -> list[str]:

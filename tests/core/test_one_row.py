@@ -64,7 +64,7 @@ def test_it_stands_in_a_table_with_its_paper(rows) -> None:
     (lane_b,) = (t for t in tables if "Lane B" in t.title)
     assert [line[0] for line in lane_b.rows] == ["full", "third", "router+phi"]
     assert any(r["against"] == "third" for r in rows if r["metric"] == "difference"), "a system that router + φ meets"
-    assert ["third", "every third token", "this test"] in methods_table(rows).rows
+    assert ["third: every third token", "this test"] in methods_table(rows).rows
 
 
 def test_it_is_drawn_in_its_colour_by_its_label(rows) -> None:
