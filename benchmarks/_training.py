@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._rivals import rivals
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.core import offline
-from sparsekv.core.estimators import Estimator, PhiEstimator
+from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.estimators.centroid import equal_buckets
+from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import tokens_of_budget
 from sparsekv.core.selectors.base import Selector
@@ -44,22 +45,6 @@ def measured(store: CaptureStore, documents: list[int], device: str, count: int 
         pool: Pool = replace(load_pool(store, parts, [document], device=device),
                              **{name: size for name, size in sizes.items() if size is not None})
         yield from offline.requests(pool.window(0), count, span=1, first=0.5)
-
-
-def fit_shifts(store: CaptureStore, documents: list[int], features: int, device: str, seed: int,
-               ) -> dict[str, Tensor]:
-    """`[L · Hq]` by name, for the rivals without an absolute scale: what makes their mass right on these windows, in
-    the mean of its logarithm."""
-    found: dict[str, list[Tensor]] = {}
-    nothing = reader(None)
-    for request in measured(store, documents, device):
-        truth = offline.mid_scores(request).logsumexp(-1)
-        for name in ("prf", "hedgehog"):
-            rival = rivals(features, store.head_dim, seed=seed)[name]
-            rival.build(request.prefill)
-            guess = rival.partial(request.view, request.queries, nothing.select(request.view, request.queries))[1]
-            found.setdefault(name, []).append((truth - guess).mean(0))
-    return {name: torch.stack(values).mean(0) for name, values in found.items()}
 
 
 def side_by_side(phi: PhiArtifact, *, gated: bool) -> PhiLayer:
@@ -130,18 +115,17 @@ def errors(request: offline.Request, selection: Selection, estimators: dict[str,
     return found
 
 
-def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArtifact], shifts: dict[str, Tensor],
-            device: str, *, seed: int = 0, only: tuple[str, ...] = (), count: int = MEASURED_QUERIES,
-            ) -> tuple[dict[Any, float], dict[str, Tensor], dict[str, float]]:
+def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArtifact], device: str, *,
+            count: int = MEASURED_QUERIES) -> tuple[dict[Any, float], dict[str, Tensor], dict[str, float]]:
     """(case, method, metric) -> mean over layers, heads, documents and queries; (metric) -> per head `[L, Hq]` of the
-    calibration of φ; and every method's size in tokens. only: methods that are measured, all without it."""
+    calibration of φ; and every method's size in tokens. `centroid` has as many bytes as φ's cache."""
     sums: Sums = {}
     heads: dict[str, list[Tensor]] = {}
     layers = {"phi": side_by_side(phi, gated=False), "phi_gated": side_by_side(phi, gated=True)}
     for request in measured(store, list(range(store.num_documents)), device, count):
         estimators: dict[str, Estimator] = {name: PhiEstimator(layer) for name, layer in layers.items()}
-        estimators |= rivals(phi.config.num_features, store.head_dim, shifts, seed)
-        estimators = {name: e for name, e in estimators.items() if not only or name in only}
+        estimators["centroid"] = CentroidEstimator(equal_buckets(
+            phi_tokens(phi.config.num_features, store.head_dim, moments=True), store.head_dim))
         for estimator in estimators.values():
             estimator.build(request.prefill)
         for name, value in calibration(request, layers["phi"]).items():
@@ -178,14 +162,8 @@ def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
     return found
 
 
-def check(store: CaptureStore, features: int, device: str) -> None:
-    """Before anything is measured: reading everything leaves no error, and every rival gives a finite output."""
+def check(store: CaptureStore, device: str) -> None:
+    """Before anything is measured: reading everything leaves no error."""
     request = next(measured(store, [0], device))
     everything = request.build(reader(1.0), None)[0].select(request.view, request.queries)
     assert float(errors(request, everything, {}, 1.0)["none"]) < 1e-3
-    some = request.build(reader(0.05), None)[0].select(request.view, request.queries)
-    found = rivals(features, store.head_dim)
-    for rival in found.values():
-        rival.build(request.prefill)
-    for name, error in errors(request, some, found, 0.05).items():
-        assert bool(torch.isfinite(error)), f"{name} gives an infinite output"

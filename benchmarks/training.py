@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._synthetic import synthetic_store
-from benchmarks._training import MEASURED_QUERIES, check, fit_shifts, measure
+from benchmarks._training import MEASURED_QUERIES, check, measure
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
@@ -39,7 +39,6 @@ from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.phi import PhiConfig, PhiRecipe, train_phi
-from sparsekv.trainers.pool import split_documents
 from sparsekv.trainers.router import RouterConfig, RouterRecipe, train_router
 
 KINDS = ("mean_key", "mlp")
@@ -129,20 +128,16 @@ def quality(options: argparse.Namespace) -> None:
         folder, began = Path(place), time.perf_counter()
         stores = capture(options, folder)
         print(f"captured in {time.perf_counter() - began:.0f} s", flush=True)
-        dim = stores["train"].head_dim
-        check(stores["heldout"], dim, device)
+        check(stores["heldout"], device)
         routers = train_routers(options, stores["train"], folder, chosen["router"])
         phi = train_maps(options, stores["train"], folder, chosen["phi"]).to(device)
-        _, validation = split_documents(stores["train"], VALIDATION)
-        shifts = fit_shifts(stores["train"], validation[:2], dim, device, options.seed)
         sizes = {name: getattr(options, name) for name in ("documents", "generated_documents", "queries", "length")}
         recipe = {name: phi.config.provenance["options"][name] for name in (f.name for f in dataclasses.fields(
             PhiRecipe))}
         about = f"phi: {words(recipe)}; router: {words(chosen['router'])}; {words(sizes)}"
         rows, head_rows, began = [], [], time.perf_counter()
         for prefix, name in (("", "heldout"), ("ood:", "ood")):
-            means, per_head, tokens = measure(stores[name], phi, routers, shifts, device, seed=options.seed,
-                                              count=options.measured_queries)
+            means, per_head, tokens = measure(stores[name], phi, routers, device, count=options.measured_queries)
             for (case, method, metric), value in means.items():
                 cost = {"tokens": round(tokens[method], 1)} if method in tokens else {}
                 rows.append(row(prefix + case, method, metric, round(value, 4), UNITS.get(metric, "nats"),
@@ -153,16 +148,15 @@ def quality(options: argparse.Namespace) -> None:
                               for layer, line in zip(stores[name].layers, per_head[metric].tolist(), strict=True)
                               for head, value in enumerate(line)]
             print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
-    print(write_rows("training", [*rows, *kept(options.output, "seconds")], options.output))
+    print(write_rows("training", [*rows, *kept(options.output, rows)], options.output))
     print(write_rows("training-heads", head_rows, options.output))
 
 
-def kept(folder: Path, metric: str) -> list[dict[str, Any]]:
-    """Rows of the other part that an earlier run left in the folder: they keep their own origin."""
-    file = folder / "training.json"
-    if not file.is_file():
-        return []
-    return [r for r in json.loads(file.read_text()) if (r["metric"] == "seconds") == (metric == "seconds")]
+def kept(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of other cases and methods that an earlier run left in the folder: they keep their own origin."""
+    file, new = folder / "training.json", {(r["case"], r["method"]) for r in rows}
+    found = json.loads(file.read_text()) if file.is_file() else []
+    return [r for r in found if (r["case"], r["method"]) not in new]
 
 
 def speed(options: argparse.Namespace) -> None:
@@ -188,7 +182,7 @@ def speed(options: argparse.Namespace) -> None:
             rows.append(row(f"{kind}-layer-128k", "all heads", "seconds", round(seconds, 2), "s", seed=options.seed,
                             options=f"{words(chosen)} length={options.speed_length} queries={options.speed_queries}"))
             print(f"{kind:8} {seconds:8.1f} s", flush=True)
-    print(write_rows("training", [*kept(options.output, "quality"), *rows], options.output))
+    print(write_rows("training", [*kept(options.output, rows), *rows], options.output))
 
 
 def _synchronize() -> None:
