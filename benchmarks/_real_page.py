@@ -54,7 +54,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             for metric, note in NOTES.items():
                 found = of_metric(mine, case, metric)
                 if found:
-                    parts += [note, markdown(*table(found, case, every_method(found), metric))]
+                    parts += [note, markdown(*of_prompts(*table(found, case, every_method(found), metric), found))]
             parts += ["Bytes that a step of a sparse layer reads, of its keys' and values'.",
                       markdown(*bytes_read(mine, case)), *judged(mine, case)]
         for case in (c for c in cases if c.startswith("perplexity")):
@@ -72,11 +72,26 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def of_prompts(
+    header: list[str], lines: list[list[str]], rows: Sequence[dict[str, Any]],
+) -> tuple[list[str], list[list[str]]]:
+    """A table whose cells say of how many prompts they are, where that is fewer than the most."""
+    most = max(r["samples"] for r in rows)
+    counts = {(r["method"], None if r["budget"] is None else percent(r["budget"])): r["samples"] for r in rows}
+    made = []
+    for method, *cells in lines:
+        found = [counts.get((method, None), counts.get((method, b), most)) for b in header[1:]]
+        made.append([method, *(cell if n == most or cell == "–" else f"{cell} ({n})"
+                               for cell, n in zip(cells, found, strict=True))])
+    return header, made
+
+
 def samples(rows: Sequence[dict[str, Any]], case: str) -> str:
     """How many prompts a mean is of."""
     counts = sorted({r["samples"] for r in rows if r["case"] == case and r["metric"] == "score"
                      and r["value"] is not None})
-    return f"Prompts of all tasks together: {', '.join(map(str, counts))}."
+    return (f"{counts[-1]} prompts of all tasks together; cells of fewer say how many, and are compared by the "
+            "differences, which are of the same prompts.")
 
 
 def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:

@@ -139,6 +139,7 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
             cells.append({"case": f"{task}@16384", "method": method, "budget": budget, "indices": [0, 1],
                           "scores": [right] * 2, "answers": ["yes"] * 2, "read": 0.02, "bytes": 0.05, "tokens": 16_000,
                           "sparse_layers": 0.5, "seconds": 1.0, "origin": said})
+    cells[0]["indices"] = cells[0]["indices"][:1]  # full attention has one prompt less of a task
     cells.append({"case": "perplexity_x@16384", "method": "full", "budget": None, "indices": [0], "losses": [1.0],
                   "errors": [0.0], "read": 1.0, "bytes": 1.0, "tokens": 16_000, "seconds": 1.0, "origin": said})
     folder = tmp_path / "Card-One"
@@ -153,6 +154,7 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert mean["value"] == 0.0 and mean["bytes_share_model"] == pytest.approx(0.525)
     assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
     drawn = page(rows)
+    assert "| full | 100.0 ± 0.0 (3) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
     assert "| sketch+phi is within 1 points of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
     assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn and "perplexity_x@16384" in drawn
     figures(rows, tmp_path)
