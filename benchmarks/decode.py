@@ -446,8 +446,8 @@ def parts() -> None:
         "assign_torch": lambda: assign_buckets_reference(b.k[:, :, :32_768], centroids),
         "build_index": lambda: build_index(assignment, BUCKETS, first, last),
         "extend_index": lambda: extend_index(order, offsets, joined, fresh),
-        "paged_scores": lambda: soft_vote(b.q, b.k, first, last, scale=DIM**-0.5),
-        "paged_scores_torch": lambda: soft_vote_reference(b.q, b.k, first, last, scale=DIM**-0.5),
+        "soft_vote": lambda: soft_vote(b.q, b.k, first, last, scale=DIM**-0.5),
+        "soft_vote_torch": lambda: soft_vote_reference(b.q, b.k, first, last, scale=DIM**-0.5),
         "phi_cache": lambda: phi_cache(logs, b.v),
         "phi_cache_torch": lambda: phi_cache_reference(logs, b.v),
     }

@@ -179,9 +179,9 @@ def launch_output_error(
     anchor = (outputs.anchor_lse.float() - outputs.log_count).contiguous()
     cases, wide = 2 + (read > 0), power_of_two(length)
     masses = torch.empty(cases, heads, count, dtype=torch.float32, device=device)
-    least = torch.empty(heads, count, dtype=torch.float32, device=device)
+    threshold = torch.empty(heads, count, dtype=torch.float32, device=device)
     mass_kernel[(rows,)](
-        student, teacher, mask, anchor, least, masses, rows, count, length, best_of(read, length), *strides,
+        student, teacher, mask, anchor, threshold, masses, rows, count, length, best_of(read, length), *strides,
         PADDED=wide, READS=read > 0, num_warps=row_warps(wide))
     of_head, width = rows // values.shape[0], min(WIDTH, padded(dim))
     tile: dict[str, Any] = {"ROWS": QUERIES_AT_ONCE, "BLOCK": KEYS_AT_ONCE, "WIDTH": width, "READS": read > 0,
@@ -189,14 +189,14 @@ def launch_output_error(
     outs = torch.empty(cases, heads, count, dim, dtype=torch.float32, device=device)
     grid = values.shape[0], -(-of_head // QUERIES_AT_ONCE)
     outputs_kernel[(*grid, -(-dim // width))](
-        student, teacher, mask, values, least, masses, outs, rows, of_head, count, length, dim, *strides, **tile)
+        student, teacher, mask, values, threshold, masses, outs, rows, of_head, count, length, dim, *strides, **tile)
     outs += torch.exp(anchor - masses)[..., None] * outputs.anchor_out
     error, slopes = slope_of(outs[1:], outs[0])
     along = (outs[1:] * slopes).sum(-1)
     gradient = torch.empty(heads, count, length, dtype=torch.float32, device=device)
     output_gradient_kernel[(*grid, -(-length // KEYS_AT_ONCE))](
-        student, teacher, mask, values, least, masses, slopes.contiguous(), along.contiguous(), gradient, rows, of_head,
-        count, length, dim, *strides, **tile)
+        student, teacher, mask, values, threshold, masses, slopes.contiguous(), along.contiguous(), gradient, rows,
+        of_head, count, length, dim, *strides, **tile)
     return error.sum(0), gradient
 
 

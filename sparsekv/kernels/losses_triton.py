@@ -78,15 +78,15 @@ def kl_huber_kernel(
 
 @triton.jit
 def mass_kernel(
-    student, teacher, mask, anchor, least, masses, rows, count, length, best, m_head, m_row, m_key,
+    student, teacher, mask, anchor, threshold, masses, rows, count, length, best, m_head, m_row, m_key,
     PADDED: tl.constexpr, READS: tl.constexpr,
 ):
     """The log masses of a query's output, anchors included: by the teacher, by the student, and (READS) by the teacher
     for the keys whose logits are the `best` largest, by the student for the others; and the least of those logits."""
     # grid: (H·T,)
-    # anchor  [H, T]              log mass of the anchors
-    # least   [H, T]              written if READS
-    # masses  [2 or 3, H, T]      written: by teacher, by student, by both if READS
+    # anchor     [H, T]           log mass of the anchors
+    # threshold  [H, T]           written if READS: that logit
+    # masses     [2 or 3, H, T]   written: by teacher, by student, by both if READS
     row = tl.program_id(0).to(tl.int64)
     key = tl.arange(0, PADDED)
     inside = key < length
@@ -106,7 +106,7 @@ def mass_kernel(
             lowest = tl.where(tl.sum((order >= higher).to(tl.int32), 0) >= best, higher, lowest)
             bit = bit >> 1
         smallest = tl.min(tl.where(used & (order >= lowest), a, float("inf")), 0)
-        tl.store(least + row, smallest)
+        tl.store(threshold + row, smallest)
         tl.store(masses + 2 * rows + row, mass_of(tl.where(used & (a >= smallest), a, b), beside))
 
 
@@ -118,7 +118,7 @@ def mass_of(logits, beside):
 
 
 @triton.jit
-def shares_of(student, teacher, least, masses, row, key, there, used, rows, length, READS: tl.constexpr):
+def shares_of(student, teacher, threshold, masses, row, key, there, used, rows, length, READS: tl.constexpr):
     """The shares of a block of keys in the outputs of a block of queries, by teacher, student and both; and the keys
     that the third has from the teacher."""
     place = row[:, None] * length + key[None, :]
@@ -127,7 +127,7 @@ def shares_of(student, teacher, least, masses, row, key, there, used, rows, leng
     second = tl.load(masses + rows + row, mask=there, other=0.0)
     by_teacher, by_student = tl.exp(a - first[:, None]), tl.exp(b - second[:, None])
     if READS:
-        chosen = used & (a >= tl.load(least + row, mask=there, other=0.0)[:, None])
+        chosen = used & (a >= tl.load(threshold + row, mask=there, other=0.0)[:, None])
         third = tl.load(masses + 2 * rows + row, mask=there, other=0.0)
         by_both = tl.exp(tl.where(chosen, a, b) - third[:, None])
     else:
@@ -137,15 +137,15 @@ def shares_of(student, teacher, least, masses, row, key, there, used, rows, leng
 
 @triton.jit
 def outputs_kernel(
-    student, teacher, mask, values, least, masses, outs, rows, of_head, count, length, dim, m_head, m_row, m_key,
+    student, teacher, mask, values, threshold, masses, outs, rows, of_head, count, length, dim, m_head, m_row, m_key,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr,
 ):
     """What the drawn keys give to WIDTH numbers of a block of outputs of one KV head: by teacher, student and (READS)
     both."""
     # grid: (Hkv, blocks of of_head = H / Hkv · T outputs, blocks of WIDTH)
-    # values         [Hkv, N, d]
-    # least, masses  as `mass_kernel` writes them
-    # outs           [2 or 3, H, T, d]    written
+    # values             [Hkv, N, d]
+    # threshold, masses  as `mass_kernel` writes them
+    # outs               [2 or 3, H, T, d]    written
     head = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, row, width = own < of_head, head * of_head + own, tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
@@ -156,7 +156,7 @@ def outputs_kernel(
         key = start + tl.arange(0, BLOCK)
         inside = there[:, None] & (key < length)[None, :]
         used = counts_of(mask, row[:, None], key[None, :], inside, count, m_head, m_row, m_key)
-        by_teacher, by_student, by_both, _ = shares_of(student, teacher, least, masses, row, key, there, used, rows,
+        by_teacher, by_student, by_both, _ = shares_of(student, teacher, threshold, masses, row, key, there, used, rows,
                                                        length, READS=READS)
         value = tl.load(values + (head * length + key)[:, None] * dim + width[None, :],
                         mask=(key < length)[:, None] & (width < dim)[None, :], other=0.0).to(tl.float32)
@@ -174,17 +174,17 @@ def outputs_kernel(
 
 @triton.jit
 def output_gradient_kernel(
-    student, teacher, mask, values, least, masses, slopes, along, gradient, rows, of_head, count, length, dim, m_head,
-    m_row, m_key, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr,
+    student, teacher, mask, values, threshold, masses, slopes, along, gradient, rows, of_head, count, length, dim,
+    m_head, m_row, m_key, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, READS: tl.constexpr,
 ):
     """The gradient of the outputs' errors with respect to a block of the student's logits: a key's share times what its
     value lies along the slope beyond the output itself."""
     # grid: (Hkv, blocks of of_head = H / Hkv · T outputs, blocks of keys)
-    # values         [Hkv, N, d]
-    # least, masses  as `mass_kernel` writes them
-    # slopes         [1 or 2, H, T, d]    gradient of the error with respect to outputs, by student, by both
-    # along          [1 or 2, H, T]       its product with the output
-    # gradient       [H, T, N]            written
+    # values             [Hkv, N, d]
+    # threshold, masses  as `mass_kernel` writes them
+    # slopes             [1 or 2, H, T, d]    gradient of the error with respect to outputs, by student, by both
+    # along              [1 or 2, H, T]       its product with the output
+    # gradient           [H, T, N]            written
     head = tl.program_id(0).to(tl.int64)
     own = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there, row = own < of_head, head * of_head + own
@@ -202,7 +202,7 @@ def output_gradient_kernel(
         if READS:
             mixed = tl.dot(tl.load(place + rows * dim, mask=kept, other=0.0), value, mixed, input_precision="tf32x3")
     used = counts_of(mask, row[:, None], key[None, :], inside, count, m_head, m_row, m_key)
-    _, by_student, by_both, chosen = shares_of(student, teacher, least, masses, row, key, there, used, rows, length,
+    _, by_student, by_both, chosen = shares_of(student, teacher, threshold, masses, row, key, there, used, rows, length,
                                                READS=READS)
     found = by_student * (guess - tl.load(along + row, mask=there, other=0.0)[:, None])
     if READS:

@@ -77,9 +77,8 @@ OWN: dict[Any, dict[str, str]] = {
     sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"},
     sk.select_kernel: {"out": "*i32"},
     **{kernel: {
-        **dict.fromkeys("student teacher gradient kl near away gap alive anchor least masses values outs slopes "
+        **dict.fromkeys("student teacher gradient anchor threshold masses values outs slopes "
                         "along".split(), "*fp32"), "mask": "*i1",
-        **dict.fromkeys("band far delta top_weight far_weight partition_weight under_weight".split(), "fp32"),
         "best": "i32",
     } for kernel in (lo.kl_huber_kernel, lo.mass_kernel, lo.outputs_kernel, lo.output_gradient_kernel)},
 }

@@ -18,10 +18,12 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import (
     QueryModel,
+    Sketch,
     gather_from_host,
     gather_rows,
     phi_query,
     round_means,
+    sketch_tokens,
 )
 from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_reference
 
@@ -127,6 +129,29 @@ def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [1, 1000, 5001, 300_001])
 def test_best_tokens(width: int) -> None:
     checks.check_best_tokens(width, DEVICE)
+
+
+def test_best_tokens_of_a_replayed_graph() -> None:
+    """Every replay starts its tickets and its histogram from zero; there are more blocks than the device runs at
+    once."""
+    length, widest = 400_000, 5000
+    sketch = Sketch(torch.randn(8, 64, 16, device=DEVICE), torch.zeros(8, 16, device=DEVICE),
+                    torch.randn(8, 64, 16, device=DEVICE) / 16)
+    q = torch.randn(2, 32, 64, device=DEVICE).half()
+    codes = torch.randint(-128, 128, (2, 8, length, 16), dtype=torch.int8, device=DEVICE)
+    first, last, budget = (torch.full((2,), n, device=DEVICE) for n in (7, length - 9, widest - 1))
+
+    def chosen() -> torch.Tensor:
+        return sketch_tokens(q, sketch, codes, 0.1, budget, widest, None, first, last)
+
+    expected = chosen()
+    assert bool(((expected >= 0).sum(-1) == widest - 1).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [chosen() for _ in range(3)]
+    for _ in range(20):
+        graph.replay()
+        assert all(torch.equal(x, expected) for x in found)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (4, 3, 96, 2048, 64), (1, 2, 40, 8192, 128),
