@@ -150,8 +150,8 @@ def synchronize(x: Tensor) -> None:
 
 def profile(cache: SparseCache) -> None:
     """The kernels of one replayed step; the cache is of no use afterwards."""
-    if cache.replay is not None and cache.replay.graph is not None:
-        print_kernels(cache.replay.graph.replay, 3)
+    if cache.plan is not None and cache.plan.graph is not None:
+        print_kernels(cache.plan.graph.replay, 3)
 
 
 def ours(

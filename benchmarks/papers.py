@@ -47,6 +47,7 @@ from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.requests import first_of_each, load_requests, score
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.kernels import dense_attention
+from sparsekv.runtime.attach import RunOptions
 from sparsekv.sources.hub import load_model, resolve_device
 from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
@@ -256,8 +257,8 @@ def faiss(options: argparse.Namespace) -> Rows:
             cache = dense.prefill(ids[:, :-1], chunk_size=4096)
         for method in methods:
             with sparsekv.attach(model, selector=method.selector, token_budget=method.budget, dense_below=0,
-                                 sink_size=4, window_size=16, **dict(method.options)) as attachment:
-                attachment.compares = True
+                                 sink_size=4, window_size=16, run=RunOptions(compares=True),
+                                 **dict(method.options)) as attachment:
                 began = time.perf_counter()
                 out = attachment.generate(ids[:, -1:], torch.ones_like(ids), cache=cache.fork(),
                                           max_new_tokens=request.answer_tokens)

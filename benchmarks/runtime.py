@@ -180,7 +180,7 @@ def step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i
     queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
     done = sparse_step(view, queries, selector, None)
     if not done.out.is_cuda:
-        read.append(float(read_shares(view, queries, done.selection, selector, None)[0].mean()))
+        read.append(float(read_shares(view, queries, [done.selection], 0.0)[0].mean()))
     return done.out
 
 

@@ -44,7 +44,7 @@ class Stopped(BaseException):
 COMMANDS = {
     "capture": Command(
         "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
-        "sparsekv.capture.run", "CaptureConfig", "run_capture",
+        "sparsekv.commands.capture", "CaptureConfig", "capture",
         "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
         "Train a router on a capture: buckets of keys by k-means, and the query model that picks them.",

@@ -69,7 +69,7 @@ def test_data_moves_to_the_right(path: Path) -> None:
         if is_leaf(me):
             assert stage is None, f"the leaf {me} imports the stage {stage} ({name})"
         elif stage is not None and stage != stage_of(me):
-            decodes = stage_of(me) in ("evaluation", "serving") or me == "capture.generate"
+            decodes = stage_of(me) in ("evaluation", "serving")
             allowed = me == "__init__" or me == "" or (decodes and stage == "runtime")
             assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
 

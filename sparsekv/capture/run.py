@@ -14,7 +14,7 @@ from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.document import DocumentCapture
-from sparsekv.capture.generate import generated_windows
+from sparsekv.capture.generate import Generator, generated_windows
 from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
 from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer
@@ -32,22 +32,31 @@ from sparsekv.store.store import CaptureStore, document_name, finished_document
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "complete_store", "run_capture"]
 
 
-def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = None) -> CaptureStore:
+def run_capture(
+    config: CaptureConfig, *, model: Any = None, tokenizer: Any = None, generator: Generator | None = None,
+) -> CaptureStore:
     """Capture `config.num_documents` windows; a run that was interrupted goes on where it stopped.
 
-    `model` and `tokenizer` are loaded by name unless given. Raises SparseKVError for bad options, a missing model, a
-    corpus without enough text, an unsupported architecture, an existing output, or a disk that is too small.
+    `model` and `tokenizer` are loaded by name unless given. generator: what makes the model write, for
+    `generated_documents`; the command takes the runtime's (`sparsekv.runtime.attach.writing`). Raises SparseKVError for
+    bad options, a missing model, a corpus without enough text, an unsupported architecture, an existing output, or a
+    disk that is too small.
     """
     check_options(config)
+    if config.generated_documents and generator is None:
+        raise SparseKVError(f"generated_documents is {config.generated_documents} and nothing makes the model write; "
+                            "give run_capture(…, generator=sparsekv.runtime.attach.writing)")
     store = place(config.output)
     ranks = join(config.device, config.devices)
     with contextlib.ExitStack() as held:
         if (folder := store.root) is not None:
             ranks.first_does(lambda: held.enter_context(only_writer(folder)))
-        return _capture(config, store, ranks, model, tokenizer)
+        return _capture(config, store, ranks, model, tokenizer, generator)
 
 
-def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any) -> CaptureStore:
+def _capture(
+    config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any, generator: Generator | None,
+) -> CaptureStore:
     def check() -> None:
         check_output(store, config)
         check_corpus(config.corpus, split=config.split, text_column=config.text_column,
@@ -72,9 +81,9 @@ def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, toke
         tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
         seed=config.seed, pack=config.pack, chat_template=config.chat_template,
         remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
-    if config.generated_documents:
+    if generator is not None and config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
-            model, tokenizer, length=config.context_length, count=config.generated_documents,
+            model, tokenizer, generator, length=config.context_length, count=config.generated_documents,
             seed=config.seed)) + windows
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
     ranks.all_do(_told(store)(lambda: capture_documents(config, ropes, model, windows, store, ranks)))

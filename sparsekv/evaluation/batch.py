@@ -66,7 +66,7 @@ class Batch:
 
     def drop_states(self) -> None:
         """Free what a method built, and the graph that holds on to it."""
-        self.cache.replay = None
+        self.cache.plan = None
         for layer in self.cache.layers:
             layer.state = None  # type: ignore[union-attr]
 
@@ -130,7 +130,7 @@ def _put(batch: SparseCache, one: SparseCache, row: int, width: int) -> None:
 @torch.inference_mode()
 def continue_text(attachment: Attachment, batch: Batch, following: Sequence[int]) -> float:
     """Mean loss of the tokens that follow the batch's one prompt [nats], in one chunk in which every query selects for
-    itself (the attachment has `sparse_chunks`). The batch is as before afterwards."""
+    itself (the attachment runs `sparse_chunks`). The batch is as before afterwards."""
     width, part = batch.width, batch.begin()
     right = torch.tensor(following, device=batch.last.device)
     given = torch.cat([batch.last, right[None, :-1]], dim=1)
@@ -148,7 +148,7 @@ def answer_batch(
 ) -> list[list[int]]:
     """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
     open). `finished(row, tokens)` is called every few steps, and only then is the device waited for; rows that are
-    finished leave the batch when half of it is, unless its step is replayed: a graph is made for one batch, and takes
+    finished leave the batch when half of it is, unless its step is planned: a graph is made for one batch, and takes
     longer to make than the rows that would leave.
 
     The batch is as before afterwards, whatever happens, but that it `keeps` what was built over its prompts for the
@@ -172,7 +172,7 @@ def answer_batch(
             made, going = [], [i for i, row in enumerate(active) if not done[row]]
             if not going:
                 break
-            if len(going) <= len(active) // 2 and part.cache.replay is None:
+            if len(going) <= len(active) // 2 and part.cache.plan is None:
                 index, old = torch.tensor(going, device=device), part
                 part = old.rows(index)
                 old.drop_states()

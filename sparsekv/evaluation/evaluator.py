@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
 from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Request, score
 from sparsekv.evaluation.rows import origin
-from sparsekv.runtime.attach import Attachment, attach
+from sparsekv.runtime.attach import Attachment, RunOptions, attach
 from sparsekv.runtime.decoding import SIZES
 
 CPU_BYTES = 4 * 2**30
@@ -29,6 +30,8 @@ CPU_BYTES = 4 * 2**30
 UNTRAINED_TOKENS = 256.0
 """Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
 SPLIT = 4
+PLAIN = RunOptions(compile_after=None)
+"""Many batches of many sizes are answered: layers would be compiled for each."""
 
 
 class Evaluator:
@@ -159,7 +162,7 @@ class Evaluator:
         retrieved = max(0.0, read * context - self.sink_size - self.window_size - 1)
         return round(retrieved * self.artifacts["phi"].config.num_features / (2 * self.shape["head_dim"]), 1)
 
-    def _attached(self, method: Method) -> Attachment:
+    def _attached(self, method: Method, run: RunOptions = PLAIN) -> Attachment:
         # short contexts are measured sparsely too
         options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
                                    **dict(method.options), **{k: self.artifacts.get(k) for k in method.artifacts}}
@@ -170,10 +173,8 @@ class Evaluator:
             completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
         elif completion == "uniform":
             completion = UniformEstimator(max(1, round(self._cache_tokens(method))))
-        made = attach(self.model, selector="dense" if method.selector == "full" else method.selector,
-                      completion=completion, **options)
-        made.compiles = False
-        return made
+        return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
+                      completion=completion, run=run, **options)
 
     def _measure(self, batch: Batch, requests: list[Request], method: Method, goes_on: bool) -> None:
         """Measure a batch and write one line a task; infeasible tasks are written as such. `goes_on`: with the next
@@ -213,8 +214,8 @@ class Evaluator:
     def _continue(self, batch: Batch, request: Request, method: Method) -> dict[str, Any]:
         """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
         following = self._tokens_of(request)[-request.max_new_tokens:]
-        with self._attached(method) as attachment:
-            attachment.sparse_chunks, attachment.compares = True, method.selector != "full"
+        run = replace(PLAIN, sparse_chunks=True, compares=method.selector != "full")
+        with self._attached(method, run) as attachment:
             loss = continue_text(attachment, batch, following)
         report = attachment.report()
         return {"losses": [loss], "errors": [report["rel_err"] or 0.0], **_shares(report)}

@@ -227,11 +227,10 @@ class SparseCache(Cache):
             for i, layer in enumerate(layers)])
         self.rope: dict[Any, GrowingRope] = {}
         self.reserve = reserve
-        self.replay: Any = None
-        """The step of this cache that is replayed."""
+        self.plan: Any = None
+        """The plan of this cache's steps (`runtime/plan.py`)."""
         self._model: weakref.ref[Any] | None = None
-        self.settled: tuple[Any, int] | None = None
-        """Storage and length after the last step that was not: what is moved in between is not worth capturing."""
+        self._settled: tuple[Any, int] | None = None
 
     def belongs_to(self, model: Any) -> None:
         """Keys and values are one model's. Raises SparseKVError for a cache that another model has filled."""
@@ -240,10 +239,23 @@ class SparseCache(Cache):
         elif self._model() is not model:
             raise SparseKVError("this cache holds keys and values of another model; use a new one, attachment.cache()")
 
+    def settle(self) -> None:
+        """A pass ends here."""
+        first = self.layers[0]
+        if isinstance(first, SparseLayer) and first.get_seq_length():
+            self._settled = first.whole[0], first.get_seq_length()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
+        first: Any = self.layers[0]
+        return self._settled is not None and self._settled[0] is first.whole[0] and (
+            self._settled[1] == first.get_seq_length())
+
     def fork(self) -> SparseCache:
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
         other = copy.copy(self)
-        other.replay = other.settled = None
+        other.plan = other._settled = None
         # transformers' own layers replace their tensors and never write into them: a shallow copy is independent
         other.layers = [layer.fork() if isinstance(layer, SparseLayer) else copy.copy(layer) for layer in self.layers]
         other.rope = {key: table.fork() for key, table in self.rope.items()}
@@ -266,7 +278,7 @@ class SparseCache(Cache):
                 self.layers[index] = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
-        self.rope, self.replay, self.settled = {}, None, None
+        self.rope, self.plan, self._settled = {}, None, None
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)

@@ -36,6 +36,13 @@ class Counters:
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
+        self._shares: Tensor | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew. Steps that are captured go on to add to the same sums."""
+        if self._shares is not None:
+            self._shares.zero_()
         self.sparse_calls: dict[int, int] = defaultdict(int)
         self.dense_calls: dict[int, int] = defaultdict(int)
         self.loaded: dict[int, Mean] = defaultdict(Mean)
@@ -47,39 +54,46 @@ class Counters:
         self.replayed_steps = self.captures = 0
         self.capture_seconds = 0.0
         self.not_replayed: str | None = None
-        self._shares: Tensor | None = None
 
     def dense(self, layer: int, tokens: int) -> None:
         """A decode step through full attention: everything was read."""
         self.dense_calls[layer] += tokens
         self.loaded[layer].add_sum(float(tokens), tokens)
 
-    def sparse(self, layer: int, shares: Tensor) -> None:
-        """Shares `[2, B, T]` of the tokens in sight that were read, and of their bytes (`core.cost.read_shares`)."""
-        _, rows, steps = shares.shape
-        self._count(layer, steps, rows * steps)
-        total = self.shares(shares.device)
-        total[:, layer] += shares.detach().sum((1, 2)).to(total.device)
+    def sparse(self, layer: int, shares: Tensor, steps: int) -> None:
+        """So many sparse steps of a layer of every row, and the shares `[2, 1, Q]` they read
+        (`core.cost.read_shares`)."""
+        self._count(layer, steps, shares.shape[-1])
+        self.add(shares, layer)
+
+    def planned(self, rows: int, sparse: Sequence[int], dense: Sequence[int]) -> None:
+        """A planned step of so many rows; the shares of its sparse layers were added by the step itself."""
+        self.replayed_steps += 1
+        for layer in sparse:
+            self._count(layer, 1, rows)
+        for layer in dense:
+            self.dense(layer, 1)
+
+    def add(self, shares: Tensor, where: Tensor | int) -> None:
+        """Shares `[2, layers, Q]` of the tokens in sight that were read, and of their bytes, of the layers `where`, or
+        of one: to their sums, on the device."""
+        total = self._sums(shares.device)
+        if isinstance(where, int):
+            total[:, where] += shares.detach().sum((1, 2)).to(total.device)
+        else:
+            total.index_add_(1, where, shares.sum(-1))
 
     def _count(self, layer: int, steps: int, queries: int) -> None:
         self.sparse_calls[layer] += steps
         for means in (self.loaded, self.sparse_loaded, self.bytes):
             means[layer].count += queries
 
-    def shares(self, device: torch.device) -> Tensor:
-        """`[2, layers]` float64: what sparse steps add their shares to, of tokens and of bytes, on the device."""
+    def _sums(self, device: torch.device) -> Tensor:
+        """`[2, layers]` float64: what sparse steps add their shares to."""
         if self._shares is None:
             with torch.inference_mode(False):  # steps inside and outside of inference mode add to it
                 self._shares = torch.zeros(2, self.layers, dtype=torch.float64, device=device)
         return self._shares
-
-    def replayed(self, rows: int, sparse: Sequence[int], dense: Sequence[int]) -> None:
-        """A replayed step of so many rows; the shares of its sparse layers were added to `shares`."""
-        self.replayed_steps += 1
-        for layer in sparse:
-            self._count(layer, 1, rows)
-        for layer in dense:
-            self.dense(layer, 1)
 
     def captured(self, seconds: float) -> None:
         """A step was captured, which took so long [s]."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,7 +26,10 @@ class HostView(LayerView):
     sink: Any = None
     near: Any = None
     first_near: int = 0
+    asked: tuple[Selection, Tensor] | None = None
+    """The last selection and its tokens."""
     fetched: Any = None
+    """Listed tokens, and their keys and values on the device."""
 
     def keep_anchors(self, keys: Tensor, values: Tensor) -> None:
         """keys, values: all of the layer so far, on the device."""
@@ -67,12 +72,28 @@ class HostView(LayerView):
         other.near = tuple(store.fork() for store in self.near)
         return other
 
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keys and values on the device for as long as the block lasts: for what is grown, which reads all of them."""
+        held = self.keys, self.values
+        try:
+            self.keys, self.values = (x.to(self.device) for x in held)
+            yield
+        finally:
+            self.keys, self.values = held
+
+    def listed(self, selection: Selection) -> Tensor:
+        """The same tensor for the same selection: exact part and estimate ask for it one after the other."""
+        if self.asked is None or self.asked[0] is not selection:
+            self.asked = selection, super().listed(selection)
+        return self.asked[1]
+
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        place = (tokens.data_ptr(), tokens.shape)
-        if self.fetched is None or self.fetched[0] != place:
+        """A list that is asked for again is fetched once."""
+        if self.fetched is None or self.fetched[0] is not tokens:
             index = self.by_head(tokens)
-            self.fetched = place, tuple(_fetch(x, index).reshape(*tokens.shape, x.shape[-1])
-                                        for x in (self.keys, self.values))
+            self.fetched = tokens, tuple(_fetch(x, index).reshape(*tokens.shape, x.shape[-1])
+                                         for x in (self.keys, self.values))
         return self.fetched[1]
 
     def attend(
@@ -80,7 +101,7 @@ class HostView(LayerView):
     ) -> tuple[Tensor, Tensor]:
         """The selection is fetched from the host while the anchors on the device are attended to."""
         assert completion is None, "features of keys in CPU memory are not kept: an estimate is a part of its own"
-        tokens, self.fetched = self.listed(selection), None
+        tokens = self.listed(selection)
         with beside(self.device) as join:
             keys, values = self.gather(tokens)
         anchors = self._attend_anchors(queries)

@@ -7,6 +7,7 @@ from test_families import SIZES, Words, captured, tiny
 from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.attach import writing
 from sparsekv.trainers.pool import split_documents
 
 VOCABULARY = SIZES["vocab_size"]
@@ -29,7 +30,7 @@ def test_rows_are_what_the_model_says() -> None:
     model = tiny("llama")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e4)  # sampling becomes the most likely token
-    windows = generated_windows(model, Vocabulary(), length=33, count=2, seed=1, rows=3, row_length=16)
+    windows = generated_windows(model, Vocabulary(), writing, length=33, count=2, seed=1, rows=3, row_length=16)
     assert [len(w.tokens) for w in windows] == [33, 33] and windows[0].sources == ("generated",)
     assert all(w.tokens[0] == 1 and min(w.tokens[1:]) > 2 for w in windows)
     rows = torch.tensor([w.tokens[1:] for w in windows]).reshape(4, 16)
@@ -42,7 +43,8 @@ def test_rows_are_what_the_model_says() -> None:
 
 def test_the_same_seed_writes_the_same() -> None:
     model = tiny("qwen3")
-    first, again, other = (generated_windows(model, Vocabulary(), length=40, count=3, seed=s) for s in (1, 1, 2))
+    first, again, other = (generated_windows(model, Vocabulary(), writing, length=40, count=3, seed=s)
+                           for s in (1, 1, 2))
     assert first == again and first != other and len({w.sha256 for w in first}) == 3
     tokens = [t for w in first for t in w.tokens[1:]]
     assert min(tokens) > 2 and max(tokens) < VOCABULARY and len(set(tokens)) > 20
@@ -52,8 +54,12 @@ def test_generated_windows_stand_before_those_of_the_corpus(tmp_path) -> None:
     model, options = tiny("llama"), {"model": "tiny", "corpus": "embedded", "context_length": 120}
     plain = run_capture(CaptureConfig(**options, num_documents=4, output=str(tmp_path / "plain")),
                         model=model, tokenizer=Vocabulary())
+    with pytest.raises(SparseKVError, match="nothing makes the model write"):
+        run_capture(CaptureConfig(**options, num_documents=6, generated_documents=2, output=str(tmp_path / "no")),
+                    model=model, tokenizer=Vocabulary())
     store = run_capture(CaptureConfig(**options, num_documents=6, generated_documents=2,
-                                      output=str(tmp_path / "mixed")), model=model, tokenizer=Vocabulary())
+                                      output=str(tmp_path / "mixed")), model=model, tokenizer=Vocabulary(),
+                        generator=writing)
     assert [d["sources"] for d in store.documents[:2]] == [["generated"]] * 2
     assert [d["sha256"] for d in store.documents[2:]] == [d["sha256"] for d in plain.documents]
     # they share no source with the validation windows, and do not count where the rest is judged

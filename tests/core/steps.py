@@ -16,6 +16,7 @@ from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import Spends
 from sparsekv.core.step import LayerState, Step
+from sparsekv.runtime.attach import RunOptions
 from sparsekv.runtime.cache import SparseCache
 
 BUDGET = 13
@@ -103,9 +104,8 @@ def steps_of(
     torch.manual_seed(0)
     with monkeypatch.context() as patch, torch.inference_mode(), sparsekv.attach(
             model, selector=name, completion=completion, phi=phi, dense_below=0, **SIZES, **given,
-            **options) as attachment:
+            run=RunOptions(sparse_chunks=True), **options) as attachment:
         patch.setattr(LayerState, "step", spied)
-        attachment.sparse_chunks = True
         cache = attachment.prefill(ids[:, :prompt], attention_mask=mask[:, :prompt])
         for t in (*range(prompt, prompt + SINGLE), total - CHUNK):
             end = total if t == total - CHUNK else t + 1

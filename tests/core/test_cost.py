@@ -9,7 +9,7 @@ import torch
 from steps import BUDGET, CASES, COMPLETIONS, SIZES, steps_of, tiny, trained
 
 import sparsekv
-from sparsekv.core.cost import read_shares, token_bytes
+from sparsekv.core.cost import extra_tokens, read_shares, token_bytes
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.base import Spends
 
@@ -49,6 +49,12 @@ def entries(x) -> float:
     return 4 * (met * 150 / 8 + 2 * heads * 150)
 
 
+def shares(x):
+    """Of tokens and of bytes, `[2, 1, Q]`."""
+    more = extra_tokens(x.view, x.selector, x.estimator)
+    return read_shares(x.view, x.queries, [x.step.selection], more[None] if isinstance(more, torch.Tensor) else more)
+
+
 @pytest.mark.parametrize("completion", COMPLETIONS)
 @pytest.mark.parametrize("case", [c for c in CASES if not c.startswith(("lfps", "token_select"))])
 def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
@@ -67,7 +73,7 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
         estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV
     elif completion == "uniform":
         estimate = SAMPLES * 2 * DIM * SIZE * HEADS_KV
-    found = float(read_shares(x.view, x.queries, x.step.selection, x.selector, x.estimator)[1])
+    found = float(shares(x)[1])
     assert found == pytest.approx((read + (own_bytes(case, x) + estimate) / row) / context, rel=1e-6)
 
 
@@ -75,8 +81,8 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
 def test_those_that_score_keys_read_them(name: str, monkeypatch) -> None:
     taken, _ = steps_of(tiny(4, DIM, torch.float64), name, "none", 2, monkeypatch)
     for x in taken:
-        read, share = read_shares(x.view, x.queries, x.step.selection, x.selector, None)
-        assert share.shape == (2, x.queries.count) and bool((share > read - 1e-9).all())
+        read, share = shares(x)
+        assert share.shape == (1, 2 * x.queries.count) and bool((share > read - 1e-9).all())
 
 
 def test_the_report_says_it() -> None:

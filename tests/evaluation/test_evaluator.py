@@ -20,6 +20,7 @@ from sparsekv.evaluation.requests import Request, load_requests, save_requests, 
 from sparsekv.evaluation.scores import bootstrap, score_rows
 from sparsekv.evaluation.tables import gains, table
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.attach import RunOptions
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 
@@ -55,15 +56,15 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
     with attach(model, selector="dense") as dense:
         batch = prefill_batch(dense, prompts, room=24)
     answers = []
-    with attach(model, **options) as attachment:
-        for replays in (False, True):
-            attachment.replays = replays
+    for replays in (False, True):
+        with attach(model, run=RunOptions(replays=replays), **options) as attachment:
             answers.append(answer_batch(attachment, batch, limits,
                                         lambda row, tokens: row in (0, 2) and len(tokens) >= 5))
             steady = selector not in ("token_select", "lfps") and completion != "centroid"
-            assert attachment.report()["replayed_steps"] == (max(limits) - 1 if replays and steady else 0)
+            planned = max(limits) - (selector != "dense")  # decoding begins in a step that is not
+            assert attachment.report()["replayed_steps"] == (planned if replays and steady else 0)
     assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
-    assert batch.cache.replay is None
+    assert batch.cache.plan is None
     for row, prompt in enumerate(prompts):
         ids = torch.tensor(prompt)[None]
         with attach(model, **options) as attachment:
@@ -164,8 +165,8 @@ def test_texts_are_continued_and_needles_found_as_without_an_evaluator(tmp_path,
         ids = torch.tensor(r.prompt)[None]
         options = {"selector": "topk", "phi": phi, "token_budget": 0.3, "dense_below": 0, "sink_size": made.sink_size,
                    "window_size": made.window_size}
-        with attach(model, **options) as attachment, torch.inference_mode():
-            attachment.sparse_chunks = attachment.compares = True
+        run = RunOptions(sparse_chunks=True, compares=True)
+        with attach(model, run=run, **options) as attachment, torch.inference_mode():
             full, sparse = (found[r.case, m, r.index] for m in ("full", "topk+phi"))
             at = sparse["indices"].index(r.index)
             if r.task == "needle":

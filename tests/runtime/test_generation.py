@@ -10,6 +10,7 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.attach import RunOptions
 from sparsekv.runtime.decoding import DENSE_BYTES
 
 LENGTH = 75
@@ -46,8 +47,7 @@ def test_sparse_chunks_equal_single_steps_and_forks_are_independent(space: str, 
         steps = [model(ids[:, t:t + 1], past_key_values=first, use_cache=True).logits for t in range(80, 90)]
         again = [model(ids[:, t:t + 1], past_key_values=second, use_cache=True).logits for t in range(80, 90)]
         torch.testing.assert_close(torch.cat(steps, 1), torch.cat(again, 1))
-    with attach(model, **options) as other:
-        other.sparse_chunks = other.compares = True
+    with attach(model, run=RunOptions(sparse_chunks=True, compares=True), **options) as other:
         chunk = model(ids[:, 80:], past_key_values=cache.fork(), use_cache=True).logits
     torch.testing.assert_close(torch.cat(steps, 1), chunk, rtol=1e-4, atol=1e-4)
     assert one.report()["selectivity"] == pytest.approx(other.report()["selectivity"])
@@ -172,9 +172,9 @@ BAD = [
 ]
 
 
-def test_attach_has_at_most_twelve_options_beside_the_selectors_own() -> None:
+def test_attach_has_at_most_thirteen_options_beside_the_selectors_own() -> None:
     named = [p for p in inspect.signature(sparsekv.attach).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert len(named) <= 12
+    assert len(named) <= 13
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
@@ -214,7 +214,7 @@ def test_calls_that_cannot_be_served_are_sentences() -> None:
     from transformers import GenerationConfig
 
     model, ids = make_model(), prompt(LENGTH)
-    with attach(model, selector="topk", token_budget=8) as attachment:
+    with attach(model, selector="topk", token_budget=8, run=RunOptions(sparse_chunks=True)) as attachment:
         with pytest.raises(SparseKVError, match="remove use_cache=False"):
             model.generate(ids, GenerationConfig(use_cache=False, max_new_tokens=3))
         with pytest.raises(SparseKVError, match="no sparse index"):
@@ -223,7 +223,6 @@ def test_calls_that_cannot_be_served_are_sentences() -> None:
             with pytest.raises(SparseKVError, match="the prompt is empty"):
                 model(empty, use_cache=True)
         cache = attachment.prefill(ids)
-        attachment.sparse_chunks = True
         parameter = model.model.layers[0].mlp.up_proj.weight
         asked = parameter.requires_grad
         parameter.requires_grad_(True)

@@ -7,6 +7,8 @@ import torch
 from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
+from sparsekv.runtime.attach import RunOptions
+
 pytestmark = pytest.mark.gpu
 GREEDY = {"max_new_tokens": 9, "do_sample": False}
 
@@ -36,8 +38,8 @@ def test_sparse_logits_on_the_gpu_are_those_of_the_cpu() -> None:
 
     def logits() -> torch.Tensor:
         device = model.device
-        with attach(model, router=router, phi=phi, probes=2) as attachment:
-            attachment.sparse_chunks = True
+        with attach(model, router=router, phi=phi, probes=2,
+                             run=RunOptions(sparse_chunks=True)) as attachment:
             cache = attachment.prefill(ids[:, :150].to(device))
             return model(ids[:, 150:].to(device), past_key_values=cache, use_cache=True).logits.float().cpu()
 

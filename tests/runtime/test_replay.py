@@ -13,6 +13,7 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.attach import RunOptions
 
 SELECTORS = {
     "dense": {"selector": "dense"}, "streaming": {"selector": "streaming"},
@@ -26,12 +27,6 @@ SELECTORS = {
     "all": {"selector": "sketch", "token_budget": 0.05, "candidates": 1.0},
 }
 STEPS = 60
-
-
-@pytest.fixture(autouse=True)
-def compiled_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both before and after the layers are compiled, where they are."""
-    monkeypatch.setattr("sparsekv.runtime.replay.COMPILE_AFTER", 20)
 
 
 @functools.cache
@@ -61,9 +56,8 @@ def attached(model, replays: bool, name: str, **options):
         options = {"selector": "router", **options, "router": router}
     if options.pop("phi", False):
         options["phi"] = phi
-    attachment = sparsekv.attach(model, decode_window=16, **options)
-    attachment.replays = replays
-    return attachment
+    # both before and after the layers are compiled, where they are
+    return sparsekv.attach(model, decode_window=16, run=RunOptions(replays=replays, compile_after=20), **options)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 import sparsekv
+from sparsekv.runtime.attach import RunOptions
 from sparsekv.sources.hub import load_model
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -55,9 +56,7 @@ def long_model(device: str) -> tuple[Any, torch.Tensor, str]:
 
 
 @pytest.fixture(autouse=True)
-def compiled_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both before and after the layers are compiled, in full precision."""
-    monkeypatch.setattr("sparsekv.runtime.replay.COMPILE_AFTER", 40)
+def full_precision() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     yield
@@ -88,8 +87,10 @@ def decode(device: str, name: str, replays: bool, told: torch.Tensor | None) -> 
         return model(input_ids=tokens, attention_mask=kept[:, :end], position_ids=places[:, past:end],
                      past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
 
-    with sparsekv.attach(model, sink_size=4, window_size=16, decode_window=steps // 5, **options) as attachment:
-        attachment.replays = replays
+    # both before and after the layers are compiled
+    run = RunOptions(replays=replays, compile_after=40)
+    with sparsekv.attach(model, sink_size=4, window_size=16, decode_window=steps // 5, run=run,
+                         **options) as attachment:
         cache = attachment.prefill(prompt[:, :-1], kept[:, :prompt.shape[1] - 1], chunk_size=4096)
         tokens, found = prompt[:, -1:], []
         for step in range(steps):

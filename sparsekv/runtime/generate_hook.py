@@ -1,0 +1,63 @@
+"""How `model.generate` gets a cache of ours, with room for what it will write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.cache import SparseCache
+from sparsekv.runtime.supported import check_cache
+
+MOST_NEW = 4096
+
+
+def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of `model.generate`, with a cache of the attachment's. Raises SparseKVError for caches and
+    settings that cannot be decoded sparsely."""
+    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+    config = given or attachment.model.generation_config
+    kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if kind not in (None, "dynamic"):
+        raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
+                            "brings its own cache")
+    if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
+        raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
+    if kwargs.get("past_key_values") is not None:
+        check_cache(kwargs["past_key_values"])
+        return kwargs
+    kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}
+    return kwargs | {"past_key_values": roomy_cache(attachment, *_room_of(args, kwargs, config))}
+
+
+def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCache:
+    """An empty cache with room for prompts and answers of so many tokens at once; an answer that may be long grows
+    later, in steps of an eighth. Raises SparseKVError where the device has not."""
+    tokens = prompt + min(new, max(MOST_NEW, prompt // 8))
+    parameter = next(attachment.model.parameters())
+    if parameter.is_cuda and attachment.decoding.placement == "gpu":
+        modules = list(attachment.modules.values())
+        heads = sum(getattr(m.config, "num_key_value_heads", None) or m.config.num_attention_heads for m in modules)
+        needed = 2 * rows * tokens * heads * modules[0].head_dim * parameter.element_size()
+        device = parameter.device
+        free = torch.cuda.mem_get_info(device)[0] + (
+            torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        if needed > free:
+            raise SparseKVError(
+                f"keys and values of {rows} x {tokens} tokens take {needed / 1e9:.1f} GB and the device has "
+                f"{free / 1e9:.1f} GB left; shorten prompt or answer, or use placement='offload'")
+    return attachment.cache(tokens)
+
+
+def _room_of(args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> tuple[int, int, int]:
+    """Rows, tokens of the prompt and new ones that a call of `generate` asks for, as far as its arguments say."""
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return 1, 0, 0
+    new, longest = (kwargs.get(n, getattr(config, n, None)) for n in ("max_new_tokens", "max_length"))
+    copies = max(kwargs.get(n, getattr(config, n, None)) or 1 for n in ("num_beams", "num_return_sequences"))
+    if new is None:
+        new = 0 if longest is None else max(0, longest - ids.shape[1])
+    return ids.shape[0] * copies, ids.shape[1], new

@@ -1,0 +1,225 @@
+"""Attention one layer after another, as the model's forward comes to it: prompts, chunks, and steps that are not
+planned. Decoding of a layer begins here."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.cost import extra_tokens, read_shares
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.prefill import prefill_chunks
+from sparsekv.core.regions import Regions
+from sparsekv.core.step import LayerState
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.kernels import dense_attention
+from sparsekv.runtime.cache import HostLayer, SparseCache, SparseLayer
+from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.decoding import Decoding
+from sparsekv.runtime.offload import HostView
+from sparsekv.runtime.plan import Plan, RunOptions
+
+QUERY_BLOCK = 64
+
+
+class Layerwise:
+    """The attention of an attachment, and its plans."""
+
+    def __init__(self, decoding: Decoding, run: RunOptions, layers: int):
+        self.decoding, self.run, self.counters = decoding, run, Counters(layers)
+        self.prefilling = False
+        """Whether what runs is a prompt, however many tokens it has."""
+        self._mask: tuple[Any, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Let go of what belongs to the last pass."""
+        self._mask, self.prefilling = None, False
+
+    def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                  scale: float, window: int | None, softcap: float | None) -> Tensor:
+        """Dense or sparse, of the last tokens of a layer: query `[B, Hq, T, d]`, key, value `[B, Hkv, N, d]` -> as
+        query."""
+        index = module.layer_idx
+        layers = cache.layers if isinstance(cache, SparseCache) else ()
+        layer = layers[index] if index < len(layers) else None
+        count, past = query.shape[2], key.shape[2] - query.shape[2]
+        if mask is not None and mask.dim() != 2:
+            raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
+
+        def dense() -> Tensor:
+            k, v = key.to(query.device), value.to(query.device)
+            return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap)
+
+        if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
+            return dense()
+        if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
+            layer.remember_queries(query, key.shape[2])
+            if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
+                return self._prefill_sparsely(module, cache, query, key, value, mask, scale)
+            return dense()
+        short = key.shape[2] < self.decoding.short_until(key)
+        if index in self.decoding.dense_layers or softcap is not None or short:
+            self.counters.dense(index, count)
+            return dense()
+        with torch.no_grad():
+            if layer.state is None or layer.state.owner is not self.decoding:
+                layer.state = self._begin(module, layer, cache, query, mask, scale, past)
+            out = self._decode(layer, layer.state, query, past)
+            if self.run.compares:
+                self.counters.compare(index, out, dense())
+        return WithoutGradient.apply(query, out) if query.requires_grad else out
+
+    def _prefill_sparsely(self, module: Any, cache: SparseCache, query: Tensor, key: Tensor, value: Tensor,
+                          mask: Tensor | None, scale: float) -> Tensor:
+        """A prompt, or a part of one, by a selector that reads prompts in chunks."""
+        index, device = module.layer_idx, query.device
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2],
+                                         self.decoding.sink_size, self.decoding.window_size)
+        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
+                         cache.rope.get(getattr(module, "layer_type", None)))
+        return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
+
+    def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
+               scale: float, past: int) -> LayerState:
+        """Selector and estimator of a layer over what was prefilled, `past` tokens: decoding begins."""
+        index, keys, values = module.layer_idx, layer.keys, layer.values
+        on_host = isinstance(layer, HostLayer) and self.decoding.placement == "offload"
+        device = query.device if on_host else keys.device
+        keys, values = keys.to(device), values.to(device)
+        recent = layer.recent
+        if recent is None:
+            recent = query[:, :, :0]
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), past, self.decoding.sink_size,
+                                         self.decoding.window_size)
+        kind = HostView if on_host else LayerView
+        began = _now(device)
+        view = kind(keys[:, :, :past], values[:, :, :past], regions, scale, query.shape[1], index, len(cache.layers),
+                    cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end)
+        state = LayerState(
+            view, self.decoding.selector_of(index, device), self.decoding.estimator_of(index, device),
+            window_size=self.decoding.window_size, decode_window=self.decoding.decode_window, owner=self.decoding)
+        if isinstance(view, HostView):
+            view.keep_anchors(keys, values)
+        self.counters.index_seconds += _now(device) - began
+        return state
+
+    def _decode(self, layer: SparseLayer, state: LayerState, query: Tensor, past: int) -> Tensor:
+        """Steps of the last tokens of a cache, `[B, Hq, T, d]`, some queries at a time."""
+        view, parts = state.view, []
+        q = query.to(view.device)
+        for first in range(0, q.shape[2], QUERY_BLOCK):
+            block = q[:, :, first:first + QUERY_BLOCK]
+            end = past + first + block.shape[2]
+            advance(state, layer, past + first, end)
+            queries = Queries.last(block, end, view.rope)
+            step = state.step(queries)
+            more = extra_tokens(view, state.selector, state.estimator)
+            self.counters.sparse(view.layer_idx, read_shares(
+                view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more), block.shape[2])
+            parts.append(step.out.to(query.device))
+        self.counters.statistics[view.layer_idx] = state.selector.statistics()
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
+        """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
+        taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
+        first: Any = cache.layers[0]
+        if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
+                torch.is_grad_enabled()):
+            return None
+        reason = seat.why_not(cache)
+        if reason is not None:
+            self.counters.not_replayed = reason
+            return None
+        held, length = cache.plan, first.get_seq_length()
+        ours = held is not None and held.owner is self
+        if ours and held.fits(cache):
+            return held
+        cache.plan = None
+        if length >= first.room:
+            return None
+        states = self._states(cache, length)
+        if states is None:
+            return None
+        for state in states:
+            if state is not None and not state.replayable:
+                self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
+                return None
+        for layer, state in zip(cache.layers, states, strict=True):
+            if state is not None:
+                advance(state, layer, length, length + 1)
+        starts = next((s.view.regions.starts for s in states if s is not None), None)
+        if starts is None:
+            starts = self._starts(mask, first.keys.shape[0], first.keys.device)
+        until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
+            self.decoding.short_until(first.keys))
+        ropes = {key: (table, how) for key, table in cache.rope.items()
+                 if table.length == length and (how := seat.ropes.get(key)) is not None}
+        steady = (ours and held.data is first.whole[0] and held.length == length) or cache.settled
+        plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
+                    compile_after=self.run.compile_after, steady=steady)
+        if plan.fits(cache):
+            cache.plan = plan
+        return cache.plan
+
+    def _states(self, cache: SparseCache, length: int) -> list[LayerState | None] | None:
+        """What every layer decodes with, None: full attention. None for all where decoding has not begun."""
+        states: list[LayerState | None] = []
+        layers: list[Any] = cache.layers
+        for index, layer in enumerate(layers):
+            short = length + 1 < self.decoding.short_until(layer.keys)
+            if index in self.decoding.dense_layers or short:
+                states.append(None)
+                continue
+            state = layer.state
+            if state is None or state.owner is not self.decoding:
+                return None
+            states.append(state)
+        return states
+
+    def _starts(self, mask: Tensor | None, batch: int, device: Any) -> Tensor:
+        """First real token of every row, from the 2-D mask of a left-padded batch; checked once a mask."""
+        if mask is None:
+            return torch.zeros(batch, dtype=torch.long, device=device)
+        if self._mask is None or self._mask[0] is not mask:
+            real = mask.bool()
+            if bool((real[:, :-1] & ~real[:, 1:]).any()):
+                raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; "
+                                    "set tokenizer.padding_side = 'left'")
+            self._mask = (mask, (~real).sum(-1).to(device))
+        return self._mask[1]
+
+
+def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
+    """Bring a state to the first `length` tokens of its layer, of which `past` may join the mid region; where that
+    grows, over keys and values on the device."""
+    view = state.view
+    view.keys, view.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    if isinstance(view, HostView) and state.outgrown(past):
+        with view.on_device():
+            state.advance(past, length)
+    else:
+        state.advance(past, length)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The output of a sparse step, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise SparseKVError("a sparse step has no gradient; train with full attention (selector='dense', or without "
+                            "attach)")
+
+
+def _now(device: torch.device) -> float:
+    """The time, when the device has done all it was given [s]."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

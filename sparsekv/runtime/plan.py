@@ -1,0 +1,169 @@
+"""A decode step of all layers, planned once for some hundred tokens: what `generate` runs at one token.
+
+Attention appends the new token to storage of fixed capacity and takes the layer's step over all that the plan may fill;
+what was read is counted once for all layers, lengths on the device. `graph.py` captures a plan, elsewhere it is run.
+Where the mid region grows or the storage is full, the next is planned anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.cost import extra_tokens, read_shares
+from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.rope import LayerRope
+from sparsekv.core.step import LayerState, sparse_step
+from sparsekv.kernels import append_token, decode_attention, dense_attention
+from sparsekv.runtime.cache import GrowingRope, SparseCache
+from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.model_pass import Layers
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How steps are run; none of it changes what a step of one token reads.
+
+    replays: steps of one token are planned for all layers, on a CUDA device as a graph that is replayed. compile_after:
+    planned steps of a model after which its layers are compiled, which takes ten seconds that a short answer would not
+    earn, and is done for every batch size anew; None: never, as in evaluation, where batches have many sizes.
+    sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its own.
+    compares: full attention runs beside every sparse step, and the report has the relative error."""
+
+    replays: bool = True
+    compile_after: int | None = 256
+    sparse_chunks: bool = False
+    compares: bool = False
+
+
+class Plan:
+    """The decode step of one cache, for one batch and one set of regions.
+
+    `states[i]`: the state of layer i, or None where it decodes with full attention; `starts [B]`: the first real token
+    of every row. `until`: the length at which full attention is no longer the faster one. ropes: the cache's rotary
+    tables and how the model's become them, by kind of layer. `owner`: the attachment it is of. `steady`: nothing was
+    moved since the step before it, so that it is worth capturing.
+    """
+
+    def __init__(
+        self, layers: Layers, cache: SparseCache, states: list[LayerState | None], starts: Tensor, counters: Counters,
+        ropes: dict[Any, tuple[GrowingRope, LayerRope]], *, until: int | None, owner: Any,
+        compile_after: int | None, steady: bool,
+    ):
+        self.layers, self.states, self.counters, self.ropes = layers, states, counters, ropes
+        self.owner, self.compile_after, self.steady = owner, compile_after, steady
+        self.taken = 0
+        self.stores: list[Any] = list(cache.layers)
+        first = self.stores[0]
+        self.data, self.length = first.whole[0], first.get_seq_length()
+        self.starts, self.device, self.heads_kv = starts, first.keys.device, first.keys.shape[1]
+        self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
+        ends = [self.capacity, *(s.room for s in states if s is not None)]
+        if until is not None:
+            ends.append(until - 1)
+        left = layers.left(compile_after)
+        if left:
+            ends.append(self.length + left)
+        self.end = min(ends)
+        rows, device = first.keys.shape[0], self.device
+        with torch.inference_mode(False):  # steps inside and outside of inference mode write them
+            self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
+            self.lengths = torch.full((rows,), self.length, dtype=torch.long, device=device)
+        self.sparse = [i for i, s in enumerate(states) if s is not None]
+        self.dense = [i for i, s in enumerate(states) if s is None]
+        self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
+        self.views = [None if s is None else self._whole(s) for s in states]
+        self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
+            device.type != "cuda" and bool(starts.any())) else None
+        """Tokens of the storage that are no padding, where full attention needs to be told."""
+        self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
+        self.logits: Tensor | None = None
+        self.graph: Any = None
+        self._read: list[tuple[Queries, Selection]] = []
+        self._next = 0
+
+    def fits(self, cache: SparseCache) -> bool:
+        """Whether nothing happened to the cache since the last step, and this one still serves."""
+        first: Any = cache.layers[0]
+        return (first.room > 0 and first.whole[0] is self.data
+                and first.get_seq_length() == self.length < self.end)
+
+    def begin(self, ids: Tensor, positions: Tensor | None) -> None:
+        """What the next step is of: ids, positions `[B, 1]`, None: the next of the cache."""
+        self.ids.copy_(ids)
+        if positions is None:
+            self.positions.fill_(self.length)
+        else:
+            self.positions.copy_(positions.expand_as(self.positions))
+
+    def run(self, captured: bool = False) -> Tensor:
+        """The step, launch by launch: its logits `[B, 1, V]`. captured: nothing is run, a graph is made of it, which
+        counts the lengths on the device."""
+        if not captured:
+            self.lengths.fill_(self.length)
+        self.lengths.add_(1)
+        self._next, self._read = 0, []
+        logits = self.layers.run(self)
+        if self._read:
+            view: Any = self.views[self.sparse[0]]
+            shares = read_shares(view, self._read[0][0], [s for _, s in self._read], self.more)
+            self.counters.add(shares, self.where)
+        return logits
+
+    def finish(self) -> Tensor:
+        """The step's logits; the token is one of the cache from here on."""
+        self.length += 1
+        for layer in self.stores:
+            layer.grown_to(self.length)
+        for rope, _ in self.ropes.values():
+            rope.grown_to(self.length)
+        self.taken, self.steady = self.taken + 1, True
+        self.layers.known.steps += 1
+        self.counters.planned(len(self.ids), self.sparse, self.dense)
+        assert self.logits is not None
+        return self.logits
+
+    def layer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of the next layer: query `[B, Hq, 1, d]`, key, value `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`."""
+        index, self._next = self._next, self._next + 1
+        state, view = self.states[index], self.views[index]
+        keys, values = self.stores[index].whole
+        append_token(key, value, keys, values, self.lengths)
+        if state is None or view is None:
+            return self._dense(query, keys, values, scale).contiguous()
+        queries = Queries(query, self.lengths, view.rope)
+        step = sparse_step(view, queries, state.selector, state.estimator)
+        self._read.append((queries, step.selection))
+        return step.out.transpose(1, 2).contiguous()
+
+    def write_tables(self, kind: Any, tables: tuple[Tensor, Tensor]) -> None:
+        """The model's rotary tables of the new token, into their place; of the first layer of a kind."""
+        if kind in self.ropes:
+            rope, how = self.ropes[kind]
+            rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
+
+    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Full attention over the storage of a layer, `[B, 1, Hq, d]`."""
+        if query.is_cuda:
+            return decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)[0][:, None]
+        seen = self.length + 1
+        return dense_attention(query, keys[:, :, :seen], values[:, :, :seen], scale=scale,
+                               key_mask=None if self.real is None else self.real[:, :seen]).transpose(1, 2)
+
+    def _whole(self, state: LayerState) -> LayerView:
+        """The layer's view over what this plan may fill of its storage: regions end it, not its length."""
+        view = state.view.fork()
+        view.keys, view.values = (x[:, :, :self.end] for x in self.stores[view.layer_idx].whole)
+        view.regions = view.regions.grown(self.end)
+        if any(view.rope is table for table, _ in self.ropes.values()):
+            view.rope = view.rope.whole()  # type: ignore[union-attr]
+        return view
+
+    def _more(self, state: LayerState, rows: int) -> Tensor:
+        """What chooses and completes, in tokens of the layer, `[B]` float64."""
+        cost = extra_tokens(state.view, state.selector, state.estimator)
+        return torch.as_tensor(cost, dtype=torch.float64, device=self.device).expand(rows).clone()
