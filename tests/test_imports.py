@@ -21,6 +21,18 @@ ALLOWED = {"kernels": ("kernels", "foundation.errors"),
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "commands")
+TRANSFORMERS = {
+    "runtime.hooks": "hooks, attention and mask function, wrapped forward and generate", "runtime.cache": "its caches",
+    "runtime.generate": "its streamer", "capture.tap": "attention calls that are shown", "capture.run": "its caches",
+    "commands.estimate": "a model's shape without weights", "sources.hub": "models by name"}
+"""All that import transformers, and for what; table of docs/architecture.md."""
+INTERNALS = {
+    "_attn_implementation": {"runtime.hooks", "runtime.model_pass", "capture.tap"},
+    "_forward_pre_hooks": {"runtime.hooks", "runtime.model_pass"},
+    "register_forward_pre_hook": {"runtime.hooks", "capture.tap"},
+    '"position_embeddings"': {"runtime.hooks", "capture.tap"},
+    "generation_config": {"runtime.generate_hook", "runtime.attach", "sources.hub", "evaluation.evaluator"}}
+"""What is transformers' own, and the only files that speak of it."""
 
 
 def module_of(path: Path) -> str:
@@ -113,6 +125,23 @@ def _imported_lazily(module: str) -> bool:
 def test_artifacts_neither_draw_nor_fetch(path: Path) -> None:
     found = {n.split(".")[0] for n in imports(path)} & {"matplotlib", "huggingface_hub", "requests", "urllib", "http"}
     assert not found, f"{module_of(path)} imports {found}: sources/ draws an artifact's page and brings it from the hub"
+
+
+def test_what_touches_transformers_stands_in_one_file_each() -> None:
+    found = {module_of(path) for path in FILES if any(inside(n, "transformers") for n in imports(path))}
+    assert found == set(TRANSFORMERS)
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    told = page[page.index("## What touches transformers"):]
+    for module in (*TRANSFORMERS, *(m for modules in INTERNALS.values() for m in modules if "evaluation" not in m)):
+        assert f"`{module.replace('.', '/')}.py`" in told, f"docs/architecture.md does not name {module}"
+    for word, modules in INTERNALS.items():
+        strange = {module_of(path) for path in FILES if word in path.read_text(encoding="utf-8")} - modules
+        assert not strange, f"{', '.join(sorted(strange))} speak of {word}; only {', '.join(sorted(modules))} may"
+
+
+def test_no_file_of_the_runtime_is_long() -> None:
+    long = [p.name for p in (ROOT / "runtime").glob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 320]
+    assert not long, f"{', '.join(long)} of runtime/ are above 320 lines"
 
 
 def test_import_is_fast_and_loads_nothing_heavy() -> None:

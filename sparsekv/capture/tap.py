@@ -1,6 +1,6 @@
 """The tap: an attention implementation that computes what the model's own does and shows every call to a listener.
 
-This file and `runtime/attach.py` are the only ones that know transformers' internals.
+What touches transformers elsewhere: docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -3,8 +3,12 @@
 import copy
 import functools
 import gc
+import signal
 import threading
+import warnings
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,8 +16,10 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
+from sparsekv.core.selectors import SELECTORS as ALL
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import RunOptions
+from sparsekv.runtime.graph import raised_by_user
 
 SELECTORS = {
     "dense": {"selector": "dense"}, "streaming": {"selector": "streaming"},
@@ -229,17 +235,93 @@ def test_attachments_nest_leave_in_any_order_and_leave_the_model_as_it_was(model
     assert state_of(model) == before
 
 
-def test_a_step_that_fails_is_told_once_and_taken_as_it_is(model, monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass(eq=False)
+class Faulty(ALL["streaming"]):
+    """Fails in steps that are planned: `fail` is called with the number of the step."""
+
+    fail: Callable[[int], None] = lambda step: None
+    count: int = 0
+
+    def select(self, view, queries):
+        if int(queries.lengths.max()) < view.length:  # a plan's view goes to the end of its storage
+            self.count += 1
+            self.fail(self.count)
+        return super().select(view, queries)
+
+
+def faulty(model, fail: Callable[[int], None]):
+    return sparsekv.attach(model, selector=Faulty(fail=fail), decode_window=16, dense_layers=(0, 1), dense_below=0)
+
+
+def test_a_model_that_cannot_be_planned_is_told_once_and_decoded_layer_by_layer(model) -> None:
+    """A failure in torch's own code, as of a model that wants more of its cache than a plan gives."""
     ids = ids_on(model, 120)
     before = state_of(model)
-    wanted, _ = logits_of(model, True, "router", ids)
-    monkeypatch.setattr("sparsekv.runtime.replay.sparse_step", lambda *a: 1 / 0)
-    with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: division by zero") as told:
-        found, report = logits_of(model, True, "router", ids)
+
+    def fail(step: int) -> None:
+        torch.nn.functional.interpolate(torch.zeros(1, 1, 2), size=3, scale_factor=2)
+
+    with faulty(model, lambda step: None):
+        wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
+    with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: only one of size") as told:
+        with faulty(model, fail) as attachment:
+            assert torch.equal(model.generate(ids, max_new_tokens=9, do_sample=False), wanted)
     assert sum("its step failed" in str(w.message) for w in told) == 1  # the compiler warns of its own things
-    assert report["replayed_steps"] == 0 and "division" in report["not_replayed"]
-    close(found, wanted)
+    report = attachment.report()
+    assert report["replayed_steps"] == 0 and "only one of size" in report["not_replayed"]
     assert state_of(model) == before
+
+
+class Late(Exception):
+    """What a user stops a step with."""
+
+
+@pytest.mark.parametrize("error", [Late, RuntimeError, KeyboardInterrupt, TimeoutError])
+@pytest.mark.parametrize("at", [1, 3])
+def test_what_is_raised_inside_a_step_comes_out_and_the_cache_goes_on(model, error: type, at: int) -> None:
+    if model.device.type == "cuda":
+        pytest.skip("a graph that is replayed calls nothing")
+    ids = ids_on(model, 100)
+    before = state_of(model)
+
+    def fail(step: int) -> None:
+        if step == at:
+            raise error("enough")
+
+    with warnings.catch_warnings(), faulty(model, fail) as attachment:
+        warnings.simplefilter("error")
+        cache = attachment.cache(140)
+        attachment.generate(ids, max_new_tokens=2, cache=cache)  # the second token's step begins decoding
+        length = cache.get_seq_length()
+        with pytest.raises(error, match="enough"):
+            attachment.generate(ids[:, :1], max_new_tokens=9, cache=cache)
+        assert cache.get_seq_length() == length + at - 1
+        attachment.generate(ids[:, :1], max_new_tokens=9, cache=cache)
+        assert attachment.report()["not_replayed"] is None
+    assert state_of(model) == before
+
+
+def test_a_signal_handlers_exception_is_known_where_torch_has_wrapped_it() -> None:
+    def handler(number: int, frame: object) -> None:
+        raise RuntimeError("deadline")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        try:
+            try:
+                signal.raise_signal(signal.SIGALRM)
+            except RuntimeError as inner:
+                raise torch._dynamo.exc.InternalTorchDynamoError("wrapped") from inner
+        except RuntimeError as error:
+            assert str(raised_by_user(error)) == "deadline"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(RuntimeError) as own:
+        torch.nn.functional.linear(torch.zeros(2, 3), torch.zeros(2, 2))
+    assert raised_by_user(own.value) is own.value  # raised by this file
+    with pytest.raises(RuntimeError) as torchs:
+        torch.einsum("ij,jk->ik", torch.zeros(2, 3), torch.zeros(2, 2))
+    assert raised_by_user(torchs.value) is None
 
 
 @torch.no_grad()

@@ -1,0 +1,170 @@
+"""An interrupt at any line of entering, stepping and leaving leaves the model as it was; so does another thread."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_model, prompt
+from tiny_artifacts import artifacts
+
+import sparsekv
+from sparsekv.runtime.attach import Attachment, RunOptions
+from sparsekv.runtime.process import NOW, known
+
+RUNTIME = Path(sys.modules[Attachment.__module__].__file__).parent  # type: ignore[arg-type]
+GREEDY = {"max_new_tokens": 4, "do_sample": False}
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C."""
+
+
+class Interrupting:
+    """Raises at the n-th line of the runtime's own code that this thread comes to, once; `whole`: no line was the
+    n-th."""
+
+    def __init__(self, number: int):
+        self.left, self.where = number, ""
+
+    @property
+    def whole(self) -> bool:
+        return self.left > 0
+
+    def __enter__(self) -> Interrupting:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if Path(frame.f_code.co_filename).parent == RUNTIME and self.whole else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        first = frame.f_code is Attachment.__exit__.__code__ and frame.f_lineno <= frame.f_code.co_firstlineno + 1
+        if event == "line" and not first:  # nobody can guard a function's first line but who calls it
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise Interrupt(self.where)
+        return self._line
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    modules = list(model.modules())
+    return ({k: v for k, v in model.__dict__.items() if k in ("forward", "generate")},
+            model.config._attn_implementation,
+            [list(m._forward_pre_hooks) for m in modules], [list(m._forward_pre_hooks_with_kwargs) for m in modules],
+            [m.__dict__.get("layer_idx") for m in modules], ["forward" in m.__dict__ for m in modules],
+            known(model).seat, NOW.plan)
+
+
+def attached(model: Any) -> Attachment:
+    router, phi = artifacts(model)
+    return sparsekv.attach(model, router=router, phi=phi, token_budget=0.2, decode_window=16)
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(make_model())
+
+
+def test_at_any_line_of_entering_and_leaving(model: Any) -> None:
+    before, number, seen = state_of(model), 0, set()
+    attachment = sparsekv.attach(model, selector="topk", token_budget=8, dense_below=0)
+    while True:
+        number += 1
+        try:
+            with Interrupting(number) as interrupting:
+                with attachment:
+                    pass
+        except Interrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert state_of(model) == before, interrupting.where
+        if interrupting.whole:
+            break
+        seen.add(interrupting.where.partition(":")[0])
+    assert number > 60 and {"attach.py", "hooks.py", "model_pass.py"} <= seen
+    with attachment:  # and it can be entered again
+        model.generate(prompt(30), **GREEDY)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@torch.no_grad()
+def test_at_any_line_of_a_step(model: Any, compiled: bool) -> None:
+    """Compiled layers are stood for by their own forward: what a pass changes of the model is the same."""
+    before, ids = state_of(model), prompt(60)
+    plain = model.generate(ids, **GREEDY)
+    if compiled:
+        known(model).compiled = {type(d): type(d).forward for d in model.model.layers}
+    with attached(model) as attachment:
+        filled = attachment.prefill(ids[:, :50])
+        for t in range(50, 52):
+            model(ids[:, t:t + 1], past_key_values=filled, use_cache=True)
+        inside, wanted = state_of(model), model(ids[:, 52:53], past_key_values=filled.fork(), use_cache=True).logits
+        number, seen = 0, set()
+        while True:
+            number += 1
+            try:
+                with Interrupting(number) as interrupting:
+                    attachment.step(ids[:, 52:53], filled)
+            except Interrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            seen.add(interrupting.where.partition(":")[0])
+            assert state_of(model)[:-1] == inside[:-1], interrupting.where
+            if interrupting.whole:
+                break
+            filled.crop(52)
+        assert {"attach.py", "layerwise.py", "plan.py", "model_pass.py", "hooks.py"} <= seen
+        filled.crop(52)
+        torch.testing.assert_close(attachment.step(ids[:, 52:53], filled), wanted, rtol=1e-4, atol=1e-4)
+    assert state_of(model) == before
+    assert torch.equal(model.generate(ids, **GREEDY), plain)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_plain_generate_of_another_thread_stays_what_it_is(implementation: str) -> None:
+    """One thread attaches, decodes and leaves, over and over; what another began before is not touched."""
+    model = copy.deepcopy(make_model())
+    model.set_attn_implementation(implementation)
+    ids = prompt(40, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    how = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    wanted, found, failed, stop = model.generate(ids, **how), [], [], threading.Event()
+
+    def plain() -> None:
+        try:
+            for _ in range(4):
+                found.append(model.generate(ids, **how))
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            stop.set()
+
+    thread = threading.Thread(target=plain)
+    thread.start()
+    while not stop.is_set():
+        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=(), dense_below=0):
+            stop.wait(0.005)
+    thread.join()
+    assert not failed and len(found) == 4
+    assert all(torch.equal(x, wanted) for x in found)
+
+
+def test_how_steps_run_is_said_once() -> None:
+    with pytest.raises(AttributeError):
+        RunOptions().replays = False  # type: ignore[misc]
