@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import Attachment
-from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.runtime.padded import allocate, own, put
 
 CHECK_EVERY = 8
 
@@ -47,15 +48,8 @@ class Batch:
         """A copy of the chosen rows."""
         cache = self.cache.fork()
         cache.batch_select_indices(index)
-        self._own()
+        own(self.cache)
         return Batch(cache, self.last[index], self.lengths[index])
-
-    def _own(self) -> None:
-        """Nobody else holds these tensors: append to them in place."""
-        for layer in self.cache.layers:
-            layer._keys.shared = layer._values.shared = False  # type: ignore[union-attr]
-        for table in self.cache.rope.values():
-            table.cos.shared = table.sin.shared = False
 
     def restore(self, width: int, keeps: bool = False) -> None:
         """As after the prefill: forget what was decoded and, unless it `keeps` that, what a method built."""
@@ -89,42 +83,10 @@ def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, r
             batch = one
         else:
             if row == 0:
-                _allocate(batch, one, len(prompts), width, room, min(lengths))
-            _put(batch, one, row, width)
+                allocate(batch, one, len(prompts), width, room, min(lengths))
+            put(batch, one, row, width)
     last = torch.tensor([[p[-1]] for p in prompts], device=device)
     return Batch(batch, last, torch.tensor(lengths, device=device))
-
-
-def _allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room: int, shortest: int) -> None:
-    for new, old in zip(batch.layers, like.layers, strict=True):
-        assert isinstance(new, SparseLayer) and isinstance(old, SparseLayer)
-        new.lazy_initialization(old.keys, old.values)
-        for store, part in ((new._keys, old.keys), (new._values, old.values)):
-            store.replace(part.new_zeros(rows, part.shape[1], width + room, part.shape[3]))
-            store.crop(width)
-        if old.recent is not None:
-            new.recent = old.recent.new_zeros(rows, old.recent.shape[1], min(old.recent.shape[2], shortest),
-                                              old.recent.shape[3])
-            new.recent_end = width
-    for key, table in like.rope.items():
-        made = batch.rope[key] = GrowingRope(table.layout)
-        for store, part in ((made.cos, table.cos.view), (made.sin, table.sin.view)):
-            store.replace(part.new_zeros(rows, width + room, part.shape[-1]))
-            store.crop(width)
-
-
-def _put(batch: SparseCache, one: SparseCache, row: int, width: int) -> None:
-    """Copy a prefilled prompt to the end of its row."""
-    for new, old in zip(batch.layers, one.layers, strict=True):
-        assert isinstance(new, SparseLayer) and isinstance(old, SparseLayer)
-        first = width - old.keys.shape[2]
-        new.keys[row, :, first:] = old.keys[0]
-        new.values[row, :, first:] = old.values[0]
-        if new.recent is not None and old.recent is not None:
-            new.recent[row] = old.recent[0, :, -new.recent.shape[2]:]
-    for key, table in one.rope.items():
-        for store, part in ((batch.rope[key].cos, table.cos.view), (batch.rope[key].sin, table.sin.view)):
-            store.view[row, width - part.shape[1]:] = part[0]
 
 
 @torch.inference_mode()

@@ -122,11 +122,16 @@ def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
     for budget in budgets:
         run(tmp_path / str(budget), tokenizer, parse_methods([name], [budget]))
 
-    def strip(cells):
-        return {(c["case"], c["budget"], tuple(c["indices"])): (c["answers"], c["read"], c["bytes"]) for c in cells}
+    def strip(cells, about=lambda x: x):
+        return {(c["case"], c["budget"], tuple(c["indices"])): (c["answers"], c["read"], about(c["bytes"]))
+                for c in cells}
+
+    def nearly(share: float):
+        """What chooses and completes is counted when a step is planned, once for some hundred steps."""
+        return pytest.approx(share, rel=5e-3)
 
     alone = [c for budget in budgets for c in collect(tmp_path / str(budget))]
-    assert strip(collect(tmp_path / "together")) == strip(alone) and len(alone) == 2 * len(budgets)
+    assert strip(collect(tmp_path / "together")) == strip(alone, nearly) and len(alone) == 2 * len(budgets)
     begun = []
     monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
         begun.append(1), own(self, *args, **kwargs))[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import sys
 import threading
 from pathlib import Path
@@ -11,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.runtime.attach import Attachment, RunOptions
 from sparsekv.runtime.process import NOW, known
 
@@ -48,8 +48,12 @@ class Interrupting:
         return self._line if Path(frame.f_code.co_filename).parent == RUNTIME and self.whole else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        # no interrupt comes between the end of a block and the release of its lock, though a tracer does; and nobody
+        # can guard a function's first line but who calls it
+        lock = "with " in (text := linecache.getline(frame.f_code.co_filename, frame.f_lineno)) and text.endswith((
+            "lock:\n", "_GATE:\n"))
         first = frame.f_code is Attachment.__exit__.__code__ and frame.f_lineno <= frame.f_code.co_firstlineno + 1
-        if event == "line" and not first:  # nobody can guard a function's first line but who calls it
+        if event == "line" and not lock and not first:
             self.left -= 1
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -69,7 +73,12 @@ def state_of(model: Any) -> tuple[Any, ...]:
 
 def attached(model: Any) -> Attachment:
     router, phi = artifacts(model)
-    return sparsekv.attach(model, router=router, phi=phi, token_budget=0.2, decode_window=16)
+    return attach(model, router=router, phi=phi, token_budget=0.2, decode_window=16)
+
+
+def enter_and_generate(attachment: Attachment) -> None:
+    with attachment:
+        attachment.model.generate(prompt(30), **GREEDY)
 
 
 @pytest.fixture
@@ -79,7 +88,7 @@ def model() -> Any:
 
 def test_at_any_line_of_entering_and_leaving(model: Any) -> None:
     before, number, seen = state_of(model), 0, set()
-    attachment = sparsekv.attach(model, selector="topk", token_budget=8, dense_below=0)
+    attachment = attach(model, selector="topk", token_budget=8)
     while True:
         number += 1
         try:
@@ -95,9 +104,10 @@ def test_at_any_line_of_entering_and_leaving(model: Any) -> None:
             break
         seen.add(interrupting.where.partition(":")[0])
     assert number > 60 and {"attach.py", "hooks.py", "model_pass.py"} <= seen
-    with attachment:  # and it can be entered again
-        model.generate(prompt(30), **GREEDY)
-    assert state_of(model) == before
+    thread = threading.Thread(target=enter_and_generate, args=(attachment,), daemon=True)
+    thread.start()  # and it can be entered again: no lock is held
+    thread.join(60)
+    assert not thread.is_alive() and attachment.report()["sparse_calls"] > 0 and state_of(model) == before
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -133,6 +143,10 @@ def test_at_any_line_of_a_step(model: Any, compiled: bool) -> None:
         torch.testing.assert_close(attachment.step(ids[:, 52:53], filled), wanted, rtol=1e-4, atol=1e-4)
     assert state_of(model) == before
     assert torch.equal(model.generate(ids, **GREEDY), plain)
+    thread = threading.Thread(target=enter_and_generate, args=(attachment,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -158,7 +172,7 @@ def test_a_plain_generate_of_another_thread_stays_what_it_is(implementation: str
     thread = threading.Thread(target=plain)
     thread.start()
     while not stop.is_set():
-        with sparsekv.attach(model, selector="topk", token_budget=1.0, dense_layers=(), dense_below=0):
+        with attach(model, selector="topk", token_budget=1.0, dense_layers=()):
             stop.wait(0.005)
     thread.join()
     assert not failed and len(found) == 4
