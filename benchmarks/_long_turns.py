@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsekv.evaluation.methods import Method
 from sparsekv.foundation.disk import write_text
-from sparsekv.runtime.attach import Attachment, attach
+from sparsekv.runtime.attach import Attachment, RunOptions, attach
 
 CHUNK = 128
 """Tokens that full attention judges at once."""
@@ -34,10 +34,8 @@ def attached(model: Any, method: Method, artifacts: dict[str, Any]) -> Attachmen
                                **{k: artifacts[k] for k in method.artifacts}}
     if method.budget is not None:
         options["token_budget"] = float(method.budget)
-    made = attach(model, selector="dense" if method.selector == "full" else method.selector,
-                  completion=method.completion, **options)
-    made.compiles = False
-    return made
+    return attach(model, selector="dense" if method.selector == "full" else method.selector,
+                  completion=method.completion, run=RunOptions(compile_after=None), **options)
 
 
 def sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
