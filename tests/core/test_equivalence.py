@@ -1,6 +1,7 @@
 """A step of the runtime = the same step on captured tensors = the formulas written out, for every selector with every
-estimator: in float64, with odd sizes, left padding, groups of 1, 3, 4 and 8 heads, a mid region that grows and a chunk
-of several tokens. `test_equivalence_gpu.py` does the same for the kernels."""
+estimator, and = the step over a server's pages for every selector that is served: in float64, with odd sizes, left
+padding, groups of 1, 3, 4 and 8 heads, a mid region that grows and a chunk of several tokens. `test_equivalence_gpu.py`
+does the same for the kernels."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ from steps import CASES, CHUNK, COMPLETIONS, GROUPS, PADS, PROMPT, SIZES, cases,
 from sparsekv.core.estimators import ESTIMATORS, PhiEstimator
 from sparsekv.core.layer import Queries
 from sparsekv.core.offline import Window, request
+from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import sparse_step
+from sparsekv.kernels import slots_at
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
 
 
 def close(case: str) -> dict[str, float]:
@@ -71,3 +75,40 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
         found = sparse_step(offline.view, alone, *state)
         if t == 0 or name != "magicpig":  # which draws anew at every step
             torch.testing.assert_close(found.out, x.step.out, **close(case))
+
+
+SERVED = [case for case, (name, options) in CASES.items()
+          if SELECTOR_ROWS[name].served and "probes" not in options and options.get("fit") != "fitted"]
+PAGE = 4
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("case", SERVED)
+def test_a_step_over_pages_is_that_of_the_runtime(case: str, group: int, monkeypatch) -> None:
+    """The same request, its keys in pages in any order: built at the same prefill, grown at the same steps."""
+    model = tiny(group, 10, torch.float64)
+    taken, cache = steps_of(model, case, "none", 1, monkeypatch)
+    keys, values = (x[0].transpose(0, 1) for x in (cache.layers[1].keys, cache.layers[1].values))
+    name, options = cases()[case]
+    total, first = keys.shape[0], taken[0].view
+    table = torch.randperm(-(-total // PAGE), generator=torch.Generator().manual_seed(1))[None].int() + 1
+    slots = slots_at(table, torch.arange(total)[None], PAGE)[0]
+    pool = torch.full((table.shape[1] + 1, PAGE, keys.shape[1], 2 * keys.shape[2]), float("nan"), dtype=keys.dtype)
+    pool.flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
+    selector = SELECTORS[name](layer=trained(model)[0].layer(1), **options)
+    index = LayerIndex(selector, pool.transpose(1, 2), Room(2, total), Unsorted(pool.shape[0] * PAGE, keys.device),
+                       scale=first.scale, rope=first.rope)
+    regions = first.regions.grown(PROMPT)
+    index.build(1, slots[:int(regions.mid_last)], regions)
+    for x in (x for x in taken if x.queries.count == 1):
+        now, length = x.view.regions, int(x.queries.lengths[0])
+        if now.tail_starts > regions.tail_starts:
+            index.extend(1, slots[:int(now.mid_last)], regions, now)
+        regions = now
+        anchors = torch.cat([slots[:now.sink_size], slots[int(now.tail_starts):length]])[None].int()
+        lanes = Lanes(torch.tensor([True]), torch.tensor([1]), anchors, torch.tensor([length - 1]),
+                      torch.zeros(1, dtype=torch.int32), torch.tensor([anchors.shape[1]]))
+        q = x.queries.rot[:, :, 0]
+        out = index.attend(q, index.choose(q, lanes), lanes, table, torch.full_like(q, float("nan")))
+        torch.testing.assert_close(out, x.step.out[:, :, 0], **close(case))
+    assert regions.tail_starts > first.regions.tail_starts, "the mid region has not grown"
