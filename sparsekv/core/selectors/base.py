@@ -34,7 +34,6 @@ class Selector:
     """
 
     name: ClassVar[str] = ""
-    source: ClassVar[str] = ""
 
     row_state: ClassVar[tuple[str, ...]] = ()
     """Attributes whose tensors have the batch as first dimension."""

@@ -16,7 +16,6 @@ class Dense(Selector):
     """Reads everything: no layer decodes sparsely; `select` is what that means as a selection."""
 
     name: ClassVar[str] = "dense"
-    source: ClassVar[str] = "baseline: full attention"
     spends: ClassVar[Spends] = Spends.NOTHING
 
     def serves(self, layer_idx: int) -> bool:

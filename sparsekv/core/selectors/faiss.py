@@ -61,7 +61,6 @@ class FaissTopK(Selector):
     """
 
     name: ClassVar[str] = "faiss"
-    source: ClassVar[str] = "top-k paper §3"
 
     factory: str = option("flat", help="flat, ivf, hnsw, or any Faiss factory string, for example IVF256,PQ16.")
     nprobe: int = option(0, help="Inverted lists searched, IVF only; 0: as many as hold 8 budgets [lists].", min=0)

@@ -43,7 +43,6 @@ class LFPS(Selector):
     """
 
     name: ClassVar[str] = "lfps"
-    source: ClassVar[str] = "LFPS §4.2, appendix B"
     scores_keys: ClassVar[bool] = True
 
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)

@@ -43,7 +43,6 @@ class MagicPIG(Selector):
     for some budgets). `token_budget` caps what is sampled by keeping a uniform part, reweighted."""
 
     name: ClassVar[str] = "magicpig"
-    source: ClassVar[str] = "MagicPIG (Chen et al. 2024) §4"
     scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("codes", "center", "used_bits", "asked")
 

@@ -18,7 +18,6 @@ class PyramidKV(SnapKV):
     mean over layers is the budget `k`."""
 
     name: ClassVar[str] = "pyramidkv"
-    source: ClassVar[str] = "PyramidKV (Cai et al. 2024) §4.1"
 
     beta: float = option(20.0, help="Steepness of the pyramid: the last layer keeps the budget divided by this.", min=1)
 

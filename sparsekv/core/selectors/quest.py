@@ -24,7 +24,6 @@ class Quest(Selector):
     as much is read as it pays; the whole mid region is all pages."""
 
     name: ClassVar[str] = "quest"
-    source: ClassVar[str] = "Quest (Tang et al. 2024) §3.2"
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")

@@ -19,7 +19,6 @@ class Random(Selector):
     random buckets)."""
 
     name: ClassVar[str] = "random"
-    source: ClassVar[str] = "baseline; Saap, appendix B (random selection)"
 
     seed: int = option(0, help="Seed of the sample.")
 

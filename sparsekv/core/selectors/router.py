@@ -30,7 +30,6 @@ class Router(Selector):
     """
 
     name: ClassVar[str] = "router"
-    source: ClassVar[str] = "Saap §4"
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     row_state: ClassVar[tuple[str, ...]] = ("buckets",)

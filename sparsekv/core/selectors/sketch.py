@@ -36,7 +36,6 @@ class SketchRouter(Router):
     """
 
     name: ClassVar[str] = "sketch"
-    source: ClassVar[str] = "this project's own"
     row_state: ClassVar[tuple[str, ...]] = ("buckets", "pool", "codes", "basis", "side", "fitted_sizes")
 
     candidates: float | None = option(

@@ -43,7 +43,6 @@ class SnapKV(Selector):
     mid region is never read again (Li et al. 2024, §4). Later tokens that leave the decode window are dropped."""
 
     name: ClassVar[str] = "snapkv"
-    source: ClassVar[str] = "SnapKV (Li et al. 2024) §4"
     replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("kept",)
 

@@ -17,7 +17,6 @@ class Streaming(Selector):
     budget of its own is `streaming_llm`."""
 
     name: ClassVar[str] = "streaming"
-    source: ClassVar[str] = "baseline: sink and local window"
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.NOTHING
 

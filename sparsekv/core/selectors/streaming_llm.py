@@ -18,7 +18,6 @@ class StreamingLLM(Selector):
     the decode window passes tokens on to the mid region."""
 
     name: ClassVar[str] = "streaming_llm"
-    source: ClassVar[str] = "StreamingLLM (Xiao et al. 2024); completion paper, appendix E"
     replayable: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("recent",)
 

@@ -55,7 +55,6 @@ class TokenSelect(Selector):
                                            "prefill_chunk": 512}
 
     name: ClassVar[str] = "token_select"
-    source: ClassVar[str] = "TokenSelect §5"
     scores_keys: ClassVar[bool] = True
     row_state: ClassVar[tuple[str, ...]] = ("cached_query", "cached_tokens")
 

@@ -53,7 +53,6 @@ class TopK(Selector):
     list, by the sum of their softmax, unless `per_query_head`."""
 
     name: ClassVar[str] = "topk"
-    source: ClassVar[str] = "completion paper §4.1; top-k paper §3"
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     scores_keys: ClassVar[bool] = True
