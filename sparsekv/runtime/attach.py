@@ -60,6 +60,8 @@ def attach(
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
+    if run is not None and not isinstance(run, RunOptions):
+        raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
     check_model(model)
     modules = attention_modules(model)
     layers = None
@@ -196,7 +198,7 @@ class Attachment:
         an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError where
         the device has too little memory for prompt and answer.
         """
-        if cache is None:
+        if cache is None and getattr(input_ids, "ndim", 0) == 2 and type(max_new_tokens) is int:
             cache = roomy_cache(self, input_ids.shape[0], input_ids.shape[1], max_new_tokens)
         config = self.model.generation_config
         eos = config.eos_token_id if eos_token_id is None else eos_token_id

@@ -95,8 +95,8 @@ def _told(error: Exception) -> None:
 
 def raised_by_user(error: BaseException) -> BaseException | None:
     """The exception by which somebody wanted to stop a step, where that is what ended it: a signal handler's, also one
-    that torch has wrapped; one of a class, or raised in code, of neither torch nor this package. None for failures of
-    the step itself."""
+    that torch has wrapped; one of a class of the user's own; one of Python's raised in code of the user's own. None for
+    failures of the step itself: torch's errors, such as of what a capture does not permit, wherever they are raised."""
     handlers = {_code(h) for h in map(signal.getsignal, signal.valid_signals()) if callable(h)} - {None}
     inner: BaseException | None = error
     seen: set[int] = set()
@@ -105,10 +105,11 @@ def raised_by_user(error: BaseException) -> BaseException | None:
         if handlers.intersection(frame.f_code for frame in _frames(inner)):
             return inner
         inner = inner.__cause__ or inner.__context__
-    frames = _frames(error)
+    frames, kind = _frames(error), type(error).__module__.partition(".")[0]
     ours = not frames or str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] in PACKAGES
-    builtin = type(error).__module__.partition(".")[0] in ("builtins", *PACKAGES)
-    return None if ours and builtin and not isinstance(error, SparseKVError | OSError) else error
+    if isinstance(error, SparseKVError | OSError):
+        return error
+    return None if kind in PACKAGES or (kind == "builtins" and ours) else error
 
 
 def _code(handler: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.checks import brief
 from sparsekv.foundation.errors import SparseKVError
 
 LIKELIEST = 1e-4
@@ -22,8 +24,13 @@ def decode_loop(
     """Prompt and answer `[B, N + n]`: ids `[B, N]` after what the cache holds, mask `[B, M + N]` of all. prefill and
     step take ids, mask, positions `[B, n]` (None: those of the cache) and the cache, and give logits `[B, 1, V]`; those
     of a step may be overwritten by the next."""
-    if max_new_tokens < 1:
-        raise SparseKVError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        found = f"{list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise SparseKVError(f"input_ids must be a tensor of rows and tokens, found {found}")
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise SparseKVError(f"max_new_tokens must be a whole number from 1 on, found {brief(max_new_tokens)}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise SparseKVError(f"temperature must be a finite number from 0 on, found {brief(temperature)}")
     rows, device = ids.shape[0], ids.device
     ends = torch.tensor([eos] if isinstance(eos, int) else list(eos or ()), dtype=torch.long, device=device)
     fill = pad if pad is not None else int(ends[0]) if len(ends) else 0

@@ -20,6 +20,7 @@ from sparsekv.core.selectors import SELECTORS as ALL
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import RunOptions
 from sparsekv.runtime.graph import raised_by_user
+from sparsekv.runtime.process import NOW
 
 SELECTORS = {
     "dense": {"selector": "dense"}, "streaming": {"selector": "streaming"},
@@ -243,7 +244,7 @@ class Faulty(ALL["streaming"]):
     count: int = 0
 
     def select(self, view, queries):
-        if int(queries.lengths.max()) < view.length:  # a plan's view goes to the end of its storage
+        if NOW.plan is not None:
             self.count += 1
             self.fail(self.count)
         return super().select(view, queries)
@@ -319,6 +320,7 @@ def test_a_signal_handlers_exception_is_known_where_torch_has_wrapped_it() -> No
     with pytest.raises(RuntimeError) as own:
         torch.nn.functional.linear(torch.zeros(2, 3), torch.zeros(2, 2))
     assert raised_by_user(own.value) is own.value  # raised by this file
+    assert raised_by_user(torch.OutOfMemoryError("no room")) is None
     with pytest.raises(RuntimeError) as torchs:
         torch.einsum("ij,jk->ik", torch.zeros(2, 3), torch.zeros(2, 2))
     assert raised_by_user(torchs.value) is None
@@ -359,6 +361,16 @@ def test_a_model_is_not_kept_alive() -> None:
     del model, attachment
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(("ids", "given", "message"), [
+    (prompt(20)[0], {}, r"rows and tokens, found \[20\]"), ([[1, 2]], {}, "rows and tokens, found list"),
+    (prompt(20), {"max_new_tokens": 2.5}, "whole number from 1 on, found 2.5"),
+    (prompt(20), {"max_new_tokens": 0}, "whole number from 1 on, found 0"),
+    (prompt(20), {"temperature": float("nan")}, "finite number from 0 on, found nan")])
+def test_what_cannot_be_generated_is_one_sentence(ids, given: dict, message: str) -> None:
+    with attached(make_model(), True, "streaming") as attachment, pytest.raises(SparseKVError, match=message):
+        attachment.generate(ids, **given)
 
 
 def test_an_attachment_is_entered_first() -> None:
