@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged import Engine, Request, router, step
 
-from sparsekv.kernels import attend, indexing, routing, sketch
+from sparsekv.kernels import attend, codes, indexing, routing, sketch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
@@ -38,7 +38,7 @@ def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.Mon
     expected = step(engine.index, q, lanes, table)
     written = engine.index.codes.clone()
     with monkeypatch.context() as kernels:
-        for module in (attend, indexing, routing, sketch):
+        for module in (attend, codes, indexing, routing, sketch):
             kernels.setattr(module, "on_device", lambda x: True)
         engine.index.codes[:, :, 16:91] = 99
         engine.index.write(keys, slots)
