@@ -111,7 +111,8 @@ def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
         lines.append([f"sketch+phi agrees with full attention to {AGREED[1]:g} at {percent(AGREED[0])}",
                       cell_text(agreed), "yes" if agreed["value"] >= AGREED[1] else "no"])
     for (method, against, budget), found in sorted(known.items(), key=str):
-        if method == "sketch+phi" and plain(against) in rivals():
+        untrained = against in ("sketch+centroid", "sketch+uniform", "sketch:untrained")
+        if method == "sketch+phi" and (plain(against) in rivals() or untrained):
             lines.append([f"sketch+phi is above {against} at {percent(budget)}", cell_text(found, "+"),
                           "yes" if found["low"] > 0 else "no"])
     return ["What was to be reached.", markdown(["target", "found", "reached"], lines)] if lines else []

@@ -120,13 +120,15 @@ def _depths(made: dict[str, Any], entry: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def _rivals(method: str, names: Sequence[str]) -> list[str]:
-    """Whom a method is compared with: full attention, the same selector uncompleted; this project's own + φ with the
-    systems of Lane B."""
+    """Whom a method is compared with: full attention, the same selector uncompleted, completed otherwise, and untrained
+    (`sketch:untrained`); this project's own + φ with the systems of Lane B."""
     selector, _, completion = method.partition("+")
     own, estimator = row_of(selector.partition(":")[0]), ESTIMATOR_ROWS.get(completion)
     whole = own is not None and own.lane == "own" and estimator is not None and estimator.usual
     systems = rivals() if whole else ()
-    return [n for n in names if n != method and (n == "full" or (completion and n == selector) or plain(n) in systems)]
+    alike = (f"{selector.partition(':')[0]}:untrained", "full")
+    return [n for n in names if n != method and (n in alike or (completion and n.partition("+")[0] == selector)
+                                                 or plain(n) in systems)]
 
 
 def _differences(merged: dict[Any, Any], case: str, one: tuple[str, float | None], rival: str) -> list[float]:
