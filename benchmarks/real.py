@@ -35,6 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS
@@ -61,8 +62,8 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 
 @dataclass(frozen=True)
 class Stage:
-    """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long
-    or turns."""
+    """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
+    turns or kvpress (rivals by another package's code)."""
 
     name: str
     kind: str
@@ -105,6 +106,7 @@ def all_stages() -> list[Stage]:
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
         Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
         Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
+        Stage("kvpress16", "kvpress", 16_384, (), one, 0, 4),
         Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
         Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
         Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
@@ -178,6 +180,9 @@ def work(options: argparse.Namespace) -> None:
             if stage.kind == "long":
                 return long_generation(model, windows, methods, placed, lines, **given)
             return turns(model, tokenizer, windows, methods, placed, lines, **given)
+        if stage.kind == "kvpress":
+            return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
+                                   stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
         place = folder / CONTROL if control else folder
         place.mkdir(parents=True, exist_ok=True)
@@ -367,8 +372,9 @@ def main() -> None:
         return put(options.collect)
     if options.list:
         for s in all_stages():
-            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task, "
-                  f"{len(parse_methods(s.methods, s.budgets))} settings: {' '.join(s.methods)} at {s.budgets}")
+            methods = PRESSES if s.kind == "kvpress" else s.methods
+            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task: {' '.join(methods)} at "
+                  f"{s.budgets}")
         return None
     return work(options) if options.shard else lead(options)
 
