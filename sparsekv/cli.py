@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 import signal
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.foundation.disk import FAILS, disk_error
-from sparsekv.foundation.errors import Interrupted, SparseKVError
+from sparsekv.foundation.errors import Interrupted, SparseKVError, printable
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -32,6 +33,37 @@ class Command(NamedTuple):
     config: str
     run: str
     interrupted: str = NOTHING
+
+
+class Told:
+    """Standard output, whose failure says that it is its own; what it cannot encode is written out. A pipe that nobody
+    reads any more ends the command without a word."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._told(self._stream.write, text) or 0)
+        except UnicodeEncodeError:
+            shown = text.encode(self._stream.encoding or "ascii", "backslashreplace").decode(self._stream.encoding)
+            return int(self._told(self._stream.write, shown) or 0)
+
+    def flush(self) -> None:
+        self._told(self._stream.flush)
+
+    def _told(self, work: Callable[..., Any], *words: str) -> Any:
+        try:
+            return work(*words)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._stream = open(os.devnull, "w", encoding="utf-8")  # at exit nothing is written again
+            raise SparseKVError(f"could not write to standard output ({error.strerror or error}); give it a place that "
+                                "has room") from error
 
 
 class Stopped(BaseException):
@@ -154,13 +186,13 @@ def _command_function(row: Command) -> Callable[..., None]:
         except OSError as error:
             if error.errno not in FAILS:
                 raise
-            where = error.filename or options.get("output") or tempfile.gettempdir()
+            where = error.filename or error.filename2 or options.get("output") or tempfile.gettempdir()
             raise disk_error(error, where, "read or write") from error
         except EOFError as error:
             raise SparseKVError(f"a file ended too early: {error}; it is damaged, write it again") from error
         summary = getattr(result, "summary", None)
         if callable(summary):
-            typer.echo(summary())
+            typer.echo(printable(summary()))
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -173,8 +205,15 @@ def main() -> None:
     debug = "--debug" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--debug"]
     before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    out = sys.stdout
+    if out is not None:
+        sys.stdout = Told(out)
     try:
-        app()
+        try:
+            app()
+        finally:
+            if out is not None:
+                sys.stdout.flush()
     except Stopped as stopped:
         _fail(f"interrupted: {stopped.advice}", 128 + stopped.signal)
     except Interrupted as error:
@@ -195,6 +234,7 @@ def main() -> None:
             raise
         _fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)
     finally:
+        sys.stdout = out
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -206,7 +246,7 @@ def _stop(number: int, _: Any) -> None:
 def _fail(message: str, status: int) -> typing.NoReturn:
     from rich.console import Console
 
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escape(message)}")
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escape(printable(message))}")
     raise SystemExit(status)
 
 

@@ -3,11 +3,26 @@ left dense. Its page draws it: `sources/quality.py`."""
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 DENSE_BELOW = 0.5
 DENSE_ABOVE = 0.5
 JUDGED = "mass_share@0.05"
+
+
+def sound(quality: dict[str, Any], layers: int) -> dict[str, Any]:
+    """What of a card is one: finite means, and tables of numbers with a row a layer. A file may say anything."""
+    def number(value: Any) -> bool:
+        return type(value) in (int, float) and isfinite(value)
+
+    def table(rows: Any) -> bool:
+        return isinstance(rows, list) and len(rows) == layers and all(
+            isinstance(row, list) and row and all(map(number, row)) for row in rows)
+
+    heads = quality.get("per_head")
+    tables = {k: rows for k, rows in heads.items() if table(rows)} if isinstance(heads, dict) else {}
+    return {**{k: float(v) for k, v in quality.items() if number(v)}, **({"per_head": tables} if tables else {})}
 
 
 def describe(quality: dict[str, Any]) -> list[str]:
@@ -21,7 +36,7 @@ def heads_best_dense(kind: str, layers: list[int], quality: dict[str, Any]) -> d
     router: at 5 % of the context it reaches less than half of the mid region's attention. phi: with sink and tail alone
     the completed output is still further off than half of its length, or completion is off and the error without it is.
     """
-    tables = quality.get("per_head", {})
+    tables = sound(quality, len(layers)).get("per_head", {})
     table = tables.get(JUDGED if kind == "router" else "sink_tail + phi error", [])
     found = {}
     for layer, row in zip(layers, table, strict=False):

@@ -75,12 +75,7 @@ def _capture(
     ropes, skipped = probe(model)
     ropes = choose_layers(config.layers, ropes, skipped)
     fingerprint = model_fingerprint(model)
-    windows = make_windows(
-        read_documents(config.corpus, split=config.split, text_column=config.text_column,
-                       dataset_options=dataset_options(config)),
-        tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
-        seed=config.seed, pack=config.pack, chat_template=config.chat_template,
-        remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
+    windows = corpus_windows(config, tokenizer)
     if generator is not None and config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
             model, tokenizer, generator, length=config.context_length, count=config.generated_documents,
@@ -91,12 +86,25 @@ def _capture(
     return CaptureStore.open(config.output)
 
 
+def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[Window]:
+    """The windows of a capture that come from its corpus. Raises SparseKVError where that has too little text."""
+    return make_windows(
+        read_documents(config.corpus, split=config.split, text_column=config.text_column,
+                       dataset_options=dataset_options(config)),
+        tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
+        seed=config.seed, pack=config.pack, chat_template=config.chat_template,
+        remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
+
+
 @contextlib.contextmanager
 def _told(store: Place) -> Iterator[None]:
     """An error of the disk or of the network as one sentence."""
     try:
         yield
     except OSError as error:
+        if store.root is not None and not (store.root / MANIFEST).is_file():
+            raise SparseKVError(f"the store {str(store)!r} was removed while it was written, and what was finished "
+                                "with it; delete what is left there, and run the same command again") from error
         raise SparseKVError(f"could not write to {str(store)!r}: {error.strerror or error} "
                             f"({free_space(store.root or Path(tempfile.gettempdir()))}). Finished documents are kept; "
                             "make room and run the same command again.") from error

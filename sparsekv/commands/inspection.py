@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, printable
 
 
 @dataclass(frozen=True)
@@ -36,47 +36,54 @@ def inspect_path(config: InspectConfig) -> None:
         raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
     if remote or not (path / "config.json").is_file():
         store = CaptureStore.open(config.path)
-        print(store.summary())
+        say(store.summary())
         _describe_model(store.model)
-        print(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
+        say(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
               f"{store.config.get('storage_dtype', 'bfloat16')}")
         for layer, reason in store.manifest.get("skipped_layers", {}).items():
-            print(f"layer {layer} was skipped: {reason}")
+            say(f"layer {layer} was skipped: {reason}")
         if config.verify:
             problems = store.verify()
             if problems:
                 raise SparseKVError(f"the store {str(store.path)!r} is damaged:\n  " + "\n  ".join(problems))
-            print(f"verified: {len(store.manifest['shards'])} shards are sound")
+            say(f"verified: {len(store.manifest['shards'])} shards are sound")
         return
     kinds: dict[str, Any] = {"router": RouterArtifact, "phi": PhiArtifact}
     kind = read_config(path)["kind"]
     if kind not in kinds:
         raise SparseKVError(f"{str(path)!r} is a {kind!r} artifact; this version knows {', '.join(kinds)}")
     artifact = kinds[kind].load(path)
-    print(artifact.summary())
+    say(artifact.summary())
     _describe_model(artifact.config.model)
     origin = artifact.config.provenance
     try:
-        print(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
+        say(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
               f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
     except (KeyError, TypeError):
-        print("what it was trained on is not recorded")
+        say("what it was trained on is not recorded")
     if "disjoint_by" in origin:
-        print(f"training and validation are disjoint by {origin['disjoint_by']} ({origin['hash']})")
+        say(f"training and validation are disjoint by {origin['disjoint_by']} ({origin.get('hash')})")
     dense = heads_best_dense(kind, artifact.config.layers, artifact.config.quality)
-    print("heads best left dense: " + ("; ".join(
+    say("heads best left dense: " + ("; ".join(
         f"layer {layer}: {', '.join(map(str, heads))}" for layer, heads in dense.items()) or "none"))
     if config.heads:
         _print_heads(artifact.config)
 
 
+def say(text: str) -> None:
+    """Print what a file says."""
+    print(printable(text))
+
+
 def _describe_model(model: dict[str, Any]) -> None:
-    print(f"model {model['architecture']}, {model['num_layers']} layers, {model['num_query_heads']}/"
+    say(f"model {model['architecture']}, {model['num_layers']} layers, {model['num_query_heads']}/"
           f"{model['num_kv_heads']} heads of {model['head_dim']}, weights {model['weights'][:12]}")
 
 
 def _print_heads(config: Any) -> None:
-    for name, table in config.quality.get("per_head", {}).items():
-        print(f"{name}:")
+    from sparsekv.artifacts.card import sound
+
+    for name, table in sound(config.quality, len(config.layers)).get("per_head", {}).items():
+        say(f"{name}:")
         for layer, values in zip(config.layers, table, strict=True):
-            print(f"  layer {layer:>3}: " + " ".join(f"{v:.3f}" for v in values))
+            say(f"  layer {layer:>3}: " + " ".join(f"{v:.3f}" for v in values))

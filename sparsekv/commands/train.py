@@ -9,9 +9,9 @@ import contextlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
 from sparsekv.foundation.config import SEEDS, option
@@ -21,6 +21,9 @@ from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import stages
 from sparsekv.sources.corpus import check_corpus
 from sparsekv.store.manifest import MANIFEST
+
+if TYPE_CHECKING:
+    from sparsekv.capture.config import CaptureConfig
 
 MARKER = "train.json"
 CAPTURE, ROUTER, PHI = "capture", "router", "phi"
@@ -112,7 +115,7 @@ def run_train(config: TrainConfig) -> Trained:
     """
     out = Path(config.output)
     going_on = _going_on(config, out)
-    plan, said = make_plan(config, Plan(**going_on["plan"]) if going_on else None)
+    plan, said = make_plan(config, _kept_plan(going_on["plan"], out) if going_on else None)
     # its first text, before anything is written or loaded
     check_corpus(config.corpus, split="train")
     print(said, file=sys.stderr)
@@ -137,7 +140,7 @@ def run_train(config: TrainConfig) -> Trained:
 def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.capture.run import run_capture
     from sparsekv.sources.modelcard import write_card
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -151,11 +154,10 @@ def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
 
     with stages("train", (CAPTURE, ROUTER, PHI)) as begin:
         begin(CAPTURE)
-        if read_marker(out / CAPTURE / MANIFEST).get("complete") is not True:
-            run_capture(CaptureConfig(
-                model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
-                context_length=plan.context_length, num_documents=plan.documents, layers=config.layers,
-                queries_per_document=plan.queries, dtype=config.dtype, device=config.device))
+        if read_marker(out / CAPTURE / MANIFEST).get("complete") is True:
+            _check_same(config, plan, out)
+        else:
+            run_capture(_capture_config(config, plan, out))
         begin(ROUTER)
         if not _finished(out / ROUTER):
             train_router(RouterConfig(**where(ROUTER), **plan.router))
@@ -165,6 +167,33 @@ def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
     router, phi = RouterArtifact.load(out / ROUTER), PhiArtifact.load(out / PHI)
     write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True)
     return Trained(out, router, phi)
+
+
+def _check_same(config: TrainConfig, plan: Plan, out: Path) -> None:
+    """Before a training goes on with a capture that is finished: model and corpus are still those that it was made
+    with. Raises SparseKVError."""
+    from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
+    from sparsekv.capture.run import corpus_windows
+    from sparsekv.sources.hub import load_model
+    from sparsekv.store.store import CaptureStore
+
+    store, name = CaptureStore.open(out / CAPTURE), f"the finished capture {str(out / CAPTURE)!r}"
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    check_fingerprint(store.model, model_fingerprint(model), name)
+    del model
+    windows = corpus_windows(_capture_config(config, plan, out), tokenizer)
+    if [w.sha256 for w in windows] != [d["sha256"] for d in store.documents]:
+        raise SparseKVError(f"{name} holds other text than the corpus {config.corpus!r} gives now; bring the corpus or "
+                            "the tokenizer back as it was, or add --overwrite to start anew")
+
+
+def _capture_config(config: TrainConfig, plan: Plan, out: Path) -> CaptureConfig:
+    from sparsekv.capture.config import CaptureConfig
+
+    return CaptureConfig(
+        model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
+        context_length=plan.context_length, num_documents=plan.documents, layers=config.layers,
+        queries_per_document=plan.queries, dtype=config.dtype, device=config.device)
 
 
 def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]:
@@ -237,6 +266,9 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
         _output().found(out, config.overwrite)
         return None
     name, mine = f"the training in {str(out)!r}", _content(config)
+    if not isinstance(marker["options"], dict):
+        raise SparseKVError(f"{str(out / MARKER)!r} is damaged: its options are no object; add --overwrite to start "
+                            "anew")
     differ = [k for k, v in mine.items() if marker["options"].get(k) != v]
     if differ:
         raise SparseKVError(f"{name} was started with " + ", ".join(
@@ -246,6 +278,20 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
         raise SparseKVError(f"{name} is finished; --overwrite trains again")
     print(f"going on with {name}", file=sys.stderr)
     return marker
+
+
+def _kept_plan(plan: Any, out: Path) -> Plan:
+    """What a marker says was decided. Raises SparseKVError for what this version could not have decided."""
+    from sparsekv.artifacts.checks import damaged, from_record
+
+    where = f"{str(out / MARKER)!r}, of a training that was begun,"
+    if not isinstance(plan, dict) or set(plan) != {f.name for f in fields(Plan)}:
+        raise SparseKVError(f"{where} is damaged or of another version of sparsekv; go on with that version, or add "
+                            "--overwrite to start anew")
+    made: Plan = from_record(Plan, plan, where)
+    if min(made.documents, made.context_length, made.queries) < 1 or made.layer_group < 0:
+        raise damaged(where, "a size of its plan is below 1")
+    return made
 
 
 def _forget(out: Path) -> None:

@@ -69,12 +69,12 @@ def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
     Raises SparseKVError for a file of another kind or version.
     """
-    lines = path.read_text(encoding="utf-8").split("\n")
     try:
+        lines = path.read_text(encoding="utf-8").split("\n")
         header = json.loads(lines[0])
         if header.get("format") != FORMAT:
             raise ValueError("no header")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise SparseKVError(f"{str(path)!r} holds no cells; expected the cells.jsonl of `sparsekv eval`") from error
     if header.get("format_version") != FORMAT_VERSION:
         raise SparseKVError(f"{str(path)!r} has format {header.get('format_version')}, this version reads "
@@ -84,8 +84,11 @@ def read_cells(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         if not line:
             continue
         try:
-            cells.append(json.loads(line))
-        except ValueError as error:
+            cell = json.loads(line)
+            if not isinstance(cell, dict):
+                raise TypeError
+            cells.append(cell)
+        except (ValueError, TypeError, RecursionError) as error:
             if number < len(lines):
                 raise SparseKVError(f"line {number} of {str(path)!r} is damaged; remove it and resume") from error
     return header, cells

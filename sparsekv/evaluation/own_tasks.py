@@ -84,7 +84,8 @@ def _tokens(corpus: str, split: str, tokenizer: Any, count: int) -> list[int]:
     """The first tokens of a corpus, at most `count`."""
     found: list[int] = []
     for document in read_documents(corpus, split=split):
-        found += tokenizer(document.text.rstrip() + "\n\n", add_special_tokens=False)["input_ids"]
-        if len(found) >= count:
-            break
-    return found[:count]
+        for ids in document.tokens(tokenizer, "\n\n"):
+            found += ids
+            if len(found) >= count:
+                return found[:count]
+    return found

@@ -145,8 +145,8 @@ def load_requests(path: str | Path) -> list[Request]:
                 raise SparseKVError(f"{str(path)!r} has format {header['format_version']}; this version reads up to "
                                     f"{FORMAT_VERSION}. Upgrade sparsekv.")
             found = [Request(**{k: v for k, v in json.loads(line).items() if k in names}) for line in file]
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-        raise SparseKVError(f"{str(path)!r} is damaged ({error}); make the requests again") from error
+    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SparseKVError(f"{str(path)!r} is damaged ({first_line(error)}); make the requests again") from error
     if not found:
         raise SparseKVError(f"{str(path)!r} holds no requests")
     return found

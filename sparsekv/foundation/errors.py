@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
+_HIDDEN = re.compile(
+    r"(?<=://)[^/@\s'\"]+(?=@)|(?-i:\bhf_[A-Za-z0-9]{8,})|(?<=[?&])((?:\w|-)*(?:token|secret|key|sig|signature|credential|"
+    r"password|auth)(?:\w|-)*=)[^&\s'\"]+", re.IGNORECASE)
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """A text that may have come from a file or a server of somebody else's, as a terminal may show it: control and
+    direction characters and lone surrogates are written out (`\\x1b`), but for tab and line feed; user names, passwords
+    and tokens in URLs, and tokens of the Hugging Face hub, are dots."""
+    shown = _HIDDEN.sub(lambda found: f"{found[1] or ''}…", text)
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), shown)
+
 
 class SparseKVError(Exception):
-    """A problem with the user's input. The message is one clear sentence; the CLI prints it without a traceback."""
+    """A problem with the user's input. The message is one clear sentence, made `printable`; the CLI prints it without a
+    traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class Interrupted(SparseKVError):

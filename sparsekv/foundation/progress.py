@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +29,31 @@ def progress(description: str, total: int, unit: str = "steps") -> Iterator[Call
                 bar.update(task, note=note)
 
         yield advance
+
+
+class Note:
+    """What `still` says beside its own words."""
+
+    text = ""
+
+
+@contextmanager
+def still(what: str, every: float = 4.0) -> Iterator[Note]:
+    """Say on standard error, every so many seconds, that something of unknown length goes on, and for how long; nothing
+    of what is over sooner."""
+    note, over, began = Note(), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(every):
+            print(f"{what}{note.text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield note
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.foundation.config import SEEDS, option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, first_line
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,22 @@ def read_prompt(config: GenerateConfig) -> str:
             raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text (byte {error.start}); "
                                 "convert it") from error
     else:
-        text = sys.stdin.read() if config.prompt == "-" else str(config.prompt)
+        text = _read_stdin() if config.prompt == "-" else str(config.prompt)
     if not text.strip():
         raise SparseKVError("the prompt is empty; give some text to continue")
     return text
+
+
+def _read_stdin() -> str:
+    try:
+        if sys.stdin is None or sys.stdin.closed:
+            raise SparseKVError("standard input is closed; give the prompt by --prompt-file")
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise SparseKVError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+    except OSError as error:
+        raise SparseKVError(f"standard input could not be read ({error.strerror}); give the prompt by --prompt-file"
+                            ) from error
 
 
 def budget(value: float | None) -> int | float | None:
@@ -112,8 +124,16 @@ def budget(value: float | None) -> int | float | None:
 
 def _encode(tokenizer: Any, text: str, chat_template: bool) -> Any:
     if not chat_template:
-        return tokenizer(text, return_tensors="pt")
+        try:
+            return tokenizer(text, return_tensors="pt")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SparseKVError(f"the model's tokenizer refuses the prompt ({first_line(error)}); give other text"
+                                ) from error
     if not tokenizer.chat_template:
         raise SparseKVError("this model's tokenizer has no chat template; leave out --chat-template")
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                         return_tensors="pt", return_dict=True)
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                             return_tensors="pt", return_dict=True)
+    except Exception as error:  # templates raise whatever they like
+        raise SparseKVError(f"the model's chat template could not be applied ({first_line(error)}); leave out "
+                            "--chat-template") from error

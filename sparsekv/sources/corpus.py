@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import json
+import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sparsekv.artifacts.checks import brief
 from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.foundation.progress import still
+from sparsekv.sources.network import failed_request, in_time
 
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
@@ -19,14 +25,90 @@ HELDOUT_PERCENT = 20
 SHUFFLED = 10_000
 GENERATED = "generated"  # the source of a window that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+PIECE, EDGE = 1 << 20, 1 << 16
+"""Text is tokenized so many characters at a time, cut before a space among the last `EDGE` of them."""
+HELD, HELD_BYTES = 1 << 28, 1 << 24
+"""Characters of documents that wait to be shuffled; text files above so many bytes are read in pieces."""
+MOST_LINE, MOST_TEXT, MOST_ENTRIES = 1 << 26, 8_000_000_000, 1_000_000
+"""Limits: characters of a line of .jsonl, bytes of a text file, entries of a folder."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A piece of text and where it came from."""
+    """A piece of text and where it came from. file: where a text lies that is too long to hold; of it the characters
+    from `first` up to `last`."""
 
     source: str
-    text: str
+    text: str = ""
+    file: Path | None = None
+    first: int = 0
+    last: int | None = None
+
+    def pieces(self) -> Iterator[str]:
+        """The text, a million characters at a time, cut before a space where there is one. Raises SparseKVError."""
+        return _pieces([self.text] if self.file is None else self._read(self.file))
+
+    def tokens(self, tokenizer: Any, end: str = "", chat_template: bool = False) -> Iterator[list[int]]:
+        """Its token ids, piece by piece, without what the tokenizer puts before a text; white space at the end of the
+        text is `end` instead, where that is any. chat_template: of the text as a user's message. Raises SparseKVError.
+        """
+        pieces = self.pieces()
+        text, following = next(pieces), next(pieces, None)
+        if chat_template:
+            if following is not None:
+                raise SparseKVError(f"the document {self.source!r} has more than {PIECE:,} characters, too many for "
+                                    "one message; cut it, or leave out --chat-template")
+            text = _as_chat(text, tokenizer)
+        while True:
+            if following is None and end:
+                text = text.rstrip() + end
+            try:
+                yield list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            except (TypeError, ValueError, OverflowError) as error:
+                raise SparseKVError(f"the model's tokenizer refuses the document {self.source!r} ({first_line(error)})"
+                                    "; leave it out of the corpus") from error
+            if following is None:
+                return
+            text, following = following, next(pieces, None)
+
+    def _read(self, file: Path) -> Iterator[str]:
+        at, end = 0, self.last
+        try:
+            with file.open(encoding="utf-8") as opened:
+                while (end is None or at < end) and (block := opened.read(PIECE)):
+                    yield block[max(0, self.first - at):None if end is None else max(0, end - at)]
+                    at += len(block)
+        except (OSError, ValueError) as error:
+            raise _unreadable(file, error) from error
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing but white space."""
+        return not any(piece.strip() for piece in self.pieces())
+
+    def cut(self, split: str) -> Document:
+        """Its first 80 % of characters, or the rest."""
+        length = len(self.text) if self.file is None else sum(map(len, self._read(self.file)))
+        at, name = length * (100 - HELDOUT_PERCENT) // 100, f"{self.source}[{split}]"
+        first, last = (0, at) if split == "train" else (at, length)
+        if self.file is None:
+            return Document(name, self.text[first:last])
+        return replace(self, source=name, first=first, last=last)
+
+
+def _pieces(blocks: Iterable[str]) -> Iterator[str]:
+    held = ""
+    for block in blocks:
+        held += block
+        while len(held) > PIECE:
+            at = max(held.rfind(space, PIECE - EDGE, PIECE) for space in " \n")
+            while at > PIECE - EDGE and held[at - 1].isspace():
+                at -= 1
+            at = at if at > PIECE - EDGE else PIECE
+            yield held[:at]
+            held = held[at:]
+    yield held
 
 
 @dataclass(frozen=True)
@@ -60,15 +142,17 @@ def read_documents(
         documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
         yield from (d for d in documents if split == "all" or _held_out(d) == (split == "heldout"))
         return
-    listed = [d for d in documents if d.text.strip()]
-    if not listed:
+    documents = (d for d in documents if not d.empty)
+    first = list(itertools.islice(documents, FEW_DOCUMENTS))
+    if not first:
         raise _no_text(corpus)
+    documents = itertools.chain(first, documents)
     if split == "all":
-        yield from listed
-    elif len(listed) < FEW_DOCUMENTS:
-        yield from (_cut(d, split) for d in listed)
+        yield from documents
+    elif len(first) < FEW_DOCUMENTS:
+        yield from (d.cut(split) for d in documents)
     else:
-        yield from (d for d in listed if _held_out(d) == (split == "heldout"))
+        yield from (d for d in documents if _held_out(d) == (split == "heldout"))
 
 
 def check_corpus(
@@ -82,8 +166,9 @@ def check_corpus(
     documents: Iterator[Document] = (d for f in files for d in _read_file(f, text_column))
     if not files:
         documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
-    if not any(d.text.strip() for d in documents):
-        raise _no_text(corpus)
+    with still(f"looking for text in {corpus!r}"):
+        if all(d.empty for d in documents):
+            raise _no_text(corpus)
 
 
 def _check_split(split: str) -> None:
@@ -103,8 +188,8 @@ def make_windows(
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
     a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
-    order shuffled by `seed` (after the first 10,000 in their own). remedy: what else than
-    more text helps the caller's user, for the message.
+    order shuffled by `seed` (after the first 10,000, or 2²⁸ characters, in their own). Long texts are tokenized a
+    million characters at a time. remedy: what else than more text helps the caller's user, for the message.
     Raises SparseKVError where the corpus has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
@@ -115,25 +200,28 @@ def make_windows(
     tokens: list[int] = []
     owners: list[str] = []
     longest = 0
-    for document in _shuffled(documents, seed):
-        text = document.text
-        if chat_template:
-            text = _as_chat(text, tokenizer)
-        ids = tokenizer(text if not pack else text.rstrip() + "\n\n", add_special_tokens=False)["input_ids"]
-        if chat_template and prefix and ids[:len(prefix)] == prefix:
-            ids = ids[len(prefix):]
-        longest = max(longest, len(ids))
-        if not pack:
-            tokens, owners = [], []
-        tokens.extend(ids)
-        owners.append(document.source)
-        while len(tokens) >= body:
-            windows.append(Window(prefix + tokens[:body], tuple(owners)))
-            tokens, owners = tokens[body:], owners[-1:]
-            if len(windows) == count:
-                return windows
-        if not tokens:
-            owners = []
+    with still("cutting the corpus into windows") as note:
+        for document in _shuffled(documents, seed):
+            if not pack:
+                tokens, owners = [], []
+            owners.append(document.source)
+            found = 0
+            for ids in document.tokens(tokenizer, "\n\n" if pack else "", chat_template):
+                if chat_template and prefix and ids[:len(prefix)] == prefix:
+                    ids = ids[len(prefix):]
+                found += len(ids)
+                tokens.extend(ids)
+                used = 0
+                while len(tokens) - used >= body:
+                    windows.append(Window(prefix + tokens[used:used + body], tuple(owners)))
+                    used, owners = used + body, owners[-1:]
+                    if len(windows) == count:
+                        return windows
+                tokens = tokens[used:]
+                note.text = f": {len(windows)} of {count}"
+            longest = max(longest, found)
+            if not tokens:
+                owners = []
     found = len(windows) * body + len(tokens) if pack else longest
     what = (f"has {found} tokens, enough for {len(windows)} windows of {length}" if pack else
             f"has {len(windows)} documents of {length} tokens or more (the longest has {longest})")
@@ -152,10 +240,11 @@ def _as_chat(text: str, tokenizer: Any) -> str:
 
 def _shuffled(documents: Iterator[Document], seed: int) -> Iterator[Document]:
     """The first `SHUFFLED` documents by a key that depends on the seed and the name only, the others in order."""
-    head = []
+    head, held = [], 0
     for document in documents:
         head.append(document)
-        if len(head) == SHUFFLED:
+        held += len(document.text)
+        if len(head) == SHUFFLED or held >= HELD:
             break
     head.sort(key=lambda d: random.Random(f"{seed}:{d.source}").random())
     yield from head
@@ -166,12 +255,6 @@ def _held_out(document: Document) -> bool:
     return int(hashlib.sha256(document.source.encode()).hexdigest(), 16) % 100 < HELDOUT_PERCENT
 
 
-def _cut(document: Document, split: str) -> Document:
-    at = len(document.text) * (100 - HELDOUT_PERCENT) // 100
-    text = document.text[:at] if split == "train" else document.text[at:]
-    return Document(f"{document.source}[{split}]", text)
-
-
 def _embedded() -> list[Document]:
     """The language reference that Python carries for its `help()`: about 113k tokens of technical English."""
     from pydoc_data import topics
@@ -180,44 +263,120 @@ def _embedded() -> list[Document]:
 
 
 def _local_files(corpus: str) -> list[Path]:
+    """The files that a corpus names; empty where it may be a dataset. Raises SparseKVError."""
+    if not corpus.strip():
+        raise SparseKVError("the corpus has no name; expected embedded, a file, a folder, a glob, or the name of a "
+                            "Hugging Face dataset")
     path = Path(corpus)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return sorted(f for f in path.rglob("*") if f.suffix in (".txt", ".md", ".jsonl", ".parquet"))
-    found = sorted(Path(f) for f in glob.glob(corpus, recursive=True) if Path(f).is_file())
-    if not found and (path.suffix in (".txt", ".md", ".jsonl", ".parquet") or "*" in corpus or path.is_absolute()):
+    try:
+        if path.is_dir():
+            with still(f"looking for texts in {corpus!r}"):
+                return _regular(sorted(_below(path)), corpus)
+        if path.exists():
+            return _regular([path], corpus)
+        with still(f"looking for texts at {corpus!r}"):
+            found = sorted(map(Path, itertools.islice(glob.iglob(corpus, recursive=True), MOST_ENTRIES)))
+    except (OSError, ValueError) as error:
+        raise SparseKVError(f"no corpus can be at {brief(corpus)} ({first_line(error)})") from error
+    found = _regular([f for f in found if not f.is_dir()], corpus)
+    if not found and (path.suffix in SUFFIXES or "*" in corpus or path.is_absolute()):
         raise SparseKVError(f"no file at {corpus!r}: expected a .txt, .md, .jsonl or .parquet file, a glob, "
                             "'embedded', or the name of a Hugging Face dataset")
     return found
 
 
+def _below(folder: Path) -> Iterator[Path]:
+    """Texts anywhere below a folder; folders that are links are not entered."""
+    count = 0
+    for where, _, files in os.walk(folder):
+        count += len(files) + 1
+        if count > MOST_ENTRIES:
+            raise SparseKVError(f"the folder {str(folder)!r} holds more than {MOST_ENTRIES:,} files and folders; give "
+                                "one with texts alone")
+        yield from (Path(where) / f for f in files if Path(f).suffix in SUFFIXES)
+
+
+def _regular(files: list[Path], corpus: str) -> list[Path]:
+    """Those that are files, or links to files: pipes and devices may never end. Raises SparseKVError where none is."""
+    kept = [f for f in files if f.is_file()]
+    if files and not kept:
+        raise SparseKVError(f"{corpus!r} is no regular file but a pipe, a device or a dead link; give a file")
+    if len(kept) < len(files):
+        print(f"{len(files) - len(kept)} of {len(files)} in {corpus!r} are passed over: they are pipes, devices or "
+              "dead links", file=sys.stderr)
+    return kept
+
+
 def _read_file(path: Path, column: str | None) -> Iterator[Document]:
     try:
         if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines):
-                    if line.strip():
-                        yield Document(f"{path.name}:{number}", _text(json.loads(line), column, str(path)))
+            yield from _read_lines(path, column)
         elif path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            table = pyarrow.parquet.read_table(path)
-            for number, record in enumerate(table.to_pylist()):
-                yield Document(f"{path.name}:{number}", _text(record, column, str(path)))
+            yield from _read_parquet(path, column)
+        elif (size := path.stat().st_size) > MOST_TEXT:
+            raise SparseKVError(f"{str(path)!r} has {size / 1e9:.1f} GB; a text file may have up to "
+                                f"{MOST_TEXT / 1e9:.0f} GB: cut it into several")
+        elif size > HELD_BYTES:
+            yield Document(path.name, file=path)
         else:
             yield Document(path.name, path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError, ValueError) as error:
-        raise SparseKVError(f"could not read {str(path)!r} as {path.suffix or 'text'}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from error
 
 
-def _text(record: Any, column: str | None, where: str) -> str:
+def _unreadable(path: Path, error: Exception) -> SparseKVError:
+    return SparseKVError(f"could not read {str(path)!r} as {path.suffix or 'text'}: {first_line(error)}")
+
+
+def _read_lines(path: Path, column: str | None) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as lines:
+        for number in itertools.count():
+            line = lines.readline(MOST_LINE + 1)
+            if not line:
+                return
+            if len(line) > MOST_LINE:
+                raise SparseKVError(f"line {number + 1} of {str(path)!r} has more than {MOST_LINE:,} characters; give "
+                                    "every document a line of its own, or a .txt file")
+            if line.strip():
+                yield Document(f"{path.name}:{number}", _text(json.loads(line), column, str(path)))
+
+
+def _read_parquet(path: Path, column: str | None) -> Iterator[Document]:
+    """A few rows at a time, of the text's column alone."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        wanted = _column(dict.fromkeys(file.schema_arrow.names, ""), column, str(path))
+        numbers = itertools.count()
+        for batch in file.iter_batches(batch_size=64, columns=[wanted]):
+            for record in batch.to_pylist():
+                yield Document(f"{path.name}:{next(numbers)}", _text(record, wanted, str(path)))
+
+
+def _column(record: Any, column: str | None, where: str) -> str:
+    """The column that holds the text. Raises SparseKVError."""
     names = [column] if column else [c for c in COLUMNS if isinstance(record, dict) and c in record]
-    if not names or not isinstance(record, dict) or not isinstance(record.get(names[0]), str):
+    if not names or not isinstance(record, dict) or names[0] not in record:
         have = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise SparseKVError(f"{where} has no text column {column or ' or '.join(COLUMNS)!r}; found {have}. "
                             "Name it with --text-column.")
-    return record[names[0]]
+    return names[0]
+
+
+def _text(record: Any, column: str | None, where: str) -> str:
+    name = _column(record, column, where)
+    text = record[name]
+    if text is None or text != text:
+        raise SparseKVError(f"{where} has a row without text: its column {name!r} holds {text}; leave such rows out")
+    if not isinstance(text, str):
+        raise SparseKVError(f"{where} has no text column {name!r}; it holds {brief(text)} there. Name it with "
+                            "--text-column.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SparseKVError(f"{where} has half a character (a lone surrogate, U+{ord(text[error.start]):X}) in its "
+                            f"column {name!r}; write it again in UTF-8") from error
+    return text
 
 
 def read_dataset(name: str, column: str | None, options: dict[str, Any]) -> Iterator[Document]:
@@ -227,16 +386,21 @@ def read_dataset(name: str, column: str | None, options: dict[str, Any]) -> Iter
 
     number, label = -1, Path(name).name if Path(name).is_dir() else name  # where a folder lies decides nothing
     try:
-        if (Path(name) / "state.json").is_file():
-            records = datasets.load_from_disk(name)  # what Dataset.save_to_disk wrote: it has no splits
-        else:
-            records = datasets.load_dataset(name, **options)
+        with in_time():
+            if (Path(name) / "state.json").is_file():
+                records = datasets.load_from_disk(name)  # what Dataset.save_to_disk wrote: it has no splits
+            else:
+                records = datasets.load_dataset(name, **options)
         for number, record in enumerate(records):
             yield Document(f"{label}/{options['split']}:{number}", _text(dict(record), column, name))
     except SparseKVError:
         raise
     except Exception as error:  # datasets, the hub and the readers of formats raise whatever they like
         reason = " ".join(str(error).split()) or type(error).__name__
+        failed = None if Path(name).exists() else failed_request(error, f"load the dataset {name!r}", datasets.config.
+                                                                 HF_ENDPOINT)
+        if failed is not None and number < 0 and "cannot be reached" not in str(failed):
+            raise failed from error
         if number >= 0:
             message = f"the dataset {name!r} broke off after {number + 1} documents: {reason}"
         elif isinstance(error, TypeError | ValueError) and any(

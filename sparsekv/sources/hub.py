@@ -8,9 +8,13 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from safetensors import SafetensorError
+
 from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.sources.network import failed_request, in_time
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -38,10 +42,11 @@ def load_model(
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:
-        with _quiet(bool(extra)):
+        with _quiet(bool(extra)), in_time():
             return _load(spec, source, extra, dtype, device, rope_scaling)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise SparseKVError(f"could not load a model from {spec!r}: {_reason(error)}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, IndexError,
+            EOFError, RecursionError, SafetensorError, UnpicklingError) as error:
+        raise _unloaded(spec, error) from error
 
 
 def attention_modules(model: Any) -> dict[int, Any]:
@@ -65,9 +70,10 @@ def load_config(spec: str) -> Any:
 
     source, extra = _locate(spec)
     try:
-        return AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise SparseKVError(f"could not load a model from {spec!r}: {_reason(error)}") from error
+        with in_time():
+            return AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
+    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, RecursionError) as error:
+        raise _unloaded(spec, error) from error
 
 
 def _load(
@@ -202,8 +208,20 @@ def _quiet(gguf: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _unloaded(spec: str, error: Exception) -> SparseKVError:
+    """What an error of transformers, or of the hub below it, means."""
+    from huggingface_hub import constants
+
+    found = None if Path(spec).exists() or ":" in spec or constants.HF_HUB_OFFLINE else failed_request(
+        error, f"load a model from {spec!r}", constants.ENDPOINT)
+    return found or SparseKVError(f"could not load a model from {spec!r}: {_reason(error)}")
+
+
 def _reason(error: Exception) -> str:
     """The first line of an error of transformers."""
+    if isinstance(error, UnpicklingError):
+        return ("its weights are a pickle that holds more than tensors, or none, and is not run; use a model in "
+                "safetensors")
     if "trust_remote_code" in str(error):
         return ("it brings code of its own, which sparsekv never runs (trust_remote_code is off); use a model whose "
                 "architecture is part of transformers")

@@ -3,12 +3,17 @@ it is, how it is used."""
 
 from __future__ import annotations
 
+import html
 import json
+import re
+import shlex
 from pathlib import Path, PurePath
 from typing import Any
 
+from sparsekv.artifacts.card import sound
 from sparsekv.core.registry import PAPERS
 from sparsekv.foundation.disk import placed
+from sparsekv.foundation.errors import printable
 from sparsekv.sources.named import REPOSITORY
 from sparsekv.sources.quality import figure_caption, quality_figure, quality_table
 
@@ -35,6 +40,8 @@ def card_files(configs: dict[str, dict[str, Any]], *, nested: bool = False, name
                ) -> dict[str, bytes]:
     """The page and a figure for every artifact that was judged, by their places. configs: of artifacts, by kind.
     nested: they lie in folders of their kinds. name: of the repository, where it has one."""
+    configs = {kind: {**config, "quality": sound(config.get("quality", {}), len(config["layers"]))}
+               for kind, config in configs.items()}
     figures = {kind: f"{kind}/{FIGURE}" if nested else FIGURE for kind in configs}
     drawn = {figures[kind]: data for kind, config in configs.items()
              if (data := quality_figure(kind, config.get("quality", {}))) is not None}
@@ -51,7 +58,7 @@ def card_files(configs: dict[str, dict[str, Any]], *, nested: bool = False, name
 
 def _metadata(configs: dict[str, dict[str, Any]]) -> str:
     lines = ["---", "library_name: sparsekv", "pipeline_tag: text-generation"]
-    model = _model(configs)
+    model = " ".join(_model(configs).split())
     if REPOSITORY.fullmatch(model) and "@" not in model:
         lines += [f"base_model: {model}", "base_model_relation: adapter"]
     lines += ["tags:", *(f"- {tag}" for tag in ("sparsekv", "sparse-attention", "kv-cache", "long-context", *configs)),
@@ -62,7 +69,7 @@ def _metadata(configs: dict[str, dict[str, Any]]) -> str:
 def _title(configs: dict[str, dict[str, Any]]) -> str:
     kinds = {"router": "Router", "phi": "feature maps"}
     title = " and ".join(kinds[kind] for kind in configs if kind in kinds)
-    return f"{title[:1].upper()}{title[1:]} for {_model(configs)}"
+    return f"{title[:1].upper()}{title[1:]} for {_words(_model(configs))}"
 
 
 def _what(configs: dict[str, dict[str, Any]]) -> str:
@@ -73,25 +80,26 @@ def _what(configs: dict[str, dict[str, Any]]) -> str:
     lines += [f"- {SAYS[kind]} ({len(config['layers'])} of {model['num_layers']} layers);"
               for kind, config in configs.items() if kind in SAYS]
     lines[-1] = lines[-1][:-1] + "."
-    lines += ["", f"For **{_model(configs)}** alone: {model['architecture']}, {model['num_layers']} layers, "
-              f"{model['num_query_heads']} query and {model['num_kv_heads']} KV heads of {model['head_dim']}, weights "
-              f"`{model['weights'][:12]}`. Any other model is refused. The model itself is not in here, nor changed."]
+    lines += ["", f"For **{_words(_model(configs))}** alone: {_words(model['architecture'])}, "
+              f"{model['num_layers']} layers, {model['num_query_heads']} query and {model['num_kv_heads']} KV heads of "
+              f"{model['head_dim']}, weights `{_code(model['weights'][:12])}`. Any other model is refused. The model "
+              "itself is not in here, nor changed."]
     return "\n".join(lines)
 
 
 def _use(configs: dict[str, dict[str, Any]], name: str | None) -> str:
-    model, place = _model(configs), name or "PATH"
+    model, place = _code(_model(configs)), name or "PATH"
     where = "" if name else "\n\n`PATH` is this folder, or its name on the hub once it is pushed (`sparsekv push`)."
     return f"""```
 pip install 'sparsekv[gpu]'     # or [cpu]
-sparsekv generate --model {model} --artifacts {place} --token-budget 0.05 --prompt-file long.txt
+sparsekv generate --model {shlex.quote(model)} --artifacts {place} --token-budget 0.05 --prompt-file long.txt
 ```
 
 ```python
 import sparsekv
 from sparsekv.sources.hub import load_model   # or any way of transformers
 
-model, tokenizer = load_model("{model}")
+model, tokenizer = load_model({json.dumps(model, ensure_ascii=False)})
 inputs = tokenizer("A long text", return_tensors="pt").to(model.device)
 with sparsekv.attach(model, "{place}", token_budget=0.05):
     output = model.generate(**inputs, max_new_tokens=256)
@@ -99,16 +107,19 @@ with sparsekv.attach(model, "{place}", token_budget=0.05):
 
 
 def _made(kind: str, config: dict[str, Any]) -> str:
-    made, options = config.get("provenance", {}), config.get("provenance", {}).get("options", {})
-    if "corpus" not in made:
+    made = config.get("provenance", {})
+    try:
+        options = made.get("options", {})
+        names = SHOWN if options.get("scores") == "mean_key" else (*SHOWN, *STEPS)
+        shown = ", ".join(f"{k} {_words(_plain(options[k]))}" for k in names if options.get(k) is not None)
+        windows, others = len(made["train_documents"]), len(made["validation_documents"])
+        version, corpus = _code(made["sparsekv"]), _code(_local(made["corpus"]))
+        length, split, by = (_words(made[name]) for name in ("context_length", "split", "disjoint_by"))
+    except (KeyError, TypeError, AttributeError):
         return f"Method: {SOURCES.get(kind, kind)}. How it was trained is not recorded."
-    names = SHOWN if options.get("scores") == "mean_key" else (*SHOWN, *STEPS)
-    shown = ", ".join(f"{k} {_plain(options[k])}" for k in names if options.get(k) is not None)
-    others = len(made["validation_documents"])
-    return (f"Method: {SOURCES.get(kind, kind)}. Trained by `sparsekv {made['sparsekv']}` on "
-            f"{len(made['train_documents'])} windows of {made['context_length']} tokens of "
-            f"`{_local(made['corpus'])}` ({made['split']}), judged on {others} other{'s' * (others != 1)}, disjoint by "
-            f"{made['disjoint_by']}. Always read beside what is chosen: the first {config['sink_size']} tokens and the "
+    return (f"Method: {SOURCES.get(kind, kind)}. Trained by `sparsekv {version}` on {windows} windows of {length} "
+            f"tokens of `{corpus}` ({split}), judged on {others} other{'s' * (others != 1)}, disjoint by "
+            f"{by}. Always read beside what is chosen: the first {config['sink_size']} tokens and the "
             f"last {config['window_size']} of the prompt. Options: {shown}.")
 
 
@@ -121,9 +132,9 @@ def _judged(kind: str) -> str:
 
 
 def _licence(configs: dict[str, dict[str, Any]]) -> str:
-    corpus = {_local(c["provenance"]["corpus"]) for c in configs.values() if "corpus" in c.get("provenance", {})}
+    corpus = {_code(_local(c["provenance"]["corpus"])) for c in configs.values() if "corpus" in c.get("provenance", {})}
     return (f"What this page's metadata names as `license`. The files were computed with the weights of "
-            f"{_model(configs)}" + (f" from `{'` and `'.join(sorted(corpus))}`" if corpus else "") +
+            f"{_words(_model(configs))}" + (f" from `{'` and `'.join(sorted(corpus))}`" if corpus else "") +
             ", whose own terms hold for what is made of them.")
 
 
@@ -131,11 +142,23 @@ def _model(configs: dict[str, dict[str, Any]]) -> str:
     """The model's name, where it is recorded, else its architecture."""
     first = next(iter(configs.values()))
     name = first.get("provenance", {}).get("model")
-    return _local(name) if name else first["model"]["architecture"]
+    return _local(name) if name else str(first["model"]["architecture"])
 
 
-def _local(name: str) -> str:
+def _words(value: Any) -> str:
+    """What a file says, as plain words of a page, whatever it holds of HTML and Markdown."""
+    text = html.escape(" ".join(printable(str(value)).split()), quote=False)
+    return re.sub(r"[\\`*\[\]|~]", r"\\\g<0>", text)
+
+
+def _code(value: Any) -> str:
+    """The same between backticks or in a block of code."""
+    return " ".join(printable(str(value)).split()).replace("`", "'")
+
+
+def _local(name: Any) -> str:
     """A name without the folders of the machine it was trained on."""
+    name = str(name)
     path = PurePath(name)
     return path.name if path.is_absolute() or len(path.parts) > 2 or name.startswith((".", "~")) else name
 

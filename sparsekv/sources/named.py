@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from sparsekv.artifacts.checks import brief, said
+from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.format import CONFIG, TENSORS, read_config
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.sources.network import in_time, refused
 
 KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))
@@ -79,47 +79,8 @@ def fetch(repo: str, revision: str | None, files: Sequence[str]) -> Path:
     from sparsekv import __version__
 
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), library_name="sparsekv",
-                                      library_version=__version__))
+        with in_time():
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), library_name="sparsekv",
+                                          library_version=__version__))
     except Exception as error:  # whatever huggingface_hub, httpx or the disk raise
         raise refused(error, repo, revision, "fetch") from error
-
-
-def refused(error: Exception, repo: str, revision: str | None, verb: str) -> SparseKVError:
-    """What a hub's error means to whoever asked, in one sentence."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    hub = constants.ENDPOINT
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    token = "your token" if get_token() else "a token (HF_TOKEN, or `hf auth login`)"
-    if isinstance(error, GatedRepoError):
-        return SparseKVError(f"{repo!r} is gated: accept its terms at {hub}/{repo} and use {token} of that account")
-    if isinstance(error, RevisionNotFoundError):
-        return SparseKVError(f"{repo!r} on {hub} has no revision {revision!r}; expected one of its branches, tags or "
-                             "commits")
-    if isinstance(error, RepositoryNotFoundError):
-        need = ("a private one needs a token (HF_TOKEN, or `hf auth login`)" if token != "your token" else
-                "or your token may not see it")
-        return SparseKVError(f"no folder at {repo!r} and no such repository on {hub}; check the name, {need}")
-    if constants.HF_HUB_OFFLINE or isinstance(error, OfflineModeIsEnabled):
-        return SparseKVError(f"could not {verb} {repo!r}: HF_HUB_OFFLINE is set and it is not in the cache "
-                             f"({constants.HF_HUB_CACHE}); fetch it once while online, or give a folder")
-    if status in (401, 403):
-        return SparseKVError(f"{hub} refuses to {verb} {repo!r} (status {status}): check {token}, and that its account "
-                             "may do that")
-    if isinstance(error, LocalEntryNotFoundError) or (status is None and _of_network(error)):
-        return SparseKVError(f"could not {verb} {repo!r}: {hub} cannot be reached; check the network and HF_ENDPOINT")
-    return SparseKVError(f"could not {verb} {repo!r} ({hub}: {said(error)})")
-
-
-def _of_network(error: Any) -> bool:
-    import httpx
-
-    return isinstance(error, httpx.TransportError)

@@ -96,7 +96,7 @@ def failed_request(error: BaseException | list[BaseException], what: str, hub: s
     if status is not None and status >= 500:
         return SparseKVError(f"could not {what}: {hub} has a fault of its own (status {status}); try again later")
     if status is not None and status >= 400:
-        return SparseKVError(f"could not {what}: {hub} answered with status {status} ({said(chain[0])})")
+        return SparseKVError(f"could not {what} ({hub} answered with status {status}: {said(chain[0])})")
     if any(isinstance(e, httpx.TimeoutException) for e in chain):
         return SparseKVError(f"could not {what}: {hub} did not answer in time; try again, or give it longer by "
                              "HF_HUB_DOWNLOAD_TIMEOUT [s]")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any, NamedTuple
 from sparsekv.artifacts.checks import said
 from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, printable
 from sparsekv.sources.modelcard import README, card_files
-from sparsekv.sources.named import OWN, REPOSITORY, fetch, find_artifacts, refused
+from sparsekv.sources.named import OWN, REPOSITORY, fetch, find_artifacts
+from sparsekv.sources.network import in_time, refused
 
 METRICS = "metrics.csv"
 
@@ -77,17 +80,18 @@ def push(
     files = _files(Path(folder), found, name, license)
     api = HfApi(library_name="sparsekv", library_version=__version__)
     try:
-        made = api.create_repo(name, private=private or None, exist_ok=True)
-        if private and not api.repo_info(made.repo_id).private:
-            raise SparseKVError(f"{name!r} exists and is public; choose another name, or push without --private")
-        if revision is not None:
-            api.create_branch(name, branch=revision, exist_ok=True)
-        there = set(api.list_repo_files(name, revision=revision))
-        _refuse_others(name, revision, there)
-        operations: list[Any] = [CommitOperationAdd(place, data) for place, data in sorted(files.items())]
-        operations += [CommitOperationDelete(place) for place in sorted(there & set(OWN) - set(files))]
-        return str(api.create_commit(name, operations, revision=revision,
-                                     commit_message=message or f"sparsekv {', '.join(found)}").commit_url)
+        with in_time():
+            made = api.create_repo(name, private=private or None, exist_ok=True)
+            if private and not api.repo_info(made.repo_id).private:
+                raise SparseKVError(f"{name!r} exists and is public; choose another name, or push without --private")
+            if revision is not None:
+                api.create_branch(name, branch=revision, exist_ok=True)
+            there = set(api.list_repo_files(name, revision=revision))
+            _refuse_others(name, revision, there)
+            operations: list[Any] = [CommitOperationAdd(place, data) for place, data in sorted(files.items())]
+            operations += [CommitOperationDelete(place) for place in sorted(there & set(OWN) - set(files))]
+            return printable(api.create_commit(name, operations, revision=revision,
+                                               commit_message=message or f"sparsekv {', '.join(found)}").commit_url)
     except SparseKVError:
         raise
     except Exception as error:  # whatever huggingface_hub, httpx or the disk raise
@@ -117,17 +121,34 @@ def _files(folder: Path, found: dict[str, Path], name: str, license: str | None)
     configs = {kind: read_config(path) for kind, path in found.items()}
     files: dict[str, Any] = {}
     for path in found.values():
-        files |= {file.relative_to(folder).as_posix(): str(file)
-                  for file in (path / part for part in (CONFIG, TENSORS, METRICS)) if file.is_file()}
+        files |= {file.relative_to(folder).as_posix(): str(file) for file in (path / CONFIG, path / TENSORS)}
+        if (metrics := _own_file(path / METRICS)) is not None:
+            files[(path / METRICS).relative_to(folder).as_posix()] = metrics
     nested = folder not in found.values()
     made = card_files(configs, nested=nested)
-    card = {place: (folder / place).read_bytes() if (folder / place).is_file() else data
-            for place, data in made.items()}
+    card = {place: _own_file(folder / place) or data for place, data in made.items()}
     if card[README] == made[README]:
         card[README] = card_files(configs, nested=nested, name=name)[README]
     if license is not None:
         card[README] = _licensed(card[README], license)
     return files | card
+
+
+def _own_file(file: Path) -> bytes | None:
+    """What a file beside an artifact holds; None where there is none. Raises SparseKVError for a link, which may lead
+    to what nobody meant to push, and for what is no file."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        what = "a link" if file.is_symlink() else f"not to be read ({error.strerror})"
+        raise SparseKVError(f"{str(file)!r} is {what}; put the file itself there, or remove it: push makes the page "
+                            "anew") from error
+    with os.fdopen(handle, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise SparseKVError(f"{str(file)!r} is no file; remove it: push makes the page anew")
+        return opened.read()
 
 
 def _licensed(text: bytes, license: str) -> bytes:

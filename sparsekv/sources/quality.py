@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 from sparsekv.core.registry import GREY, SELECTOR_ROWS
@@ -23,8 +24,15 @@ def figure_caption(kind: str) -> str:
     return "Error of a head's output, by what is read exactly; bands are quartiles over heads"
 
 
+def _placed(name: str) -> bool:
+    """Whether what stands after an entry's @ is a share."""
+    share = name.removesuffix(" + phi error").removesuffix(" error").partition("@")[2]
+    return not share or re.fullmatch(r"0?\.[0-9]+|[01](\.0+)?", share) is not None
+
+
 def _columns(kind: str, quality: dict[str, Any]) -> tuple[list[str], dict[str, list[str]]]:
     """Places on the axis, and the card's entries at each of them by line; lines that are not complete are left out."""
+    quality = {name: value for name, value in quality.items() if _placed(name)}
     if kind == "router":
         names = ("mass_share", "sketch_mass_share", "oracle_mass_share")
         budgets = [name.partition("@")[2] for name in quality if name.startswith("mass_share@")]

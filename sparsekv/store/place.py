@@ -62,9 +62,9 @@ class Place:
 
     def scratch(self, document: str) -> Path:
         """An empty local folder in which a document is put together."""
-        folder = self.root / f".{document}.tmp"
+        folder: Path = self.root / f".{document}.tmp"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir()  # where the store itself has gone, nothing is made again
         return folder
 
     def commit(self, folder: Path, document: str) -> None:

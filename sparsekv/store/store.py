@@ -162,7 +162,7 @@ class CaptureStore:
     def verify(self, names: list[str] | None = None) -> list[str]:
         """One line for every shard that is missing, whose size or whose bytes changed; an empty list for a sound store.
         names: the shards whose bytes are read, without it all."""
-        problems, read = [], set(self.manifest["shards"] if names is None else names)
+        problems, read = self._verify_documents(), set(self.manifest["shards"] if names is None else names)
         for name, about in self.manifest["shards"].items():
             size = self._place.size(name)
             if size is None:
@@ -171,6 +171,25 @@ class CaptureStore:
                 problems.append(f"{name}: {size} bytes, expected {about['bytes']}")
             elif name in read and self._place.checksum(name) != about["sha256"]:
                 problems.append(f"{name}: contents changed (checksum differs)")
+        return problems
+
+    def _verify_documents(self) -> list[str]:
+        """One line for every `document.json` that is damaged, or says another thing than the manifest. One that is
+        missing is no loss: the manifest says all of it."""
+        problems = []
+        for number, document in enumerate(self.documents):
+            name = f"{document_name(number)}/document.json"
+            try:
+                found = self._place.read_json(name)
+            except (SparseKVError, OSError) as error:
+                problems.append(f"{name}: {said(error)}")
+                continue
+            if found is None:
+                continue
+            if found.get("sha256") != digest({k: v for k, v in found.items() if k != "sha256"}):
+                problems.append(f"{name}: contents changed (checksum differs)")
+            elif found.get("document") != document:
+                problems.append(f"{name}: it is of another window than the manifest says")
         return problems
 
     def check(self, everything: bool = False, seed: int = 0) -> None:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 from sparsekv.foundation.disk import disk_error, placed
 from sparsekv.foundation.errors import Interrupted, SparseKVError
 from sparsekv.foundation.progress import progress
-from sparsekv.trainers.metrics import FILE, read_metrics, write_metrics
+from sparsekv.trainers.metrics import FILE, read_rows, write_metrics
 from sparsekv.trainers.muon import Muon
 from sparsekv.trainers.task import Task, cosine_factor
 
@@ -377,16 +377,16 @@ class Metrics(Logger):
     def __init__(self, path: Path, group: int):
         super().__init__()
         self.path, self.group = path, group
-        self.rows: list[dict[str, float]] | None = None
+        self.rows: list[dict[str, Any]] | None = None
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         pass
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if self.rows is None:
-            columns = read_metrics(self.path) if self.path.is_file() else {}
-            before = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-            self.rows = [r for r in before if (r["group"], r["step"]) < (self.group, step)]
+            before = read_rows(self.path) if self.path.is_file() else []
+            self.rows = [{**r, "group": int(float(r["group"])), "step": int(float(r["step"]))} for r in before]
+            self.rows = [r for r in self.rows if (r["group"], r["step"]) < (self.group, step)]
         if self.rows and self.rows[-1]["step"] == step and self.rows[-1]["group"] == self.group:
             self.rows[-1] |= metrics
         else:

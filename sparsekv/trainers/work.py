@@ -101,7 +101,8 @@ class Run:
         mine = self._mark
         if self.options.resume and mark.is_file():
             theirs = read_marker(mark)
-            if not {"model", "options", "documents"} <= set(theirs):
+            if not all(isinstance(theirs.get(k), kind) for k, kind in (
+                    ("model", dict), ("options", dict), ("documents", list))):
                 raise SparseKVError(f"{str(mark)!r} is damaged; delete that folder and train again")
             name = f"the interrupted training in {str(self.out)!r}"
             check_fingerprint(theirs["model"], mine["model"], name)

@@ -2,6 +2,7 @@
 
 Arguments: capture, phi, router or eval; an empty folder; kills; seed."""
 
+import csv
 import json
 import random
 import sys
@@ -18,7 +19,6 @@ from tiny import save_model
 from training_child import train
 
 from sparsekv.evaluation.run import EvalConfig, run_eval
-from sparsekv.trainers.metrics import read_metrics
 
 
 def made_by(kind: str, folder: Path) -> tuple[Callable[[Path], Any], Callable[[Path], Any]]:
@@ -36,7 +36,8 @@ def made_by(kind: str, folder: Path) -> tuple[Callable[[Path], Any], Callable[[P
 
 
 def _artifact(out: Path) -> Any:
-    metrics = {k: [str(x) for x in v] for k, v in read_metrics(out / "metrics.csv").items() if k != "ms_per_step"}
+    with (out / "metrics.csv").open(newline="") as file:  # as text, but for the times
+        metrics = [[f"{k}={v}" for k, v in row.items() if k != "ms_per_step"] for row in csv.DictReader(file)]
     files = bytes_of(out)
     del files["metrics.csv"]
     config = json.loads((out / "config.json").read_text())

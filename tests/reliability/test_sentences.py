@@ -169,7 +169,7 @@ def test_lines_of_results_and_requests_that_are_others(line: str, tmp_path) -> N
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"step,loss\n1,2\n", b"group,step\n0,1\n0\n", b"group,step\n0,x\n",
-                                     b'group,step\n0,"1', b"group,step\n0,1,2\n", b"\0"])
+                                     b'group,step\n0,"1', b"group,step\n0,1,2\n"])
 def test_a_bad_metrics_file_is_named(content: bytes, tmp_path) -> None:
     (tmp_path / "metrics.csv").write_bytes(content)
     with refused("metrics.csv' is damaged .*; delete it"):

@@ -20,7 +20,7 @@ from sparsekv.core.rope import rotate, unrotate
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.shard import checksum
-from sparsekv.trainers.fit import read_metrics
+from sparsekv.trainers.metrics import read_metrics
 from sparsekv.trainers.options import chosen
 from sparsekv.trainers.phi import RECIPES as PHIS
 from sparsekv.trainers.phi import PhiConfig, PhiRecipe, PhiTask, train_phi
