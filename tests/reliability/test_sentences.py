@@ -188,6 +188,7 @@ def store(tmp_path_factory) -> Path:
                          queries_per_document=32).path)
 
 
+@pytest.mark.slow
 def test_metrics_after_an_interruption_are_those_of_a_clean_run_as_text(store, tmp_path) -> None:
     options: dict[str, Any] = {"max_steps": 25, "layer_group": 2}
     train("phi", str(store), str(tmp_path / "one"), **options)
