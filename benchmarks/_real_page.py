@@ -119,17 +119,25 @@ def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
 
 
 def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
-    """Perplexity and error of attention by method and budget."""
-    known = {(r["method"], r["budget"], r["metric"]): r["value"] for r in rows if r["case"] == case}
-    budgets = sorted({b for _, b, _ in known if b is not None})
-    lines = []
-    for method in in_order({m for m, _, _ in known}, ("full", *every_method(rows))):
-        def cell(metric: str, budget: float, method: str = method) -> str:
-            value = known.get((method, None, metric), known.get((method, budget, metric)))
-            return "–" if value is None else f"{value:.3f}"
-
-        lines.append([method, *(cell("perplexity", b) for b in budgets), *(cell("rel_err", b) for b in budgets)])
-    return markdown(["method", *map(percent, budgets), *(f"error at {percent(b)}" for b in budgets)], lines)
+    """Perplexity, its ratio to full attention's on the same windows and the error of attention, by method and
+    budget."""
+    parts = []
+    for metric, form, note in (
+            ("perplexity", "{:.2f}", "Perplexity; cells of fewer windows say how many."),
+            ("perplexity_ratio", "{:+.2%}", "Above full attention's on the same windows ± half the 95 % interval."),
+            ("rel_err", "{:.3f}", "Relative error of the sparse layers' attention.")):
+        found = [r for r in rows if r["case"] == case and r["metric"] == metric]
+        budgets = sorted({r["budget"] for r in found if r["budget"] is not None})
+        known, most = {(r["method"], r["budget"]): r for r in found}, max((r["samples"] for r in found), default=0)
+        lines = []
+        for method in in_order({m for m, _ in known}, ("full", *every_method(rows))):
+            cells = [known.get((method, None), known.get((method, b))) for b in budgets]
+            lines.append([method, *("–" if r is None else form.format(r["value"] - (metric == "perplexity_ratio")) + (
+                f" ± {(r['high'] - r['low']) / 2:.2%}" if metric == "perplexity_ratio" else "") + (
+                "" if r["samples"] == most else f" ({r['samples']})") for r in cells)])
+        if lines:
+            parts += [note, markdown(["method", *map(percent, budgets)], lines)]
+    return "\n\n".join(parts)
 
 
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
+from benchmarks._real_page import continued
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -315,9 +316,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     shown = [r for r in mine if r["metric"] == metric and r.get("against", "full") == "full"]
                     print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
             elif case.startswith(TEXT):
-                shown = [r for r in mine if r["case"] == case and r["metric"] == "perplexity"]
-                print(f"\n{name} {case}, perplexity\n" + markdown(["method", "budget", "perplexity"], [
-                    [r["method"], f"{r['budget']}", f"{r['value']:.3f}"] for r in shown]))
+                print(f"\n{name} {case}\n{continued(mine, case)}")
         for r in mine:
             if r["case"].startswith(("long@", "second_turn@")) and r["metric"] in ("kl", "agrees", "score"):
                 where = {k: r[k] for k in ("quarter", "past_window") if k in r}

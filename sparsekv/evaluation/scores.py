@@ -56,8 +56,9 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     all are there. For those means also rows of metric `agreement` (how much of full attention's answer stands before
     the first difference) and `same_answers` (points of 100 of answers that are equal as far as both go), where full
     attention's answers are there to compare with, and of metric `difference`: points above the method named by
-    `against`, on the same samples. For texts that were continued rows of metric `perplexity`, `rel_err` and
-    `selectivity`; for needles also rows of metric `needle`: the share found at a `depth`.
+    `against`, on the same samples. For texts that were continued rows of metric `perplexity`, `rel_err`, `selectivity`
+    and `perplexity_ratio` (to full attention on the same texts); for needles also rows of metric `needle`: the share
+    found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token
@@ -74,7 +75,8 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     for (case, method, budget), entry in merged.items():
         entry["agreement"] = _agreement(entry, merged.get((case, "full", None)))
         made = _row(case, method, budget, [entry], seed)
-        rows += _continued(made, entry, seed) if entry["losses"] else [made, *_depths(made, entry)]
+        full = merged.get((case, "full", None))
+        rows += _continued(made, entry, full, seed) if entry["losses"] else [made, *_depths(made, entry)]
     for mean, cases in tasks.items():
         if not mean or len(cases) < 2:
             continue
@@ -96,13 +98,19 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     return rows
 
 
-def _continued(made: dict[str, Any], entry: dict[str, Any], seed: int) -> list[dict[str, Any]]:
-    """The three rows of texts that were continued."""
+def _continued(
+    made: dict[str, Any], entry: dict[str, Any], full: dict[str, Any] | None, seed: int,
+) -> list[dict[str, Any]]:
+    """The rows of texts that were continued; the last, where full attention continued the same, is paired with it."""
     rows = []
     metrics: list[tuple[str, str, list[float], Callable[[float], float]]] = [
         ("rel_err", "relative L2", list(entry["errors"].values()), float),
         ("perplexity", "per token", list(entry["losses"].values()), math.exp),
         ("selectivity", "share of the context", [read for read, *_ in entry["parts"].values()], float)]
+    known = {} if full is None or full is entry else full["losses"]
+    more = [loss - known[i] for i, loss in entry["losses"].items() if i in known]
+    if more:
+        metrics.append(("perplexity_ratio", "times full attention's", more, math.exp))
     for metric, unit, samples, scale in metrics:
         low, high = bootstrap([samples], seed=seed)
         rows.append({**made, "metric": metric, "value": scale(_mean(samples)), "unit": unit,
