@@ -126,6 +126,8 @@ def check_model_record(model: dict[str, Any], where: str) -> None:
         if type(value) is not kind or (isinstance(value, int) and value < 1):
             expected = "a count of at least 1" if kind is int else kind.__name__
             raise damaged(where, f"its model's {name} is {brief(value)}, expected {expected}")
+    if type(model.get("attention", {})) is not dict:
+        raise damaged(where, f"its model's attention is {brief(model['attention'])}, expected an object")
     for name in ("weights_float16", "dtype"):
         if type(model.get(name, "")) is not str:
             raise damaged(where, f"its model's {name} is {brief(model[name])}, expected str")

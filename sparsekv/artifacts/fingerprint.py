@@ -15,10 +15,13 @@ from sparsekv.foundation.errors import SparseKVError
 SAMPLES_PER_TENSOR = 64
 WEIGHTS = ("weights", "weights_float16")
 """Hashes of rounded weights; fingerprints of before have the first."""
+MODES = ("rope", "scale", "window", "softcap")
+"""How a model rotates and attends, which its weights do not say."""
 
 
 def model_fingerprint(model: Any) -> dict[str, Any]:
-    """Architecture, layer and head counts, head dimension, RoPE parameters, the arithmetic, and hashes of the weights.
+    """Architecture, layer and head counts, head dimension, RoPE parameters, how layers attend, the arithmetic, and
+    hashes of the weights.
 
     A hash covers every parameter's name and shape and an even sample of its values, rounded to bfloat16 (`weights`) or
     to float16 (`weights_float16`): 8B parameters are hashed in seconds, and of two models of one checkpoint, loaded in
@@ -41,10 +44,26 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
         "num_kv_heads": config.num_key_value_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "rope": json.loads(json.dumps(rope, default=str)),
+        "attention": _attention(model, config),
         "dtype": str(getattr(first, "dtype", None)).removeprefix("torch."),
         "weights": digests[torch.bfloat16].hexdigest()[:32],
         "weights_float16": digests[torch.float16].hexdigest()[:32],
     }
+
+
+def _attention(model: Any, config: Any) -> dict[str, Any]:
+    """The softmax scale, sliding window [tokens] and soft cap of the layers: one value where all have the same, else a
+    list by layer. A window that no context of the model reaches is none."""
+    from sparsekv.sources.families import window_of
+    from sparsekv.sources.hub import attention_modules
+
+    found: dict[str, list[Any]] = {"scale": [], "window": [], "softcap": []}
+    for layer, module in sorted(attention_modules(model).items()):
+        scale = getattr(module, "scaling", None)
+        found["scale"].append(float(f"{scale:.6g}") if isinstance(scale, float | int) else None)
+        found["window"].append(window_of(module, config, layer))
+        found["softcap"].append(getattr(module, "attn_logit_softcapping", None))
+    return {name: values[0] if len(set(values)) == 1 else values for name, values in found.items() if values}
 
 
 def _samples(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -62,15 +81,26 @@ def _samples(parameters: Sequence[Tensor]) -> list[Tensor]:
     return samples
 
 
-def check_fingerprint(
-    expected: dict[str, Any], found: dict[str, Any], what: str, *, ignore: tuple[str, ...] = (),
-) -> None:
+def _agree(expected: Any, found: Any) -> bool:
+    """Whether two records say nothing that contradicts: what one of them does not say, as versions of transformers and
+    of sparsekv differ in, is not compared."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return all(_agree(expected[k], found[k]) for k in expected.keys() & found.keys())
+    numbers = all(type(x) in (int, float) for x in (expected, found))
+    return expected == found or (numbers and abs(expected - found) <= 1e-6 * abs(expected))
+
+
+def check_fingerprint(expected: dict[str, Any], found: dict[str, Any], what: str) -> None:
     """Refuse a mismatch: `expected` is what `what` (an artifact or store) was made for, `found` the model at hand. The
     weights are the same where they are the same rounded to bfloat16 or to float16; their arithmetic is not compared.
+    Of how a model rotates and attends, what both say is compared.
 
     Raises SparseKVError naming both sides of every field that differs.
     """
-    differ = [key for key in expected if key not in (*ignore, *WEIGHTS, "dtype") and expected[key] != found.get(key)]
+    apart = (*WEIGHTS, "dtype", "rope", "attention")
+    differ = [key for key in expected if key not in apart and expected[key] != found.get(key)]
+    expected, found = ({**x, **x.get("attention", {})} for x in (expected, found))
+    differ += [key for key in MODES if key in expected and key in found and not _agree(expected[key], found[key])]
     same = any(key in expected and expected[key] == found.get(key) for key in WEIGHTS)
     if not same:
         differ.append("weights")

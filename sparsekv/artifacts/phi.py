@@ -160,9 +160,8 @@ class PhiArtifact:
         return cls(config, Maps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
-        check_fingerprint(self.config.model, model_fingerprint(model), f"the feature maps {str(self.path or '')!r}",
-                          ignore=("rope",))
+        """Refuse a model other than the one trained on, or one that attends otherwise."""
+        check_fingerprint(self.config.model, model_fingerprint(model), f"the feature maps {str(self.path or '')!r}")
 
     def to(self, device: Any) -> PhiArtifact:
         return PhiArtifact(self.config, self.maps.map(lambda w: w.to(device)), self.shift.to(device),

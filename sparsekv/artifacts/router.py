@@ -119,9 +119,8 @@ class RouterArtifact:
         return cls(config, centroids, weights, Path(path), sketch=_sketch(config, tensors, (layers, heads, dim), where))
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model other than the one trained on (rotary parameters may differ: contexts get extended)."""
-        check_fingerprint(self.config.model, model_fingerprint(model), f"the router {str(self.path or '')!r}",
-                          ignore=("rope",))
+        """Refuse a model other than the one trained on, or one that attends otherwise."""
+        check_fingerprint(self.config.model, model_fingerprint(model), f"the router {str(self.path or '')!r}")
 
     def to(self, device: Any) -> RouterArtifact:
         weights = None if self.weights is None else QueryModel(*(w.to(device) for w in self.weights))

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
 from sparsekv.core.rope import LayerRope
 from sparsekv.foundation.disk import disk_error, temporary_of
@@ -59,9 +60,8 @@ def begin_output(place: Place, config: CaptureConfig, model: dict[str, Any] | No
 
     model: the fingerprint of the model; an unfinished capture of another one is refused."""
     begun = None if config.overwrite else _manifest(place)
-    if begun is not None and begun.get("model") not in (None, model):
-        raise SparseKVError(f"the output {str(place)!r} holds an unfinished capture of another model (same options, "
-                            "other weights); use that model, or add --overwrite to start anew")
+    if begun is not None and isinstance(begun.get("model"), dict) and model is not None:
+        check_fingerprint(begun["model"], model, f"the unfinished capture {str(place)!r}")
     if config.overwrite and place.root is not None:
         STORE.prepare(place.root, True)
     try:

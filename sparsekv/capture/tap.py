@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import dense_attention
+from sparsekv.sources.families import check_family, unsupported
 from sparsekv.sources.hub import attention_modules, decoder
 
 NAME = "sparsekv_capture"
@@ -54,8 +55,9 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
     layer_of = {id(module): layer for layer, module in attention_modules(model).items()}
 
     def see_tables(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("position_embeddings") is not None:
-            tables[id(module)] = kwargs["position_embeddings"]
+        found = kwargs.get("position_embeddings")
+        if isinstance(found, tuple) and len(found) == 2:  # else no table of cosines and one of sines
+            tables[id(module)] = found
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -67,7 +69,8 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
             raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
         listener(AttentionCall(layer_of[id(module)], query, key, value, None if cos is None else cos[0],
                                None if sin is None else sin[0], scale, sliding_window, softcap, module))
-        return dense_attention(query, key, value, scale=scale, window=sliding_window).transpose(1, 2).contiguous(), None
+        out = dense_attention(query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+        return out.transpose(1, 2).contiguous(), None
 
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
@@ -130,6 +133,7 @@ def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
         unrotated.clear()
 
     name = type(model).__name__
+    check_family(model)
     modules = attention_modules(model)
     ids = torch.arange(3, 11, device=model.get_input_embeddings().weight.device)[None]
     with torch.inference_mode(), tap(model, remember), _see_rotation(list(modules.values()), unrotated):
@@ -156,8 +160,7 @@ def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
         ropes[layer] = rope
     if not ropes:
         reasons = "; ".join(sorted(set(skipped.values()))) or "no layers"
-        raise SparseKVError(f"{name} is not supported: {reasons}. Expected a decoder with rotary "
-                            "softmax attention, such as Llama, Qwen, Mistral, Phi-3, Gemma 3 or GLM-4.")
+        raise unsupported(model, reasons)
     return ropes, skipped
 
 
@@ -166,8 +169,8 @@ def _why_not(call: AttentionCall, before: Tensor | None) -> str | None:
         return f"sliding-window attention over {call.sliding_window} tokens"
     if call.softcap is not None:
         return "soft-capped scores"
-    if call.key.shape[-1] != call.value.shape[-1] or hasattr(call.module, "kv_lora_rank"):
-        return "multi-head latent attention (keys and values are rebuilt from a latent vector)"
+    if call.key.shape[-1] != call.value.shape[-1]:
+        return "keys and values of different sizes"
     if call.cos is None or call.sin is None or before is None:
         return "no rotary position embedding"
     return None

@@ -61,8 +61,7 @@ def measure(
     """
     for artifact in (router, phi):
         if artifact is not None:
-            check_fingerprint(artifact.config.model, store.model, f"the artifact {str(artifact.path or '')!r}",
-                              ignore=("rope",))
+            check_fingerprint(artifact.config.model, store.model, f"the artifact {str(artifact.path or '')!r}")
     trained = next((a.config for a in (phi, router) if a is not None), None)
     sink, window = (int(getattr(trained, n) if trained else store.config[n]) for n in ("sink_size", "window_size"))
     made = Diagnostics(

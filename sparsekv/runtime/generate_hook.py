@@ -27,6 +27,11 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
     if kwargs.get("past_key_values") is not None:
         check_cache(kwargs["past_key_values"])
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        held = kwargs["past_key_values"].get_seq_length()
+        if isinstance(ids, Tensor) and ids.dim() == 2 and 0 < ids.shape[1] <= held:
+            raise SparseKVError(f"the cache holds {held} tokens and the prompt has {ids.shape[1]}; give all tokens so "
+                                "far and new ones, or a fork of the cache (cache.fork()) for every answer")
         return kwargs
     kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}
     return kwargs | {"past_key_values": roomy_cache(attachment, *_room_of(args, kwargs, config))}

@@ -50,6 +50,9 @@ class Seat:
         self._names = [(config, config._attn_implementation) for config in configs]
         self._own = {name: model.__dict__.get(name, _ABSENT) for name in ("forward", "generate")}
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise SparseKVError("a model cannot be copied or pickled while it is attached; do it outside the `with` block")
+
     def enter(self, attachment: Any) -> None:
         if self.attachments and self.thread != threading.get_ident():
             raise SparseKVError("this model is attached in another thread; share that attachment, or load the model "

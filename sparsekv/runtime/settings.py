@@ -141,5 +141,5 @@ def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:
         raise SparseKVError(f"settings are a file of `sparsekv eval recommend` or a Settings, found "
                             f"{type(made).__name__}")
     made.check()
-    check_fingerprint(made.model, model_fingerprint(model), "the settings file", ignore=("rope",))
+    check_fingerprint(made.model, model_fingerprint(model), "the settings file")
     return made

@@ -11,6 +11,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache
+from sparsekv.sources.families import check_family
 from sparsekv.sources.named import find_artifacts
 
 ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
@@ -31,6 +32,7 @@ def check_model(model: Any) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
                             "models")
+    check_family(model)
 
 
 def check_cache(cache: Any) -> None:

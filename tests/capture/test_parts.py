@@ -80,16 +80,11 @@ def test_two_partial_attentions_merge_into_the_whole() -> None:
 
 
 @pytest.mark.parametrize(("name", "skipped", "reason"), [
-    ("SmolLM3Config", [3], "no rotary position embedding"),
-    ("Qwen3NextConfig", [0, 1, 2], "its type is linear_attention")])
+    ("SmolLM3Config", [3], "no rotary position embedding")])
 def test_layers_of_other_kinds_are_skipped_and_the_rest_is_right(
     name: str, skipped: list[int], reason: str, tmp_path, capsys,
 ) -> None:
-    extra = {"SmolLM3Config": {"no_rope_layers": [1, 1, 1, 0]}, "Qwen3NextConfig": {
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "num_experts": 2,
-        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        "partial_rotary_factor": 0.5}}[name]
+    extra = {"SmolLM3Config": {"no_rope_layers": [1, 1, 1, 0]}}[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, name)(
         **{**SIZES, "num_hidden_layers": 4, **extra})).eval()

@@ -3,6 +3,7 @@ shown."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -18,7 +19,7 @@ import torch
 from test_families import captured
 from test_folders_and_statuses import call
 from test_training import sharp
-from tiny import make_model, make_tokenizer, save_model
+from tiny import make_model, make_tokenizer, prompt, save_model
 from tiny_artifacts import artifacts
 from training_child import train
 
@@ -28,6 +29,7 @@ from sparsekv.commands.train import MARKER, TrainConfig, run_train
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.requests import load_requests
 from sparsekv.foundation.errors import SparseKVError, printable
+from sparsekv.runtime.attach import attach
 from sparsekv.runtime.settings import Settings
 from sparsekv.sources.hub import load_model
 from sparsekv.sources.modelcard import card_files
@@ -180,6 +182,20 @@ def test_settings_at_a_path_that_cannot_be() -> None:
     for name in ("a" * 5000, "a\0b"):
         with refused("settings"):
             Settings.load(name)
+
+
+def test_an_attached_model_is_not_copied_and_a_cache_not_used_twice() -> None:
+    model, ids = make_model(), prompt(60)
+    with attach(model, selector="topk", token_budget=8, dense_below=0) as attachment:
+        for work in (copy.deepcopy, pickle.dumps):
+            with refused("cannot be copied or pickled while it is attached"):
+                work(model)
+        cache = attachment.prefill(ids[:, :-1])
+        first = model.generate(ids, past_key_values=cache.fork(), max_new_tokens=3, do_sample=False)
+        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False), first)
+        with refused(r"the cache holds 62 tokens and the prompt has 60; .*cache\.fork\(\)"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    copy.deepcopy(model)
 
 
 @pytest.fixture(scope="module")
