@@ -27,6 +27,7 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "records with a fitting checksum": lambda folder: attacks.change_records(folder, 6000),
     "safetensors headers": lambda folder: attacks.change_headers(folder, 1500),
     "arguments of attach": lambda folder: attacks.attach_with_anything(1500),
+    "padded batches against unpadded": lambda folder: attacks.pad(1000),
     "sizes beyond all memory": lambda folder: attacks.ask_for_too_much(folder),
     "command lines": lambda folder: attacks.type_anything(folder, 800),
     "numbers": lambda folder: attacks.decode_hard_numbers(400),

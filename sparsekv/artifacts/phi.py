@@ -63,10 +63,12 @@ class PhiLayer(NamedTuple):
     def offset(self) -> Tensor:
         return self.offsets[0]
 
-    def at(self, share: float) -> PhiLayer:
-        """Calibrated for a share of the context that is read: the best keys are the ones the maps underestimate, so
-        that what is left without them wants another shift. Linear between the shares measured. Ours, not the
-        paper's."""
+    def at(self, share: float | Tensor) -> PhiLayer:
+        """Calibrated for a share of the context that is read, or for one a row `[B]`: the best keys are the ones the
+        maps underestimate, so that what is left without them wants another shift. Linear between the shares measured.
+        Ours, not the paper's."""
+        if isinstance(share, Tensor):
+            return self._at_rows(share)
         after = bisect_right(self.shares, share)
         low, high = max(after - 1, 0), min(after, len(self.shares) - 1)
 
@@ -76,6 +78,16 @@ class PhiLayer(NamedTuple):
         part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
         between = (1 - part) * table[low:low + 1] + part * table[high:high + 1]
         return self._replace(offsets=between, shares=(share,))
+
+    def _at_rows(self, share: Tensor) -> PhiLayer:
+        """offset: `[B, Hq]`."""
+        table, grid = self.offsets, torch.tensor(self.shares, dtype=share.dtype, device=share.device)
+        after = torch.bucketize(share, grid, right=True)
+        low, high = (after - 1).clamp(min=0), after.clamp(max=len(self.shares) - 1)
+        part = ((share - grid[low]) / (grid[high] - grid[low])).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)[:, None]
+        between = torch.where(part > 0, (1 - part).to(table.dtype) * table[low] + part.to(table.dtype) * table[high],
+                              table[low])
+        return self._replace(offsets=between[None], shares=(0.0,))
 
     @property
     def query_map(self) -> FeatureMapWeights:

@@ -260,6 +260,15 @@ def needed(rope: RopeTable | None) -> RopeTable:
     return rope
 
 
+def choose_rows(rows: Tensor, new: Any, old: Any) -> Any:
+    """The new of these rows `[B]` and the old of the others, of tensors and named tuples of them; None stays None."""
+    if new is None:
+        return None
+    if isinstance(new, tuple):
+        return type(new)(*(choose_rows(rows, a, b) for a, b in zip(new, old, strict=True)))
+    return torch.where(rows.to(new.device).reshape(-1, *[1] * (new.dim() - 1)), new, old)
+
+
 def take_rows(value: Any, index: Tensor) -> Any:
     """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
     if isinstance(value, tuple):

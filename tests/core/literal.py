@@ -81,9 +81,9 @@ def phi_logits(
         log_k = torch.cat([log_k, log_phi(keys - centre[:, None], double(maps.maps.centred, view.group))], dim=-1)
         half = log_q.shape[-1] // 2
         log_q = torch.cat([log_q[:, :half], log_q[:, half:] + (q * centre).sum(-1, keepdim=True) * view.scale], dim=-1)
-    offset = maps.offset.double().cpu()[:, None]
+    offset = (maps.offset if maps.offset.dim() == 1 else maps.offset[b]).double().cpu()[:, None]
     logs = (torch.logsumexp(log_q[:, None] + log_k, dim=-1) + offset).masked_fill(~rest, -math.inf)
-    if maps.capped and estimator.share > 0:
+    if maps.capped and (estimator.share if isinstance(estimator.share, float) else estimator.share[b]) > 0:
         mid = slice(int(view.regions.mid_first[b]), int(view.regions.mid_last[b]))
         scores = torch.einsum("hnd,hd->hn", keys[:, mid], q) * view.scale
         bound = estimator.state.moments.bound[b].double().cpu()

@@ -321,6 +321,56 @@ def attach_with_anything(count: int, seed: int = 0) -> Outcome:
     return Outcome(count, failed)
 
 
+DRAWN = {"random", "magicpig"}
+"""Selectors that draw tokens anew at every step: no two runs are the same."""
+
+
+def pad(count: int, seed: int = 0) -> Outcome:
+    """Batches padded on the left, for every selector, budget and completion: logits of each row over six steps are
+    those of the row alone, without padding."""
+    rng, failed = random.Random(seed), []
+    model = copy.deepcopy(make_model()).double()
+    router, phi = artifacts(model)
+    phi.config = dataclasses.replace(phi.config, read_shares=[0.0, 0.05, 0.3])
+    phi.shift = torch.linspace(-2, 2, 3)[None, :, None].expand(phi.config.model["num_layers"], 3, phi.shift.shape[-1])
+    phi.shift = phi.shift.contiguous()
+    for case in range(count):
+        name = sorted(set(SELECTORS) - DRAWN)[case % (len(SELECTORS) - len(DRAWN))]
+        given: dict[str, Any] = {
+            "selector": name, "token_budget": rng.choice((1, 6, 20, 0.05, 0.3, 1.0)), "phi": rng.choice((None, phi)),
+            "sink_size": rng.choice((0, 4)), "window_size": rng.choice((0, 8)), "decode_window": rng.choice((2, 64)),
+            "dense_below": 0}
+        if SELECTORS[name].is_trained():
+            given["router"] = router
+        if name == "sketch":  # without it a short row beside long ones chooses by buckets, and alone by all its codes
+            given["candidates"] = rng.choice((1.0, 0.3))
+        rows = [prompt(rng.choice((17, 40, 64, 90)), seed=1000 * case + i) for i in range(rng.choice((1, 2, 3)))]
+        longest = max(row.shape[1] for row in rows) + rng.choice((0, 1, 7, 23))
+        padded = torch.stack([torch.cat([row.new_zeros(longest - row.shape[1]), row[0]]) for row in rows])
+        mask = torch.stack([torch.arange(longest) >= longest - row.shape[1] for row in rows]).long()
+        problem, together = refused(lambda g=given, p=padded, m=mask: _logits(model, g, p, m))
+        alone = None if problem or together is None else torch.cat([_logits(model, given, row, None) for row in rows])
+        if alone is not None and (error := float((together - alone).norm() / alone.norm())) > 1e-3:
+            problem = f"logits differ by {error:.2g}"
+        if problem:
+            shown = {k: v if isinstance(v, int | float | str) else v is not None for k, v in given.items()}
+            failed.append(f"{shown} on {[row.shape[1] for row in rows]} of {longest} tokens: {problem}")
+    return Outcome(count, failed)
+
+
+def _logits(model: Any, given: dict[str, Any], ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Logits of six steps after a prompt, `[B, 6, V]`."""
+    with torch.no_grad(), attach(model, **given) as attachment:
+        cache, got = attachment.prefill(ids, mask), []
+        for token in range(5, 11):
+            step: dict[str, Any] = {}
+            if mask is not None:
+                mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=1)
+                step = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+            got.append(model(torch.full((len(ids), 1), token), past_key_values=cache, use_cache=True, **step).logits)
+    return torch.cat(got, dim=1)
+
+
 def ask_for_too_much(folder: Path) -> Outcome:
     """Every size among the arguments, in a settings file and in artifacts, as large as a number can be, in a process
     that may take 2 GB more: refused in one sentence, or the text is made, in 30 s."""
@@ -335,7 +385,7 @@ def ask_for_too_much(folder: Path) -> Outcome:
                 cases[f"{name} {size} {place}"] = {"router": router, "phi": phi, "placement": place, name: size}
         cases[f"centroid {size}"] = {"selector": "topk", "completion": CentroidEstimator(size)}
         for name, selector in SELECTORS.items():
-            given = {"router": router} if selector.artifact_kind == "router" else {}
+            given = {"router": router} if selector.is_trained() else {}
             for option in dataclasses.fields(selector):
                 if option.metadata and "int" in str(option.type):
                     alone = {"token_budget": None} if option.name == "probes" else {}

@@ -33,6 +33,11 @@ def test_arguments_of_attach(count: int) -> None:
     whole(attacks.attach_with_anything(count))
 
 
+@pytest.mark.parametrize("count", [48, pytest.param(1000, marks=LONG)])
+def test_padding_changes_nothing(count: int) -> None:
+    whole(attacks.pad(count))
+
+
 def test_sizes_beyond_all_memory(tmp_path) -> None:
     whole(attacks.ask_for_too_much(tmp_path))
 

@@ -29,8 +29,8 @@ class Estimator:
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
 
-    def reads(self, view: LayerView, share: float) -> None:
-        """The steps that follow read this share of the context beside the anchors."""
+    def reads(self, view: LayerView, share: float | Tensor) -> None:
+        """The steps that follow read this share of the context beside the anchors: one number, or one a row `[B]`."""
 
     @property
     def in_kernel(self) -> bool:

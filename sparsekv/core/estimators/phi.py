@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.estimators.base import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows, take_rows
 from sparsekv.core.moments import BLOCK, DEVICE_BLOCK, blocks, counted, edges_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
@@ -46,7 +46,7 @@ class Maps(Protocol):
 
     @property
     def offset(self) -> Tensor:
-        """`[Hq]`, added to `log φ_q`: calibration shift and logarithm of the gate."""
+        """`[Hq]`, or `[B, Hq]`, added to `log φ_q`: calibration shift and logarithm of the gate."""
 
     @property
     def query_map(self) -> FeatureMapWeights:
@@ -55,7 +55,7 @@ class Maps(Protocol):
     def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
         """Of every KV head, with products in `dtype`, as `log_phi_keys` takes them."""
 
-    def at(self, share: float) -> Maps:
+    def at(self, share: float | Tensor) -> Maps:
         """Calibrated for a share of the context that is read."""
 
 
@@ -80,7 +80,7 @@ class PhiEstimator(Estimator):
 
     def __init__(self, layer: Maps):
         self.layer = self.calibrated = layer
-        self.share = 0.0
+        self.share: float | Tensor = 0.0
         self.state: PhiState
         self.mean: Tensor | None = None
         self.built_size: Tensor | None = None
@@ -107,9 +107,18 @@ class PhiEstimator(Estimator):
         return self.mean if self.layer.centred else None
 
     def extend(self, view: LayerView, old: Regions) -> None:
-        if self.built_size is not None and bool((view.regions.mid_sizes > 2 * self.built_size).any()):
+        doubled = None if self.built_size is None else view.regions.mid_sizes > 2 * self.built_size
+        if doubled is None or not bool(doubled.all()):
+            self._extend(view, old)
+        if doubled is not None and bool(doubled.any()):  # of those rows alone: a row is what it is by itself
+            kept = {name: getattr(self, name) for name in self.row_state}
             self.build(view)
-            return
+            if not bool(doubled.all()):
+                for name, value in kept.items():
+                    setattr(self, name, choose_rows(doubled, getattr(self, name), value))
+
+    def _extend(self, view: LayerView, old: Regions) -> None:
+        """The tokens that joined, with the mean key of when the cache was built."""
         first, last = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         if self.covariance is not None and self.state.moments is not None:
             mean, key = key_mean(view.keys, first, last), self.state.moments.key
@@ -123,7 +132,7 @@ class PhiEstimator(Estimator):
         else:
             self.state = self.state._replace(**self._sum(view, first, last, PhiCache(*self.state[:3]))._asdict())
 
-    def reads(self, view: LayerView, share: float) -> None:
+    def reads(self, view: LayerView, share: float | Tensor) -> None:
         self.layer, self.share = self.calibrated.at(share), share
         if self.state.moments is not None:
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))
@@ -135,7 +144,8 @@ class PhiEstimator(Estimator):
     def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
         if self.weights is None:
             self.weights = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
-        return phi_query(queries.folded, self.weights, self.layer.offset, self.state)
+        offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
+        return phi_query(queries.folded, self.weights, offset, self.state)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = view.listed(selection)
@@ -160,8 +170,15 @@ class PhiEstimator(Estimator):
         """The cache, and the features of the tokens that are read. The maps themselves, the same for all rows, are not
         counted, as the model's weights are not."""
         kept = self.state.features
-        listed = 0.0 if kept is None else self.share * view.length * kept.shape[-1] * kept.element_size()
+        length = view.regions.context if isinstance(self.share, Tensor) else view.length
+        listed = 0.0 if kept is None else self.share * length * kept.shape[-1] * kept.element_size()
         return super().cost_bytes(view) + listed * view.num_kv_heads
+
+    def take_rows(self, index: Tensor) -> None:
+        super().take_rows(index)
+        if isinstance(self.share, Tensor):
+            self.share = take_rows(self.share, index)
+            self.layer = self.calibrated.at(self.share)
 
     def _log_k(self, view: LayerView, keys: Tensor, mean: Tensor | None = None) -> Tensor:
         """Log-features of keys `[B, Hkv, n, d]`, float32 at least; mean: `self.mean` of their rows. Maps run in the

@@ -104,10 +104,13 @@ class Selector:
         """This layer's budget `[B]` where the budget is `tokens [B]`."""
         return tokens
 
-    def read_share(self, view: LayerView) -> float:
-        """About the share of the context that a step reads beside the anchors. Waits for no device."""
+    def read_share(self, view: LayerView) -> float | Tensor:
+        """About the share of the context that a step reads beside the anchors: one number, or one a row `[B]` float64,
+        where a count of tokens is another share of every row's context. Waits for no device."""
         budget = self.spent_budget or 0.0
-        return float(budget) if isinstance(budget, float) else min(1.0, budget / max(1, view.length))
+        if isinstance(budget, float):
+            return budget
+        return (budget / view.regions.context.clamp(min=1).double()).clamp(max=1.0)
 
     def fork(self) -> Self:
         """An independent copy that shares tensors."""

@@ -159,6 +159,8 @@ class FaissTopK(Selector):
         listed = torch.from_numpy(tokens).flatten(0, 1)
         if not self.per_query_head and group > 1:
             listed = join_lists(listed, torch.from_numpy(scores).flatten(0, 1), view.num_kv_heads, width)
+            paid = torch.tensor(k).repeat_interleave(count)[:, None, None]  # a group's list may be longer than a head's
+            listed = torch.where(torch.arange(listed.shape[-1]) < paid, listed, -1)
         return Selection(tokens=listed.to(view.device))
 
 

@@ -13,6 +13,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.selectors.topk import top_tokens
 from sparsekv.foundation.config import option
+from sparsekv.kernels import gather_rows
 
 INF = float("inf")
 
@@ -42,7 +43,7 @@ class Quest(Selector):
         self.low, self.high, self.used = self._bounds(view, 0)
 
     def extend(self, view: LayerView, old: Regions) -> None:
-        page = int(old.mid_last.min()) // self.page_size
+        page = int((old.mid_last - old.starts).min()) // self.page_size
         held = (self.low, self.high, self.used)
         self.low, self.high, self.used = (
             torch.cat([old_pages[:, :, :page], new], dim=2)
@@ -50,10 +51,17 @@ class Quest(Selector):
 
     def _bounds(self, view: LayerView, page: int) -> tuple[Tensor, Tensor, Tensor]:
         """Minimum and maximum of the mid keys of every page from `page` on, `[B, Hkv, P, d]`, 0 for empty pages; which
-        pages are not empty `[B, Hkv, P]`."""
-        size, first, last = self.page_size, page * self.page_size, int(view.regions.mid_last.max())
-        keys = view.keys[:, :, first:last].to(torch.promote_types(view.keys.dtype, torch.float32))
-        outside = ~view.regions.mid_mask(first, last)[:, None, :, None]
+        pages are not empty `[B, Hkv, P]`. Pages are counted from a row's first real token on."""
+        regions, size = view.regions, self.page_size
+        first, last = page * size, int((regions.mid_last - regions.starts).max())
+        places = regions.starts[:, None] + torch.arange(first, last, device=view.device)
+        keys = view.keys[:, :, first:last]
+        if bool(regions.starts.any()):
+            index = places.clamp(max=view.keys.shape[2] - 1).to(view.keys.device)
+            keys = gather_rows(view.keys, index[:, None].expand(-1, view.num_kv_heads, -1))
+        keys = keys.to(torch.promote_types(view.keys.dtype, torch.float32))
+        inside = (places >= regions.mid_first[:, None]) & (places < regions.mid_last[:, None])
+        outside = ~inside[:, None, :, None].to(keys.device)
         bounds = []
         for sign in (1.0, -1.0):
             part = torch.nn.functional.pad((keys * sign).masked_fill(outside, INF), (0, 0, 0, -keys.shape[2] % size),
@@ -75,7 +83,8 @@ class Quest(Selector):
         everything = self.budget >= view.regions.mid_sizes
         wanted = torch.where(everything, pages, -(-self.budget // size))
         chosen = top_tokens(bound, wanted, pages if self.reads_all else -(-self.widest // size), ordered=True)
-        tokens = chosen[..., None] * size + torch.arange(size, device=q.device)
+        starts = queries.per_query(view.regions.starts)[:, None, None, None]
+        tokens = starts + chosen[..., None] * size + torch.arange(size, device=q.device)
         tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(-2)
         paid = torch.where(everything, tokens.shape[-1], self.budget)
         place = torch.arange(tokens.shape[-1], device=q.device)

@@ -69,7 +69,7 @@ class Router(Selector):
     def reads_without_budget(self) -> bool:
         return self.probes is not None
 
-    def read_share(self, view: LayerView) -> float:
+    def read_share(self, view: LayerView) -> float | Tensor:
         return super().read_share(view) if self.probes is None else self.probes / self.trained.centroids.shape[-2]
 
     def build(self, view: LayerView) -> None:

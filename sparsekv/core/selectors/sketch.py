@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.index import Index, fit_basis, fit_side
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
 from sparsekv.foundation.config import option
@@ -81,11 +81,18 @@ class SketchRouter(Router):
             super().build(view)
         if self.codes is None or self.fitted_sizes is None:
             return
-        if bool((view.regions.mid_sizes > 2 * self.fitted_sizes).any()):
-            self._fit(view)
-        else:
+        doubled = view.regions.mid_sizes > 2 * self.fitted_sizes
+        every = bool(doubled.all())
+        if not every:
             self.codes = view.encoded(self.codes, self.sketch, self.trained.sketch_bytes,
                                       int(view.regions.mid_last.max()))
+        if bool(doubled.any()):  # of those rows alone: a row is what it is by itself
+            names = ("codes", "basis", "side", "fitted_sizes")
+            kept = {name: getattr(self, name) for name in names}
+            self._fit(view)
+            if not every:
+                for name, value in kept.items():
+                    setattr(self, name, choose_rows(doubled, getattr(self, name), value))
 
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """Codes of the candidates beside what chose those."""

@@ -61,7 +61,7 @@ class SnapKV(Selector):
         pool = torch.nn.functional.max_pool1d if self.pooling == "max" else torch.nn.functional.avg_pool1d
         votes = pool(votes, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         votes = votes.masked_fill(~view.regions.mid_mask()[:, None], float("-inf"))
-        self.kept = top_tokens(votes[:, :, None], self.budget, self.widest)
+        self.kept = top_tokens(votes[:, :, None], self.budget, self.widest, stable=True)
 
     def extend(self, view: LayerView, old: Regions) -> None:
         """Nothing joins: this is eviction."""

@@ -32,11 +32,15 @@ def mask_mid(view: LayerView, scores: Tensor) -> Tensor:
     return scores.masked_fill_(~view.regions.mid_mask(0, scores.shape[-1])[:, None, None], float("-inf"))
 
 
-def top_tokens(scores: Tensor, k: Tensor, widest: int, *, ordered: bool = False) -> Tensor:
+def top_tokens(scores: Tensor, k: Tensor, widest: int, *, ordered: bool = False, stable: bool = False) -> Tensor:
     """The `k[b]` best of every list, padded with -1: scores `[B, H, T, N]`, k `[B]`, widest = the largest k
-    -> `[B·T, H, widest]` int64, the best first if `ordered`. Entries of -inf are never chosen."""
+    -> `[B·T, H, widest]` int64, the best first if `ordered`. Entries of -inf are never chosen. stable: of equal
+    ones the first are, wherever a list begins; many are equal where scores are pooled."""
     widest = min(widest, scores.shape[-1])
-    values, tokens = scores.topk(widest, dim=-1, sorted=ordered or k.numel() > 1)
+    if stable:
+        values, tokens = (x[..., :widest] for x in scores.sort(dim=-1, descending=True, stable=True))
+    else:
+        values, tokens = scores.topk(widest, dim=-1, sorted=ordered or k.numel() > 1)
     inside = torch.arange(widest, device=k.device) < k[:, None] if k.numel() > 1 else k.new_ones(1, widest).bool()
     tokens = torch.where(inside[:, None, None] & ~torch.isneginf(values), tokens, -1)
     return tokens.transpose(1, 2).flatten(0, 1)
