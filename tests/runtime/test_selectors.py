@@ -363,14 +363,15 @@ def test_quest(case, k):
     for row, b, t in each(step, queries):
         for h in range(step.num_kv_heads):
             pages: dict[int, list[int]] = {}
+            begin = int(step.regions.starts[b])
             for i in mid(step, b):
-                pages.setdefault(i // 16, []).append(i)
+                pages.setdefault((i - begin) // 16, []).append(i)
             bounds = {}
             for page, tokens in pages.items():
                 low, high = step.keys[b, h, tokens].amin(0), step.keys[b, h, tokens].amax(0)
                 bounds[page] = max(float(torch.maximum(queries.rot[b, g, t] * low, queries.rot[b, g, t] * high).sum())
                                    for g in group_of(step, h))
-            order = [page * 16 + i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in range(16)]
+            order = [begin + page * 16 + i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in range(16)]
             read = order if k >= len(mid(step, b)) else order[:k]
             assert chosen(got, row, h) == set(read) & set(mid(step, b))
 
