@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sparsekv.evaluation.cells import add_cell, open_cells
-from sparsekv.evaluation.requests import Request, score
+from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
 from sparsekv.sources.hub import attention_modules
 
@@ -69,7 +69,7 @@ def pressed(model: Any, press: Any) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def answer(model: Any, tokenizer: Any, request: Request, name: str, budget: float) -> tuple[str, int]:
+def answer(model: Any, tokenizer: Any, request: Question, name: str, budget: float) -> tuple[str, int]:
     """The greedy answer, and how many tokens there were before it."""
     from transformers import DynamicCache
 
@@ -93,7 +93,8 @@ def answer(model: Any, tokenizer: Any, request: Request, name: str, budget: floa
 
 
 def measure_presses(
-    model: Any, tokenizer: Any, requests: Sequence[Request], path: Path, budgets: Sequence[float], said: dict[str, Any],
+    model: Any, tokenizer: Any, requests: Sequence[Question], path: Path, budgets: Sequence[float],
+    said: dict[str, Any],
     stop: Callable[[], bool],
 ) -> bool:
     """A cell a prompt, press and budget; whether all are measured."""

@@ -39,7 +39,7 @@ from sparsekv.capture.prepare import begin_output
 from sparsekv.capture.run import capture_documents, capture_window, complete_store
 from sparsekv.capture.tap import probe
 from sparsekv.foundation.ranks import Ranks
-from sparsekv.sources.corpus import Window
+from sparsekv.sources.corpus import TokenWindow
 from sparsekv.sources.hub import decoder
 from sparsekv.store.place import place
 from sparsekv.store.store import CaptureStore
@@ -96,7 +96,7 @@ class Setting:
         self.ropes, self.skipped = probe(model)
         self.fingerprint = model_fingerprint(model)
         draw, vocabulary = random.Random(0), model.config.get_text_config().vocab_size
-        self.windows = [Window([draw.randrange(3, vocabulary) for _ in range(length)], ("random",))
+        self.windows = [TokenWindow([draw.randrange(3, vocabulary) for _ in range(length)], ("random",))
                         for _ in range(documents)]
         self.place = place(self.config.output)
 

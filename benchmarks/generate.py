@@ -39,7 +39,7 @@ from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.models.feature_map import FeatureMap, Maps
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
@@ -117,7 +117,7 @@ def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
     router = RouterArtifact(RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", **common),
                             centroids, None)
     sizes = [(heads_q, FEATURES), (heads, FEATURES // 2), (heads, FEATURES // 2)]
-    maps = Maps(*(FeatureMap(layers * h, dim, r, MAP_WIDTH).weights() for h, r in sizes))
+    maps = FeatureMaps(*(FeatureMap(layers * h, dim, r, MAP_WIDTH).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
     config = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, centred=True, capped=True, **common)
     phi = PhiArtifact(config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))

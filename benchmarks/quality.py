@@ -45,7 +45,7 @@ from sparsekv.evaluation.own_tasks import continuations, spread_windows
 from sparsekv.evaluation.requests import (
     RULER_OFFLINE,
     SUITES,
-    Request,
+    Question,
     first_of_each,
     load_requests,
     make_requests,
@@ -94,7 +94,7 @@ def by_length(lengths: Sequence[int], samples: Sequence[int]) -> dict[int, int]:
     return dict(zip(lengths, list(samples) * (len(lengths) // len(samples)), strict=True))
 
 
-def own_text(tokenizer: Any, name: str, path: str, length: int, count: int) -> list[Request]:
+def own_text(tokenizer: Any, name: str, path: str, length: int, count: int) -> list[Question]:
     """Windows of a text file to be continued, as task `perplexity_<name>`."""
     tokens = tokenizer(Path(path).read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     return continuations(spread_windows(tokens, length, count), task=f"perplexity_{name}", tail=TAIL)
@@ -106,7 +106,7 @@ def make_prompts(options: argparse.Namespace) -> None:
     lengths = options.lengths or LENGTHS
     counts = by_length(lengths, options.samples or SAMPLES[:len(lengths)])
     tokenizer = load_model(options.model, device="cpu")[1]
-    made: list[Request] = []
+    made: list[Question] = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for length, count in counts.items():
@@ -119,7 +119,7 @@ def make_prompts(options: argparse.Namespace) -> None:
     print(f"{len(made)} prompts: {options.make_prompts}")
 
 
-def chosen_requests(options: argparse.Namespace, requests: Sequence[Request]) -> list[Request]:
+def chosen_requests(options: argparse.Namespace, requests: Sequence[Question]) -> list[Question]:
     """This shard's prompts: of the chosen tasks and lengths, the first `--samples` of each. A shard has every n-th
     prompt of the file, whatever is chosen of them, so that all have as much to do and a resumed one has its own."""
     shard, shards = options.shard

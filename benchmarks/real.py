@@ -46,7 +46,7 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest
 from sparsekv.evaluation.methods import Method, parse_methods
-from sparsekv.evaluation.requests import Request, load_requests
+from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import as_text, origin
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import every_method, markdown, table
@@ -76,7 +76,7 @@ class Stage:
     tokens: int = 0
     """That are written."""
 
-    def takes(self, r: Request) -> bool:
+    def takes(self, r: Question) -> bool:
         text = r.task.startswith(TEXT)
         return (r.length == self.length and self.first <= r.index < self.last
                 and text == (self.kind in ("text", "long", "turns")))
@@ -152,7 +152,7 @@ def card() -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
 
 
-def shard_of(requests: Sequence[Request], shard: int, shards: int) -> set[int]:
+def shard_of(requests: Sequence[Question], shard: int, shards: int) -> set[int]:
     """The prompts of a process: of every task and length every n-th, of one task the others than of the next."""
     tasks = list(dict.fromkeys(r.case for r in requests))
     return {id(r) for r in requests if (r.index + tasks.index(r.case)) % shards == shard}
@@ -172,7 +172,7 @@ def work(options: argparse.Namespace) -> None:
     lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
     placed = {"router": router.to(model.device), "phi": phi.to(model.device)}
 
-    def measure(stage: Stage, requests: list[Request], methods: list[Method]) -> bool:
+    def measure(stage: Stage, requests: list[Question], methods: list[Method]) -> bool:
         """Whether all of it is measured."""
         if stage.kind in ("long", "turns"):
             windows = [(f"{r.task}-{r.index}", r.prompt[:-r.max_new_tokens]) for r in requests]

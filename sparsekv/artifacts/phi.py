@@ -16,7 +16,7 @@ from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.kernels import FeatureMapWeights, KeyMap
-from sparsekv.models.feature_map import Maps
+from sparsekv.models.feature_map import FeatureMaps
 from sparsekv.sources.named import find_artifact
 from sparsekv.sources.push import push_object
 
@@ -54,7 +54,7 @@ class PhiLayer(NamedTuple):
     `[S, Hq]`: what it is when each of `shares` of the context is read beside sink and tail. capped: the mass is first
     capped by `mass_cap`."""
 
-    maps: Maps
+    maps: FeatureMaps
     offsets: Tensor
     shares: tuple[float, ...] = (0.0,)
     capped: bool = False
@@ -110,7 +110,8 @@ class PhiArtifact:
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
     `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
 
-    def __init__(self, config: PhiArtifactConfig, maps: Maps, shift: Tensor, gate: Tensor, path: Path | None = None):
+    def __init__(self, config: PhiArtifactConfig, maps: FeatureMaps, shift: Tensor, gate: Tensor,
+                 path: Path | None = None):
         self.config, self.maps, self.path = config, maps, path
         self.shift, self.gate = shift, gate
         self._row = {layer: row for row, layer in enumerate(config.layers)}
@@ -169,7 +170,7 @@ class PhiArtifact:
         gate = take(tensors, "gate", (layers, heads_q), where)
         if (gate < 0).any():
             raise damaged(where, "a gate is negative")
-        return cls(config, Maps(*maps), shift, gate, Path(path))
+        return cls(config, FeatureMaps(*maps), shift, gate, Path(path))
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model other than the one trained on, or one that attends otherwise."""

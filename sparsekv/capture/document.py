@@ -17,7 +17,7 @@ from sparsekv.capture.transfer import Transfer
 from sparsekv.core.rope import LayerRope, inverse, rotate
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import query_statistics
-from sparsekv.sources.corpus import Window
+from sparsekv.sources.corpus import TokenWindow
 from sparsekv.store.manifest import sealed
 from sparsekv.store.place import Place, encode
 from sparsekv.store.shard import ShardWriter
@@ -42,7 +42,7 @@ class DocumentCapture:
     `finish` makes them a document."""
 
     def __init__(
-        self, config: CaptureConfig, ropes: dict[int, LayerRope], window: Window, index: int, place: Place,
+        self, config: CaptureConfig, ropes: dict[int, LayerRope], window: TokenWindow, index: int, place: Place,
         transfer: Transfer, origin: dict[str, str] | None = None,
     ):
         """origin: what every shard and the document say of the run: its options and its model."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparsekv.foundation.progress import progress
-from sparsekv.sources.corpus import GENERATED, Window
+from sparsekv.sources.corpus import GENERATED, TokenWindow
 
 ROWS, LENGTH = 256, 512
 Generator = Callable[[Any, int], AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]]
@@ -22,7 +22,7 @@ block, a function from the next tokens `[B, n]` to logits `[B, 1, V]` of what fo
 def generated_windows(
     model: Any, tokenizer: Any, generator: Generator, *, length: int, count: int, seed: int = 0, rows: int = ROWS,
     row_length: int = LENGTH,
-) -> list[Window]:
+) -> list[TokenWindow]:
     """`count` windows of `length` tokens sampled from `model` at temperature 1, the same for the same seed, model and
     kind of device.
 
@@ -39,7 +39,7 @@ def generated_windows(
         for first in range(0, wanted, rows):
             written = _write(model, tokenizer, generator, prefix, min(rows, wanted - first), row_length, draws, advance)
             tokens += written.flatten().tolist()
-    return [Window(prefix + tokens[i * body:(i + 1) * body], (GENERATED,)) for i in range(count)]
+    return [TokenWindow(prefix + tokens[i * body:(i + 1) * body], (GENERATED,)) for i in range(count)]
 
 
 @torch.no_grad()

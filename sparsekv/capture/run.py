@@ -23,7 +23,7 @@ from sparsekv.foundation.disk import free_space, only_writer
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.progress import progress
 from sparsekv.foundation.ranks import Ranks, join
-from sparsekv.sources.corpus import Window, check_corpus, make_windows, read_documents
+from sparsekv.sources.corpus import TokenWindow, check_corpus, make_windows, read_documents
 from sparsekv.sources.hub import decoder, load_config, load_model
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.store.place import Place, place
@@ -86,7 +86,7 @@ def _capture(
     return CaptureStore.open(config.output)
 
 
-def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[Window]:
+def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[TokenWindow]:
     """The windows of a capture that come from its corpus. Raises SparseKVError where that has too little text."""
     return make_windows(
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
@@ -111,7 +111,8 @@ def _told(store: Place) -> Iterator[None]:
 
 
 def capture_documents(
-    config: CaptureConfig, ropes: dict[int, LayerRope], model: Any, windows: list[Window], store: Place, ranks: Ranks,
+    config: CaptureConfig, ropes: dict[int, LayerRope], model: Any, windows: list[TokenWindow], store: Place,
+    ranks: Ranks,
 ) -> None:
     """This rank's documents, the layers in `ropes`. One is being written while the next is computed."""
     mine, length = ranks.mine(len(windows)), config.context_length
@@ -168,7 +169,7 @@ def capture_window(
             advance(piece.shape[1])
 
 
-def _check_same(found: dict[str, Any], window: Window, origin: dict[str, str], store: Place) -> None:
+def _check_same(found: dict[str, Any], window: TokenWindow, origin: dict[str, str], store: Place) -> None:
     document = found["document"]
     where = f"{document_name(document['id'])} of the unfinished capture {str(store)!r}"
     if document["sha256"] != window.sha256:

@@ -39,7 +39,7 @@ CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, "two threads of an x86-64 CPU:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What of a model decides the cost. layers: those that are trained; elements: bytes of a weight."""
 
     parameters: int
@@ -94,7 +94,7 @@ class Estimate:
         return layers * self.layer_memory
 
 
-def shape_of(config: Any, layers: int | None, elements: int) -> Shape:
+def shape_of(config: Any, layers: int | None, elements: int) -> ModelShape:
     """From a transformers configuration; the weights are counted without being loaded. layers: None for all with full
     attention."""
     import torch
@@ -105,7 +105,7 @@ def shape_of(config: Any, layers: int | None, elements: int) -> Shape:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     heads = text.num_attention_heads
-    return Shape(
+    return ModelShape(
         parameters=sum(p.numel() for p in model.parameters()),
         layers=layers or sum(kind == "full_attention" for kind in kinds), all_layers=text.num_hidden_layers,
         heads_q=heads, heads_kv=getattr(text, "num_key_value_heads", None) or heads,
@@ -113,13 +113,13 @@ def shape_of(config: Any, layers: int | None, elements: int) -> Shape:
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, elements=elements)
 
 
-def store_bytes(shape: Shape, documents: int, length: int, queries: int) -> int:
+def store_bytes(shape: ModelShape, documents: int, length: int, queries: int) -> int:
     """Of a capture."""
     return storage_bytes(num_documents=documents, num_layers=shape.layers, heads_kv=shape.heads_kv,
                          heads_q=shape.heads_q, length=length, queries=queries, dim=shape.dim)
 
 
-def estimate(shape: Shape, work: Work, rates: Rates) -> Estimate:
+def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
     """Disk exactly; memory and time to within the rates, loading, compiling and quality cards left out."""
     tokens = work.documents * work.length
     chunk = min(CHUNK, work.length)
@@ -136,7 +136,7 @@ def estimate(shape: Shape, work: Work, rates: Rates) -> Estimate:
         phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps)
 
 
-def prefill_seconds(shape: Shape, work: Work, rates: Rates) -> float:
+def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
     """Of all windows."""
     tokens = work.documents * work.length
     operations = 2 * shape.parameters * tokens + (
@@ -144,7 +144,7 @@ def prefill_seconds(shape: Shape, work: Work, rates: Rates) -> float:
     return operations / (rates.prefill if shape.parameters > 1e9 else rates.small_prefill)
 
 
-def step_operations(shape: Shape, work: Work) -> float:
+def step_operations(shape: ModelShape, work: Work) -> float:
     """A training step of the feature maps of one layer, forward and backward."""
     d, w, r = shape.dim, work.width, shape.dim
     keys = min(work.keys_per_step, work.length)
@@ -154,14 +154,14 @@ def step_operations(shape: Shape, work: Work) -> float:
     return 3 * (query_maps + key_maps + pairs)
 
 
-def _artifact_bytes(shape: Shape, work: Work) -> int:
+def _artifact_bytes(shape: ModelShape, work: Work) -> int:
     d, w = shape.dim, work.width
     maps = shape.heads_q * (2 * d * w + 2 * w * w) + shape.heads_kv * (3 * d * w + 4 * w * w)
     router = shape.heads_kv * d * (work.num_buckets + 2 * d)
     return 4 * shape.layers * (maps + router)
 
 
-def _layer_memory(shape: Shape, work: Work) -> int:
+def _layer_memory(shape: ModelShape, work: Work) -> int:
     """A layer's captured tensors on the device, and what a step of its feature maps holds: 0.41 GB where the peak of a
     run on a CPU rose by 0.39 GB a layer (9 query heads of 64, the trainers' defaults)."""
     keys = min(work.keys_per_step, work.length)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, Shape, Work, estimate, shape_of, store_bytes
+from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
 from sparsekv.foundation.config import SEEDS, option
 from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write_text
 from sparsekv.foundation.errors import Interrupted, SparseKVError
@@ -79,7 +79,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Everything that is decided before the work begins; kept in the output, so that a resumed training goes on with it
     on a machine of other size."""
 
@@ -115,7 +115,7 @@ def run_train(config: TrainConfig) -> Trained:
     """
     out = Path(config.output)
     going_on = _going_on(config, out)
-    plan, said = make_plan(config, _kept_plan(going_on["plan"], out) if going_on else None)
+    plan, said = plan_training(config, _kept_plan(going_on["plan"], out) if going_on else None)
     # its first text, before anything is written or loaded
     check_corpus(config.corpus, split="train")
     print(said, file=sys.stderr)
@@ -137,7 +137,7 @@ def run_train(config: TrainConfig) -> Trained:
     return made
 
 
-def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
+def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.capture.run import run_capture
@@ -169,7 +169,7 @@ def _train(config: TrainConfig, plan: Plan, out: Path) -> Trained:
     return Trained(out, router, phi)
 
 
-def _check_same(config: TrainConfig, plan: Plan, out: Path) -> None:
+def _check_same(config: TrainConfig, plan: TrainingPlan, out: Path) -> None:
     """Before a training goes on with a capture that is finished: model and corpus are still those that it was made
     with. Raises SparseKVError."""
     from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
@@ -187,7 +187,7 @@ def _check_same(config: TrainConfig, plan: Plan, out: Path) -> None:
                             "the tokenizer back as it was, or add --overwrite to start anew")
 
 
-def _capture_config(config: TrainConfig, plan: Plan, out: Path) -> CaptureConfig:
+def _capture_config(config: TrainConfig, plan: TrainingPlan, out: Path) -> CaptureConfig:
     from sparsekv.capture.config import CaptureConfig
 
     return CaptureConfig(
@@ -196,7 +196,7 @@ def _capture_config(config: TrainConfig, plan: Plan, out: Path) -> CaptureConfig
         queries_per_document=plan.queries, dtype=config.dtype, device=config.device)
 
 
-def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]:
+def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tuple[TrainingPlan, str]:
     """Sizes for this machine and model, or those `kept`, and what they will take, in words. Loads no weights."""
     from sparsekv.capture.config import parse_layers
     from sparsekv.capture.prepare import check_layers
@@ -216,7 +216,7 @@ def make_plan(config: TrainConfig, kept: Plan | None = None) -> tuple[Plan, str]
     return plan, _say(config, plan, shape, sizes, found, device)
 
 
-def planned(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memory: int) -> Plan:
+def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, memory: int) -> TrainingPlan:
     """What is asked for, and `sizes` for the rest. longest: context of the model [tokens]; memory: where heads are
     trained [bytes]."""
     length = config.context_length or min(sizes.context_length, longest)
@@ -224,12 +224,12 @@ def planned(config: TrainConfig, sizes: Sizes, shape: Shape, longest: int, memor
     documents = config.num_documents or sizes.documents or max(
         LEAST_WINDOWS, min(MOST_WINDOWS, ROOM // store_bytes(shape, 1, length, queries)))
     phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
-    plan = Plan(documents, length, queries, 0, sizes.router, phi)
+    plan = TrainingPlan(documents, length, queries, 0, sizes.router, phi)
     fit = estimate(shape, _work(plan), GPU).layers_at_once(memory, shape.layers)
-    return Plan(documents, length, queries, 0 if fit == shape.layers else fit, sizes.router, phi)
+    return TrainingPlan(documents, length, queries, 0 if fit == shape.layers else fit, sizes.router, phi)
 
 
-def _work(plan: Plan) -> Work:
+def _work(plan: TrainingPlan) -> Work:
     from sparsekv.trainers.options import DEFAULT
     from sparsekv.trainers.phi import RECIPES as PHI_RECIPES
     from sparsekv.trainers.router import RECIPES as ROUTER_RECIPES
@@ -239,7 +239,7 @@ def _work(plan: Plan) -> Work:
                 phi["width"], phi["batch_size"], phi["keys_per_step"])
 
 
-def _say(config: TrainConfig, plan: Plan, shape: Shape, sizes: Sizes, found: Estimate, device: str) -> str:
+def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Sizes, found: Estimate, device: str) -> str:
     at_once = plan.layer_group or shape.layers
     rates = CPU_THREAD if device == "cpu" else GPU
     training = found.training_memory(at_once)
@@ -280,15 +280,15 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
     return marker
 
 
-def _kept_plan(plan: Any, out: Path) -> Plan:
+def _kept_plan(plan: Any, out: Path) -> TrainingPlan:
     """What a marker says was decided. Raises SparseKVError for what this version could not have decided."""
     from sparsekv.artifacts.checks import damaged, from_record
 
     where = f"{str(out / MARKER)!r}, of a training that was begun,"
-    if not isinstance(plan, dict) or set(plan) != {f.name for f in fields(Plan)}:
+    if not isinstance(plan, dict) or set(plan) != {f.name for f in fields(TrainingPlan)}:
         raise SparseKVError(f"{where} is damaged or of another version of sparsekv; go on with that version, or add "
                             "--overwrite to start anew")
-    made: Plan = from_record(Plan, plan, where)
+    made: TrainingPlan = from_record(TrainingPlan, plan, where)
     if min(made.documents, made.context_length, made.queries) < 1 or made.layer_group < 0:
         raise damaged(where, "a size of its plan is below 1")
     return made

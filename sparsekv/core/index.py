@@ -241,7 +241,7 @@ def recent_moment(keys: Keys) -> Tensor | None:
     return second_moment(recent, keys.num_kv_heads, place >= keys.regions.starts[:, None])
 
 
-def choose(
+def chosen_tokens(
     index: Index, q: Tensor, asking: Tensor, scale: float, *, budget: Tensor, pool: Tensor, seats: Tensor | None = None,
     first: Tensor | None = None, last: Tensor | None = None,
 ) -> Tensor:

@@ -23,7 +23,7 @@ def all_sparse(cache: SparseCache) -> bool:
 
 
 @dataclass
-class Batch:
+class AnswerBatch:
     """Prompts but for their last token in a cache of B left-padded rows; `last [B, 1]` is that token.
 
     Decoding begins with the last prompt token, so that every token of an answer comes from sparse attention. The cache
@@ -40,16 +40,16 @@ class Batch:
     def width(self) -> int:
         return self.cache.get_seq_length()
 
-    def begin(self) -> Batch:
+    def begin(self) -> AnswerBatch:
         """What a method decodes with; `restore` follows."""
-        return self if all_sparse(self.cache) else Batch(self.cache.fork(), self.last, self.lengths)
+        return self if all_sparse(self.cache) else AnswerBatch(self.cache.fork(), self.last, self.lengths)
 
-    def rows(self, index: Tensor) -> Batch:
+    def rows(self, index: Tensor) -> AnswerBatch:
         """A copy of the chosen rows."""
         cache = self.cache.fork()
         cache.batch_select_indices(index)
         own(self.cache)
-        return Batch(cache, self.last[index], self.lengths[index])
+        return AnswerBatch(cache, self.last[index], self.lengths[index])
 
     def restore(self, width: int, keeps: bool = False) -> None:
         """As after the prefill: forget what was decoded and, unless it `keeps` that, what a method built."""
@@ -66,7 +66,7 @@ class Batch:
 
 
 @torch.inference_mode()
-def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, room: int) -> Batch:
+def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, room: int) -> AnswerBatch:
     """Prefill prompts (token ids, at least two each) one by one, without padding, into one batch with space for `room`
     more tokens a row. Raises SparseKVError for several prompts and a model with sliding-window layers."""
     device = next(attachment.model.parameters()).device
@@ -86,11 +86,11 @@ def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, r
                 allocate(batch, one, len(prompts), width, room, min(lengths))
             put(batch, one, row, width)
     last = torch.tensor([[p[-1]] for p in prompts], device=device)
-    return Batch(batch, last, torch.tensor(lengths, device=device))
+    return AnswerBatch(batch, last, torch.tensor(lengths, device=device))
 
 
 @torch.inference_mode()
-def continue_text(attachment: Attachment, batch: Batch, following: Sequence[int]) -> float:
+def continue_text(attachment: Attachment, batch: AnswerBatch, following: Sequence[int]) -> float:
     """Mean loss of the tokens that follow the batch's one prompt [nats], in one chunk in which every query selects for
     itself (the attachment runs `sparse_chunks`). The batch is as before afterwards."""
     width, part = batch.width, batch.begin()
@@ -105,7 +105,7 @@ def continue_text(attachment: Attachment, batch: Batch, following: Sequence[int]
 
 @torch.inference_mode()
 def answer_batch(
-    attachment: Attachment, batch: Batch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
+    attachment: Attachment, batch: AnswerBatch, limits: Sequence[int], finished: Callable[[int, list[int]], bool],
     keeps: bool = False,
 ) -> list[list[int]]:
     """Greedy answers of all rows, each of at most `limits[row]` tokens (how many are made beyond `finished` is left
@@ -144,7 +144,7 @@ def answer_batch(
     return answers
 
 
-def _step(model: Any, batch: Batch, token: Tensor, mask: Tensor, step: int) -> Tensor:
+def _step(model: Any, batch: AnswerBatch, token: Tensor, mask: Tensor, step: int) -> Tensor:
     """One token of every row: `[B, 1]` -> `[B, 1]`."""
     logits = model(input_ids=token, attention_mask=mask, position_ids=(batch.lengths + step)[:, None],
                    past_key_values=batch.cache, use_cache=True).logits

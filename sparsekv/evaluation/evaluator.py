@@ -17,10 +17,10 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.estimators import CentroidEstimator, UniformEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
 from sparsekv.core.regions import AMORTISE_OVER
-from sparsekv.evaluation.batch import Batch, all_sparse, answer_batch, continue_text, prefill_batch
+from sparsekv.evaluation.batch import AnswerBatch, all_sparse, answer_batch, continue_text, prefill_batch
 from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
 from sparsekv.evaluation.methods import Method
-from sparsekv.evaluation.requests import Request, score
+from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
 from sparsekv.runtime.attach import Attachment, RunOptions, attach
 from sparsekv.runtime.decoding import SIZES
@@ -42,7 +42,7 @@ class Evaluator:
     exist without `resume`, or that something else was measured with.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Request], *, output: Path, router: Any = None,
+    def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Question], *, output: Path, router: Any = None,
                  phi: Any = None, accounting: str = "retrieved", resume: bool = False, part: str = "",
                  said: dict[str, Any] | None = None, batch_tokens: int | None = None):
         self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
@@ -90,25 +90,25 @@ class Evaluator:
             del batch
         return True
 
-    def _prefilled(self, prompts: list[list[int]], batch: Batch, method: Method, room: int) -> Batch:
+    def _prefilled(self, prompts: list[list[int]], batch: AnswerBatch, method: Method, room: int) -> AnswerBatch:
         """The prompts as a method reads them: densely, or sparsely by one that reads prompts in chunks."""
         if not dict(method.options).get("prefill_chunk"):
             return batch
         with self._attached(method) as attachment:
             return prefill_batch(attachment, prompts, room=room)
 
-    def batches(self) -> Iterator[list[Request]]:
+    def batches(self) -> Iterator[list[Question]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
         continued is alone, and so is every prompt of a model with sliding-window layers."""
         limit = self.batch_tokens or self._fitting_tokens()
         sizes = {id(r): len(self._tokens_of(r)) for r in self.requests}
-        tasks: dict[tuple[int, str], list[Request]] = {}
+        tasks: dict[tuple[int, str], list[Question]] = {}
         for r in self.requests:
             tasks.setdefault((r.length, r.task), []).append(r)
         order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
         with attach(self.model, selector="dense") as dense:
             alone = not all_sparse(dense.cache())
-        batch: list[Request] = []
+        batch: list[Question] = []
         longest = 0
         for r in (r for key in order for r in tasks[key]):
             longest = max(longest, sizes[id(r)])
@@ -127,17 +127,17 @@ class Evaluator:
         size = self.shape["num_layers"] * self.shape["num_kv_heads"] * self.shape["head_dim"]
         return int(room // (2 * size * self.model.dtype.itemsize))
 
-    def _tokens_of(self, request: Request) -> list[int]:
+    def _tokens_of(self, request: Question) -> list[int]:
         """Its token ids, made once."""
         if id(request) not in self._tokens:
             self._tokens[id(request)] = request.tokens(self.tokenizer)
         return self._tokens[id(request)]
 
-    def _prompt(self, request: Request) -> list[int]:
+    def _prompt(self, request: Question) -> list[int]:
         tokens = self._tokens_of(request)
         return tokens[:-request.max_new_tokens] if request.metric == "continuation" else tokens
 
-    def _open(self, requests: Sequence[Request], method: Method) -> bool:
+    def _open(self, requests: Sequence[Question], method: Method) -> bool:
         return any((r.case, r.index, method.name, method.budget) not in self.done for r in requests)
 
     def feasible(self, context: int, method: Method) -> bool:
@@ -176,7 +176,7 @@ class Evaluator:
         return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
                       completion=completion, run=run, **options)
 
-    def _measure(self, batch: Batch, requests: list[Request], method: Method, goes_on: bool) -> None:
+    def _measure(self, batch: AnswerBatch, requests: list[Question], method: Method, goes_on: bool) -> None:
         """Measure a batch and write one line a task; infeasible tasks are written as such. `goes_on`: with the next
         budget of the same method, for which what is built over the prompts stays."""
         began = time.perf_counter()
@@ -211,7 +211,7 @@ class Evaluator:
             add_cell(self.path, line)
             self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
 
-    def _continue(self, batch: Batch, request: Request, method: Method) -> dict[str, Any]:
+    def _continue(self, batch: AnswerBatch, request: Question, method: Method) -> dict[str, Any]:
         """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
         following = self._tokens_of(request)[-request.max_new_tokens:]
         run = replace(PLAIN, sparse_chunks=True, compares=method.selector != "full")
@@ -221,7 +221,7 @@ class Evaluator:
         return {"losses": [loss], "errors": [report["rel_err"] or 0.0], **_shares(report)}
 
     def _answer(
-        self, batch: Batch, requests: list[Request], method: Method, rows: list[int], goes_on: bool,
+        self, batch: AnswerBatch, requests: list[Question], method: Method, rows: list[int], goes_on: bool,
     ) -> tuple[dict[int, str], dict[str, float]]:
         """Answers by row, and what a sparse layer read; in parts where the device's memory does not
         hold what the method builds for all rows."""
@@ -244,7 +244,7 @@ class Evaluator:
             torch.cuda.empty_cache()
 
     def _answer_in_parts(
-        self, attachment: Attachment, batch: Batch, requests: list[Request], rows: list[int], splits: int,
+        self, attachment: Attachment, batch: AnswerBatch, requests: list[Question], rows: list[int], splits: int,
         goes_on: bool,
     ) -> tuple[dict[int, str], dict[str, float]]:
         texts: dict[int, str] = {}
@@ -266,7 +266,7 @@ class Evaluator:
             shares = _shares(attachment.report())
         return texts, shares
 
-    def _finished(self, request: Request, tokens: list[int]) -> bool:
+    def _finished(self, request: Question, tokens: list[int]) -> bool:
         """Nothing that follows can change the score: the end was written, or all targets are there."""
         if set(tokens) & self._ends():
             return True
@@ -275,7 +275,7 @@ class Evaluator:
             return True
         return request.metric == "string_match_all" and score(request, text) == 1.0
 
-    def _text(self, request: Request, tokens: list[int]) -> str:
+    def _text(self, request: Question, tokens: list[int]) -> str:
         """The answer up to the model's end or the task's stop string."""
         end = next((i for i, t in enumerate(tokens) if t in self._ends()), len(tokens))
         text = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
@@ -295,11 +295,11 @@ def _shares(report: dict[str, Any]) -> dict[str, float]:
     return {**{name: 1.0 if share is None else share for name, share in found.items()}, "sparse_layers": sparse}
 
 
-def _score(request: Request, text: str) -> float | None:
+def _score(request: Question, text: str) -> float | None:
     return None if request.metric == "lm-eval" else score(request, text)
 
 
-def digest(requests: Sequence[Request]) -> str:
+def digest(requests: Sequence[Question]) -> str:
     """A hash of all prompts: cells of other prompts are not mixed in."""
     text = json.dumps([[r.case, r.index, r.prompt, r.targets] for r in requests])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sparsekv.evaluation.requests import Request
+from sparsekv.evaluation.requests import Question
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.corpus import make_windows, read_documents
 
@@ -22,10 +22,10 @@ SPARE_TOKENS = 8192
 def own_requests(
     tasks: Iterable[str], tokenizer: Any, *, corpus: str, split: str, lengths: Sequence[int], samples: int,
     depths: Sequence[float] | None, seed: int,
-) -> list[Request]:
+) -> list[Question]:
     """`samples` needles (with `depths` at each of them) and windows of every length. Raises SparseKVError for a corpus
     that cannot be read or is too short for the windows."""
-    made: list[Request] = []
+    made: list[Question] = []
     if "needle" in tasks:
         text = _tokens(corpus, split, tokenizer, max(lengths) + SPARE_TOKENS)
         for length in lengths:
@@ -40,10 +40,10 @@ def own_requests(
 
 def continuations(
     windows: Sequence[Sequence[int]], *, task: str = "perplexity", tail: int = CONTINUATION,
-) -> list[Request]:
+) -> list[Question]:
     """A request a window of token ids: perplexity, attention error and selectivity over its last `tail` tokens. A task
     of another name begins with `perplexity_`."""
-    return [Request(task, len(tokens), index, list(tokens), [], "continuation", min(tail, len(tokens) // 2), [])
+    return [Question(task, len(tokens), index, list(tokens), [], "continuation", min(tail, len(tokens) // 2), [])
             for index, tokens in enumerate(windows)]
 
 
@@ -58,7 +58,7 @@ def spread_windows(tokens: Sequence[int], length: int, count: int) -> list[list[
 def make_needles(
     tokenizer: Any, text: Sequence[int], *, length: int, count: int, seed: int = 0,
     depths: Sequence[float] | None = None,
-) -> list[Request]:
+) -> list[Question]:
     """`count` prompts of `length` tokens, a seven-digit number hidden at evenly spread depths of a stretch of the text
     (token ids) and asked for at the end; with `depths`, `count` prompts at each of them."""
     rng = random.Random(seed)
@@ -75,7 +75,7 @@ def make_needles(
         while len(stretch) < body:
             stretch += text[:body - len(stretch)]
         cut = int(depth * body)
-        made.append(Request("needle", length, index, prefix + stretch[:cut] + needle + stretch[cut:] + question,
+        made.append(Question("needle", length, index, prefix + stretch[:cut] + needle + stretch[cut:] + question,
                             [number], "first_number", ANSWER_TOKENS, [], depth=round(depth, 3)))
     return made
 

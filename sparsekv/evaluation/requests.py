@@ -57,7 +57,7 @@ TOKENS_NEEDED = {"niah_single_1": 24, "niah_single_2": 24, "niah_single_3": 48, 
 
 
 @dataclass(frozen=True)
-class Request:
+class Question:
     """One prompt: text, or token ids where it was cut from a text's tokens. length: the task's nominal length (0 where
     it has none) [tokens]; targets: strings the metric looks for; metric: `string_match_all` or `string_match_part`
     (RULER's own), `first_number`, `continuation` (the prompt's last `max_new_tokens` tokens are scored, nothing is
@@ -89,8 +89,9 @@ class Request:
 
 
 def first_of_each(
-    requests: Iterable[Request], samples: int | None = None, lengths: Collection[int] = (), tasks: Collection[str] = (),
-) -> list[Request]:
+    requests: Iterable[Question], samples: int | None = None, lengths: Collection[int] = (),
+    tasks: Collection[str] = (),
+) -> list[Question]:
     """The first `samples` of every task and length, of those lengths and tasks alone that are named."""
     counts: dict[str, int] = {}
     chosen = []
@@ -102,7 +103,7 @@ def first_of_each(
     return chosen
 
 
-def score(request: Request, answer: str) -> float:
+def score(request: Question, answer: str) -> float:
     """From 0 to 1. RULER's metrics: the share of the targets that the answer contains, case ignored; `part`: any one.
     `first_number`: whether the answer's first run of digits is the target.
 
@@ -119,7 +120,7 @@ def score(request: Request, answer: str) -> float:
     return float(any(hits)) if request.metric == "string_match_part" else sum(hits) / max(len(hits), 1)
 
 
-def save_requests(path: str | Path, requests: Sequence[Request], origin: dict[str, Any]) -> Path:
+def save_requests(path: str | Path, requests: Sequence[Question], origin: dict[str, Any]) -> Path:
     """Write the file; `origin` says how the requests were made (tasks, lengths, tokenizer, seed, versions)."""
     path = Path(path)
     lines = [json.dumps({"format": FORMAT, "format_version": FORMAT_VERSION, **origin}),
@@ -130,12 +131,12 @@ def save_requests(path: str | Path, requests: Sequence[Request], origin: dict[st
     return path
 
 
-def load_requests(path: str | Path) -> list[Request]:
+def load_requests(path: str | Path) -> list[Question]:
     """Raises SparseKVError for a missing file, one of another format, or of a newer version."""
     path = Path(path)
     if not path.is_file():
         raise SparseKVError(f"no requests at {str(path)!r}; make them with `sparsekv eval --save-requests {path}`")
-    names = {f.name for f in fields(Request)}
+    names = {f.name for f in fields(Question)}
     try:
         with _open(path) as file:
             header = json.loads(file.readline())
@@ -144,7 +145,7 @@ def load_requests(path: str | Path) -> list[Request]:
             if header["format_version"] > FORMAT_VERSION:
                 raise SparseKVError(f"{str(path)!r} has format {header['format_version']}; this version reads up to "
                                     f"{FORMAT_VERSION}. Upgrade sparsekv.")
-            found = [Request(**{k: v for k, v in json.loads(line).items() if k in names}) for line in file]
+            found = [Question(**{k: v for k, v in json.loads(line).items() if k in names}) for line in file]
     except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SparseKVError(f"{str(path)!r} is damaged ({first_line(error)}); make the requests again") from error
     if not found:
@@ -171,7 +172,7 @@ def check_names(tasks: Sequence[str]) -> None:
 def make_requests(
     tasks: Sequence[str], tokenizer: str | Path, lengths: Sequence[int], samples: int, *, seed: int = 0,
     skip_missing: bool = False, data: Path | None = None, advance: Callable[..., None] = lambda: None,
-) -> list[Request]:
+) -> list[Question]:
     """The first `samples` documents of every task (and length, for RULER and BABILong) as lm-eval makes them.
 
     tokenizer: a folder with a tokenizer, which sizes RULER's prompts. skip_missing: leave out tasks whose data cannot
@@ -192,7 +193,7 @@ def make_requests(
     if ruler and any(length < 1024 for length in lengths):
         raise SparseKVError(f"RULER's prompts do not fit into {min(lengths)} tokens (lm-eval would search for ever); "
                             "use lengths from 1024 on")
-    requests: list[Request] = []
+    requests: list[Question] = []
     missing: set[str] = set()
     for name in tasks:
         source = _data_of(name, manager)
@@ -267,14 +268,14 @@ def _data_of(name: str, manager: Any) -> str:
     return next((_data_of(m, manager) for m in members if isinstance(m, str) and m != name), name)
 
 
-def _requests_of(name: str, manager: Any, samples: int, seed: int, data: Path | None = None) -> list[Request]:
+def _requests_of(name: str, manager: Any, samples: int, seed: int, data: Path | None = None) -> list[Question]:
     import numpy as np
 
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 (the tasks draw from the global generator)
     with _quiet():
         tasks = manager.load([_fewer(name, manager, samples, data)])["tasks"].values()
-    found: list[Request] = []
+    found: list[Question] = []
     for task in tasks:
         if task.OUTPUT_TYPE != "generate_until":
             raise SparseKVError(f"task {task.config.task} is {task.OUTPUT_TYPE}, not generation; run it with `lm_eval "
@@ -343,7 +344,7 @@ def _read_from(data: Path, modules: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _request(instance: Any, ruler: bool) -> Request:
+def _request(instance: Any, ruler: bool) -> Question:
     """lm-eval's own prompt and options as a plain record."""
     doc, (prompt, options) = instance.doc, instance.args
     until = options.get("until") or []
@@ -351,12 +352,12 @@ def _request(instance: Any, ruler: bool) -> Request:
     if ruler:
         metric = "string_match_part" if instance.task_name.startswith("ruler_qa") else "string_match_all"
         targets = [str(x) for x in doc["outputs"]]
-    return Request(task=instance.task_name, length=int(doc.get("max_length") or 0), index=int(instance.doc_id),
+    return Question(task=instance.task_name, length=int(doc.get("max_length") or 0), index=int(instance.doc_id),
                    prompt=prompt, targets=targets, metric=metric, max_new_tokens=int(options.get("max_gen_toks", 256)),
                    until=[until] if isinstance(until, str) else list(until), doc=None if ruler else dict(doc))
 
 
-def score_answers(requests: Sequence[Request], answers: Sequence[str]) -> list[float]:
+def score_answers(requests: Sequence[Question], answers: Sequence[str]) -> list[float]:
     """Scores by lm-eval's own `process_results`: the task's first metric. The documents are those of the requests, so
     that nothing is downloaded. Raises SparseKVError without lm-eval or without a package that the metric needs."""
     import datasets

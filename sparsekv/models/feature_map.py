@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi, log_phi_keys
 
 
-class Maps(NamedTuple):
+class FeatureMaps(NamedTuple):
     """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
     the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all of them, their
     `log φ` are added: one hidden layer whose units see either the key or what tells it from the others."""
@@ -41,9 +41,9 @@ class Maps(NamedTuple):
             return plain
         return *plain, key_map(self.centred, dtype, features - self.centred.b_out.shape[-1])
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Maps:
+    def map(self, change: Callable[[Tensor], Tensor]) -> FeatureMaps:
         """With every tensor changed."""
-        return Maps(*(None if m is None else FeatureMapWeights(*(change(w) for w in m))  # type: ignore[arg-type]
+        return FeatureMaps(*(None if m is None else FeatureMapWeights(*(change(w) for w in m))  # type: ignore[arg-type]
                       for m in self))
 
     def named(self) -> dict[str, Tensor]:
@@ -52,15 +52,15 @@ class Maps(NamedTuple):
                 for k, w in m._asdict().items()}
 
     @classmethod
-    def from_named(cls, tensors: dict[str, Tensor]) -> Maps:
+    def from_named(cls, tensors: dict[str, Tensor]) -> FeatureMaps:
         """The maps whose tensors these are, among others."""
         return cls(*(FeatureMapWeights(*(tensors[f"{part}_map.{k}"] for k in FeatureMapWeights._fields))
                      for part in cls._fields if f"{part}_map.w_in" in tensors))
 
-    def heads(self, query_heads: slice, kv_heads: slice) -> Maps:
+    def heads(self, query_heads: slice, kv_heads: slice) -> FeatureMaps:
         """Those of some query heads and KV heads."""
         parts = (query_heads, kv_heads, kv_heads)
-        return Maps(*(None if m is None else FeatureMapWeights(*(w[part] for w in m))  # type: ignore[arg-type]
+        return FeatureMaps(*(None if m is None else FeatureMapWeights(*(w[part] for w in m))  # type: ignore[arg-type]
                       for m, part in zip(self, parts, strict=True)))
 
 

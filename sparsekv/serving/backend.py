@@ -15,8 +15,8 @@ from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving.checks import check_engine, head_slice, shape_of
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, bytes_of, heads_of
-from sparsekv.serving.seats import Batch, Places, Seats
-from sparsekv.serving.settings import VARIABLE, Plan, Serving, make_plan, settings_path
+from sparsekv.serving.seats import Places, Seats, StepRows
+from sparsekv.serving.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
 from sparsekv.serving.stock import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -36,10 +36,10 @@ SERVED_BYTES, ALONE = 190_000_000, 4
 together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
 ALONE of that. On a CPU `decoding.DENSE_BYTES`, of every request."""
 
-_PLANS: dict[tuple[str, Any], Plan] = {}
+_PLANS: dict[tuple[str, Any], ServedModel] = {}
 
 
-def plan_for(config: Any) -> Plan:
+def plan_for(config: Any) -> ServedModel:
     """The settings for the engine's model, loaded once a process. Raises SparseKVError in one sentence."""
     path = settings_path()
     if path is None:
@@ -48,7 +48,7 @@ def plan_for(config: Any) -> Plan:
     check_engine(config)
     shape = shape_of(config.model_config)
     if (path, shape) not in _PLANS:
-        _PLANS[path, shape] = make_plan(Serving.load(path), shape)
+        _PLANS[path, shape] = served_model(Serving.load(path), shape)
     return _PLANS[path, shape]
 
 
@@ -182,7 +182,7 @@ class SparseBuilder(AttentionMetadataBuilder):
             return SparseMetadata(full)
         if not serves and TURN.capturing:
             return SparseMetadata(full)
-        batch = Batch(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
+        batch = StepRows(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
                       getattr(common, "is_prefilling", None))
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if indices and not self.warm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.serving.settings import Shape
+from sparsekv.serving.settings import ServedShape
 
 
 def check_engine(config: Any) -> None:
@@ -28,11 +28,11 @@ def check_engine(config: Any) -> None:
         raise SparseKVError("batches are cut in two (dual batch overlap); expected whole ones; leave out --enable-dbo")
 
 
-def shape_of(model: Any) -> Shape:
+def shape_of(model: Any) -> ServedShape:
     """What the settings must fit, of a `ModelConfig`."""
     text = model.hf_text_config
     names = getattr(model.hf_config, "architectures", None) or [type(text).__name__]
-    return Shape(names[0], text.num_hidden_layers, text.num_attention_heads, model.get_total_num_kv_heads(),
+    return ServedShape(names[0], text.num_hidden_layers, text.num_attention_heads, model.get_total_num_kv_heads(),
                  model.get_head_size())
 
 

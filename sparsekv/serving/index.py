@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.router import RouterLayer
-from sparsekv.core.index import Buckets, Index, TrainedBuckets, choose, one_bucket
+from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, one_bucket
 from sparsekv.core.layer import LayerView
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
@@ -196,7 +196,8 @@ class LayerIndex:
             assert self.rope is not None
             places = lanes.places.clamp(0, self.rope.tables()[0].shape[1] - 1)
             asking = self.rope.unrotate(q.transpose(0, 1)[None], places)[0].transpose(0, 1)
-        return choose(self.index, q, asking, self.scale, budget=self.spent[0], pool=self.spent[1], seats=lanes.seat)
+        return chosen_tokens(self.index, q, asking, self.scale, budget=self.spent[0], pool=self.spent[1],
+                             seats=lanes.seat)
 
     def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
         """Attention of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and

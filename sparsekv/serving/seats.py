@@ -32,7 +32,7 @@ IDLE = 64
 """Batches of short requests in a row after which the seats are given up."""
 
 
-class Index(Protocol):
+class SeatIndex(Protocol):
     """What a seat has in every layer: `serving.index.LayerIndex` over the layer's own pages."""
 
     def build(self, seat: int, slots: Tensor, regions: Regions) -> None: ...
@@ -56,7 +56,7 @@ class Places:
         return self.window_size + self.decode_window + 1
 
 
-class Batch(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of a step: lengths `[R]`, this step's tokens included; starts `[R + 1]`: their queries; table
     `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling: of the first rows,
     whether their prompt goes on, on the CPU."""
@@ -115,7 +115,7 @@ class Seats:
         self.last.fill_(NOWHERE)
         self.taken, self.asked = False, False
 
-    def follow(self, batch: Batch, *, new: Tensor | None = None, decode: bool = False) -> Found:
+    def follow(self, batch: StepRows, *, new: Tensor | None = None, decode: bool = False) -> Found:
         """Find the rows of a batch among the seats, whatever else is in it, and note how far they are. new: the first
         of the batch's slots, those that get keys; decode: no row has more than one."""
         self.steps += 1
@@ -152,7 +152,7 @@ class Seats:
         wants = torch.where(known, outgrown, single & (lengths >= self.places.dense_below))
         return Found(single, own, known, seat, wants)
 
-    def serve(self, batch: Batch, found: Found, indices: Sequence[Index]) -> Found:
+    def serve(self, batch: StepRows, found: Found, indices: Sequence[SeatIndex]) -> Found:
         """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
         if not self._asks(found.wants):
             return found
@@ -172,7 +172,7 @@ class Seats:
             self._note(seat[row:row + 1], lengths[row:row + 1], found.own[row:row + 1])
         return found._replace(known=known, seat=seat)
 
-    def lanes(self, batch: Batch, found: Found) -> Lanes:
+    def lanes(self, batch: StepRows, found: Found) -> Lanes:
         """What the layers need to know of the rows of a decode batch."""
         places = self.places
         width = places.room + SLACK
@@ -192,7 +192,7 @@ class Seats:
         return Lanes(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
                      torch.where(sparse, 0, lengths).int(), used.sum(1))
 
-    def _launch_follow(self, batch: Batch, new: int) -> Found:
+    def _launch_follow(self, batch: StepRows, new: int) -> Found:
         rows, places, unsorted = batch.lengths.shape[0], self.places, self.unsorted
         found = self._kept(rows)[0]
         if unsorted is not None:
@@ -260,7 +260,7 @@ class Seats:
         free = [s for s in range(self.count) if used[s] < self.steps]
         return sorted(free, key=lambda s: (length[s] > 0, used[s]))
 
-    def _sit(self, seat: int, table: Tensor, length: int, indices: Sequence[Index]) -> None:
+    def _sit(self, seat: int, table: Tensor, length: int, indices: Sequence[SeatIndex]) -> None:
         past = length - 1
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.int64), past, self.places.sink_size,
                                          self.places.window_size)
@@ -273,7 +273,7 @@ class Seats:
         self.table[seat, :width] = table[0, :width]
         self.tail[seat] = int(regions.tail_starts)
 
-    def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[Index]) -> None:
+    def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[SeatIndex]) -> None:
         """All but half of the generated tokens, and the local window, join the mid region."""
         old = Regions(torch.zeros(1, dtype=torch.int64), self.tail[seat:seat + 1].cpu(), length, self.places.sink_size)
         regions = old.moved(length - 1 - self.places.window_size - self.places.decode_window // 2)

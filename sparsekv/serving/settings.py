@@ -21,7 +21,7 @@ from sparsekv.sources.named import REPOSITORY
 VARIABLE = "SPARSEKV_SETTINGS"
 
 
-class Shape(NamedTuple):
+class ServedShape(NamedTuple):
     """What a settings file must fit: the model's class, layers, heads and head dimension."""
 
     architecture: str
@@ -99,7 +99,7 @@ class Serving:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServedModel:
     """Settings with what they name, checked against a model. selector: as `attach` makes it of the same options;
     budgets: of the layers that decode sparsely."""
 
@@ -124,7 +124,7 @@ def settings_path() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
-def make_plan(serving: Serving, shape: Shape) -> Plan:
+def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     """Load what the settings name. Raises SparseKVError in one sentence where they do not fit the model."""
     recommended = None if serving.recommended is None else Settings.load(serving.recommended)
     if recommended is not None:
@@ -153,14 +153,14 @@ def make_plan(serving: Serving, shape: Shape) -> Plan:
         if missing:
             raise SparseKVError(f"the settings {serving.recommended!r} name layer {missing[0]}, which {what} does not "
                                 "have; recommend again with this router")
-        return Plan(serving, router, selector, budgets, recommended.sink_size, recommended.window_size)
+        return ServedModel(serving, router, selector, budgets, recommended.sink_size, recommended.window_size)
     dense = dense_by_number((0,) if serving.dense_layers is None else serving.dense_layers, shape.num_layers)
     budgets = {layer: serving.token_budget for layer in router.config.layers if layer not in dense}
-    return Plan(serving, router, selector, budgets, chosen_size("sink_size", serving.sink_size, (router,)),
+    return ServedModel(serving, router, selector, budgets, chosen_size("sink_size", serving.sink_size, (router,)),
                 chosen_size("window_size", serving.window_size, (router,)))
 
 
-def _check_recommended(found: Settings, serving: Serving, shape: Shape) -> None:
+def _check_recommended(found: Settings, serving: Serving, shape: ServedShape) -> None:
     _check_shape(found.model, shape, f"the settings file {serving.recommended!r}")
     if found.completion != "none":
         raise SparseKVError(f"the settings file {serving.recommended!r} completes with {found.completion}, which is "
@@ -170,7 +170,7 @@ def _check_recommended(found: Settings, serving: Serving, shape: Shape) -> None:
                             "router; recommend again with --selector router")
 
 
-def _check_shape(model: dict[str, Any], shape: Shape, what: str) -> None:
+def _check_shape(model: dict[str, Any], shape: ServedShape, what: str) -> None:
     differ = [name for name, value in shape._asdict().items() if model.get(name) != value]
     if differ:
         made = ", ".join(f"{name} {model.get(name)}" for name in differ)

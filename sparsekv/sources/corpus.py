@@ -112,7 +112,7 @@ def _pieces(blocks: Iterable[str]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Window:
+class TokenWindow:
     """`tokens`: ids of one context; `sources`: the documents it was cut from, in order."""
 
     tokens: list[int]
@@ -183,7 +183,7 @@ def _no_text(corpus: str) -> SparseKVError:
 def make_windows(
     documents: Iterator[Document], tokenizer: Any, *, length: int, count: int, seed: int = 0, pack: bool = True,
     chat_template: bool = False, remedy: str = "shorter or fewer windows",
-) -> list[Window]:
+) -> list[TokenWindow]:
     """Cut documents into `count` windows of exactly `length` tokens. The same seed gives the same windows anywhere.
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
@@ -196,7 +196,7 @@ def make_windows(
     body = length - len(prefix)
     if body < 1:
         raise SparseKVError(f"a window of {length} tokens is too short; expected at least {len(prefix) + 1}")
-    windows: list[Window] = []
+    windows: list[TokenWindow] = []
     tokens: list[int] = []
     owners: list[str] = []
     longest = 0
@@ -213,7 +213,7 @@ def make_windows(
                 tokens.extend(ids)
                 used = 0
                 while len(tokens) - used >= body:
-                    windows.append(Window(prefix + tokens[used:used + body], tuple(owners)))
+                    windows.append(TokenWindow(prefix + tokens[used:used + body], tuple(owners)))
                     used, owners = used + body, owners[-1:]
                     if len(windows) == count:
                         return windows

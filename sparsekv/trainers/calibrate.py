@@ -15,7 +15,7 @@ from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts, two_parts
-from sparsekv.models.feature_map import Maps
+from sparsekv.models.feature_map import FeatureMaps
 from sparsekv.trainers.pool import Pool
 
 CASES: dict[str, float | None] = {"sink_tail": None, "topk@0.01": 0.01, "topk@0.02": 0.02, "topk@0.05": 0.05,
@@ -28,7 +28,7 @@ decodes has its whole context before it."""
 SCORES_AT_ONCE = 200_000_000
 
 
-def calibrate(pool: Pool, maps: Maps, *, capped: bool, shifts: tuple[float, ...] = SHIFTS) -> dict[str, Tensor]:
+def calibrate(pool: Pool, maps: FeatureMaps, *, capped: bool, shifts: tuple[float, ...] = SHIFTS) -> dict[str, Tensor]:
     """Tables `[Lq]` from a pool of validation windows: for every case `<case> shift`, that of `shifts` with the least
     error there, `<case> error` and, with it, `<case> + phi error`; and `mass_ratio` `Σŵ / Σw` of the mid region
     (geometric mean over queries) after the first case's shift. capped: as `PhiLayer`."""

@@ -16,7 +16,7 @@ from sparsekv.core.step import two_parts
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import add_centre
-from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
 from sparsekv.sources.modelcard import write_card
 from sparsekv.store.store import CaptureStore
@@ -147,7 +147,7 @@ def _train(
                   "completion is off in all of them; train longer, or with another --lr", file=sys.stderr)
         for case in CASES:
             card[f"{case} + phi error"] = torch.where(gate > 0, card[f"{case} + phi error"], card[f"{case} error"])
-        maps = Maps.from_named(tensors)
+        maps = FeatureMaps.from_named(tensors)
         quality: dict[str, Any] = {name: float(v.mean()) for name, v in card.items()}
         quality["per_head"] = {name: [[round(x, 4) for x in row] for row in v.tolist()]
                                for name, v in {**card, "gate": gate}.items()}
@@ -203,12 +203,12 @@ class PhiTask(Task):
         self.heads = {n: torch.arange(n, device=pool.keys.device)[None, :, None] for n in (pool.heads_q, pool.heads_kv)}
         self.watched = watched_requests(validating, WATCHED_WINDOWS)
 
-    def maps(self) -> Maps:
+    def maps(self) -> FeatureMaps:
         """The weights as they are."""
         keys = self.key_maps
         if isinstance(keys, CentredMap):
-            return Maps(self.query_maps.weights(), keys.plain.weights(), keys.centred.weights())
-        return Maps(self.query_maps.weights(), keys.weights())
+            return FeatureMaps(self.query_maps.weights(), keys.plain.weights(), keys.centred.weights())
+        return FeatureMaps(self.query_maps.weights(), keys.weights())
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Windows `[count, D]`, queries `[count, D, B/D]` and keys `[count, D, K/D]` by place."""

@@ -8,7 +8,7 @@ from sparsekv.artifacts.format import save_artifact
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.models.feature_map import FeatureMap, Maps
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 
 MODEL = {"architecture": "LlamaForCausalLM", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8,
          "rope": {}, "weights": "0"}
@@ -98,7 +98,7 @@ def test_sketches_that_cannot_be_are_refused(tmp_path, changed: dict, message: s
 
 
 def test_feature_maps_with_the_errors_of_all_shifts_still_load(tmp_path) -> None:
-    maps = Maps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
+    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
         lambda w: w.detach().unflatten(0, (2, -1)))
     config = {"kind": "phi", **COMMON, "num_features": 6, "width": 4, "read_shares": [0.0, 0.05],
               "shift_grid": [-1.0, 0.0, 1.0], "capped": True}

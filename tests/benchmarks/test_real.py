@@ -28,7 +28,7 @@ from benchmarks._long_turns import (
 )
 from benchmarks._real_page import figures, page
 from sparsekv.evaluation.methods import Method, parse_methods
-from sparsekv.evaluation.requests import Request
+from sparsekv.evaluation.requests import Question
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_stages_have_names_methods_and_prompts_of_their_own() -> None:
     stages = real.all_stages()
     assert len({s.name for s in stages}) == len(stages)
     assert all(s.kind == "kvpress" or parse_methods(s.methods, s.budgets) for s in stages)
-    requests = [Request(t, 16_384, i, "", [], "string_match_all", 8, []) for t in ("a", "b", "perplexity_x")
+    requests = [Question(t, 16_384, i, "", [], "string_match_all", 8, []) for t in ("a", "b", "perplexity_x")
                 for i in range(20)]
     main = next(s for s in stages if s.name == "main16")
     assert {(r.task, r.index) for r in requests if main.takes(r)} == {(t, i) for t in "ab" for i in range(4)}
@@ -151,7 +151,7 @@ def test_another_package_throws_keys_away(name, tmp_path) -> None:
     with torch.inference_mode(), _kvpress.pressed(model, _kvpress.press_of(name, 0.75)):
         model.model(input_ids=ids, past_key_values=cache, use_cache=True)
     assert [layer.keys.shape[2] for layer in cache.layers] == [300, 75, 75]
-    request = Request("a", 300, 0, ids[0].tolist(), ["x"], "string_match_all", 8, [])
+    request = Question("a", 300, 0, ids[0].tolist(), ["x"], "string_match_all", 8, [])
     tokenizer = Letters()
     whole = _kvpress.answer(model, tokenizer, request, name, 1.0)[0]
     right = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 300:]

@@ -16,7 +16,7 @@ from sparsekv.evaluation.cells import FORMAT, collect
 from sparsekv.evaluation.evaluator import Evaluator
 from sparsekv.evaluation.methods import Method, label, parse_methods
 from sparsekv.evaluation.own_tasks import continuations, make_needles
-from sparsekv.evaluation.requests import Request, load_requests, save_requests, score, task_names
+from sparsekv.evaluation.requests import Question, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.scores import bootstrap, score_rows
 from sparsekv.evaluation.tables import gains, table
 from sparsekv.foundation.errors import SparseKVError
@@ -25,12 +25,12 @@ from sparsekv.runtime.attach import RunOptions
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 
 
-def request(task: str, index: int, size: int, *, length: int = 128, limit: int = 6) -> Request:
+def request(task: str, index: int, size: int, *, length: int = 128, limit: int = 6) -> Question:
     text = (TEXT * 4)[index * 7:index * 7 + size]
-    return Request(task, length, index, text, ["owl", "gnu"], "string_match_all", limit, [])
+    return Question(task, length, index, text, ["owl", "gnu"], "string_match_all", limit, [])
 
 
-def requests() -> list[Request]:
+def requests() -> list[Question]:
     return [request("one", i, 90 + 5 * i) for i in range(3)] + [request("two", i, 120 - i, limit=9) for i in range(3)]
 
 
@@ -392,7 +392,7 @@ def test_bootstrap_covers_the_mean_and_narrows_with_samples() -> None:
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz"])
 def test_requests_come_back_from_their_file(tmp_path, name: str) -> None:
-    made = [*requests(), Request("lb", 0, 3, "a\nb", [], "lm-eval", 5, ["\n"], {"q": 1})]
+    made = [*requests(), Question("lb", 0, 3, "a\nb", [], "lm-eval", 5, ["\n"], {"q": 1})]
     path = save_requests(tmp_path / name, made, {"tasks": ["one"]})
     assert load_requests(path) == made
     with pytest.raises(SparseKVError, match="no requests at"):
@@ -408,13 +408,13 @@ def test_requests_come_back_from_their_file(tmp_path, name: str) -> None:
 def test_scores_are_rulers() -> None:
     base = request("t", 0, 10)
     assert score(base, "an OWL\x07and") == 0.5 and score(base, "gnus, owls") == 1.0 and score(base, "") == 0.0
-    part = Request("t", 0, 0, "", ["a b", "c"], "string_match_part", 1, [])
+    part = Question("t", 0, 0, "", ["a b", "c"], "string_match_part", 1, [])
     assert score(part, "C!") == 1.0 and score(part, "d") == 0.0
-    found = Request("needle", 9, 0, [1], ["1234567"], "first_number", 1, [])
+    found = Question("needle", 9, 0, [1], ["1234567"], "first_number", 1, [])
     assert score(found, " 1234567. The") == 1.0 and score(found, " 91234567") == score(found, "no 1 1234567") == 0.0
     assert score(found, "none") == 0.0
     with pytest.raises(SparseKVError, match="scored by lm-eval"):
-        score(Request("t", 0, 0, "", [], "lm-eval", 1, []), "x")
+        score(Question("t", 0, 0, "", [], "lm-eval", 1, []), "x")
     assert task_names("ruler-offline, needle")[-1] == "needle" and len(task_names("ruler")) == 13
 
 
@@ -445,7 +445,7 @@ def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, saved_model) 
 def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, saved_model, monkeypatch) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
-    asked = [Request("theirs", 0, i, TEXT, [], "lm-eval", 4, [], {"answer": "x"}) for i in range(2)]
+    asked = [Question("theirs", 0, i, TEXT, [], "lm-eval", 4, [], {"answer": "x"}) for i in range(2)]
     options = {"model": str(saved_model), "output": tmp_path / "out", "device": "cpu", "methods": "topk",
                "budgets": "0.5", "requests": save_requests(tmp_path / "r.jsonl", [*requests()[:1], *asked], {})}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -5,7 +5,7 @@ import torch
 
 from sparsekv.kernels import log_phi_keys
 from sparsekv.kernels.routing import router_logits
-from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps, log_kernel
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps, log_kernel
 from sparsekv.models.router import BucketRouter
 
 
@@ -69,8 +69,8 @@ def test_keys_have_the_features_that_were_trained(blocks: int, shared: bool) -> 
     query, key = FeatureMap(4, 6, 9, 12, 2), CentredMap(2, 6, 9, 7, blocks, shared=shared)
     for p in key.parameters():
         torch.nn.init.normal_(p)
-    maps = Maps(query.weights(), key.plain.weights(), key.centred.weights()).map(torch.Tensor.detach)
-    maps = Maps.from_named(maps.named())
+    maps = FeatureMaps(query.weights(), key.plain.weights(), key.centred.weights()).map(torch.Tensor.detach)
+    maps = FeatureMaps.from_named(maps.named())
     found = key(keys, centre).detach()
     assert found.shape == (2, 40, 9)
     torch.testing.assert_close(maps.log_phi_k(keys, centre[:, 0]), found, rtol=1e-4, atol=1e-4)

@@ -39,7 +39,7 @@ from sparsekv.core.estimators import CentroidEstimator
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.diagnostics import Diagnostics
-from sparsekv.evaluation.requests import Request, load_requests, save_requests
+from sparsekv.evaluation.requests import Question, load_requests, save_requests
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
 from sparsekv.runtime.settings import Settings
@@ -208,7 +208,7 @@ def change_records(folder: Path, count: int, seed: int = 0) -> Outcome:
     prefix = every["prefix"].file
     meta, tensors = prefix_parts(prefix)
     requests = folder / "requests.jsonl"
-    save_requests(requests, [Request("needle", 128, 0, "a", ["b"], "first_number", 4, [])], {})
+    save_requests(requests, [Question("needle", 128, 0, "a", ["b"], "first_number", 4, [])], {})
     cells = folder / "cells.jsonl"
     cells.write_text('{"format": "sparsekv-sweep", "format_version": 1, "origin": {}}\n{"case": "a", "indices": [0]}\n')
     tables = folder / "diagnostics.json"

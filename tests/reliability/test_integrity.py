@@ -20,7 +20,7 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel
-from sparsekv.models.feature_map import FeatureMap, Maps
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 from sparsekv.runtime.cache import GrowingRope, SparseCache
 from sparsekv.runtime.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import LayerSetting, Settings
@@ -44,7 +44,7 @@ def router() -> RouterArtifact:
 
 def phi() -> PhiArtifact:
     torch.manual_seed(0)
-    maps = Maps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
+    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
         lambda w: w.detach().unflatten(0, (2, -1)))
     return PhiArtifact(PhiArtifactConfig(num_features=6, width=4, **COMMON), maps, torch.zeros(2, 1, 4),
                        torch.ones(2, 4))

@@ -12,7 +12,7 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.estimators import phi as estimators
 from sparsekv.kernels import log_phi, log_phi_keys, products
-from sparsekv.models.feature_map import FeatureMap, Maps
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 
 LIMITS = {torch.bfloat16: (0.05, 0.005), torch.float16: (0.006, 0.001)}
 """Largest error of `log φ_k`, and relative error of z and S."""
@@ -26,7 +26,7 @@ def drawn(length: int = 2500) -> torch.Tensor:
 
 
 def layer(keys: torch.Tensor, *, centred: bool) -> PhiLayer:
-    """Maps of a trained one's reach: stems fitted to the keys, blocks that are not closed."""
+    """FeatureMaps of a trained one's reach: stems fitted to the keys, blocks that are not closed."""
     sample, made = keys[0], []
     for heads, features, seen in ((2 * HEADS, FEATURES, None), (HEADS, FEATURES // (1 + centred), sample),
                                   (HEADS, FEATURES // 2, sample - sample.mean(1, keepdim=True))):
@@ -35,7 +35,7 @@ def layer(keys: torch.Tensor, *, centred: bool) -> PhiLayer:
             one.whiten(seen)
         weights = one.weights()
         made.append(weights._replace(alpha=weights.alpha + 0.5, b_out=torch.randn(heads, features)))
-    maps = Maps(*made) if centred else Maps(*made[:2])
+    maps = FeatureMaps(*made) if centred else FeatureMaps(*made[:2])
     return PhiLayer(maps.map(torch.Tensor.detach), torch.zeros(1, 2 * HEADS), capped=True)
 
 

@@ -8,7 +8,7 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import QueryModel, Sketch
-from sparsekv.models.feature_map import FeatureMap, Maps
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 
 
 def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp", features: int = 12,
@@ -23,7 +23,7 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp
         weights = QueryModel(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
                              torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
-    maps = Maps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
+    maps = FeatureMaps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
     maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
     maps_config = PhiArtifactConfig(num_features=features, width=24, centred=centred, capped=capped, **common)
     phi = PhiArtifact(maps_config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))

@@ -12,7 +12,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
-from sparsekv.serving.seats import Batch, Found, Places, Seats
+from sparsekv.serving.seats import Found, Places, Seats, StepRows
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
 SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512
@@ -100,7 +100,7 @@ class Engine:
         lengths = torch.tensor([r.length for r, _ in work], dtype=torch.int32)
         starts = torch.tensor([0, *[n for _, n in work]], dtype=torch.int32).cumsum(0).int()
         prefilling = None if prefill is None else torch.full((len(work),), prefill)
-        batch = Batch(lengths, starts, table, torch.cat(slots), prefilling)
+        batch = StepRows(lengths, starts, table, torch.cat(slots), prefilling)
         decode = max(n for _, n in work) == 1
         self.found = found = self.seats.follow(batch, new=batch.slots, decode=decode)
         if decode:

@@ -11,7 +11,7 @@ import torch
 
 from sparsekv.serving import seating
 from sparsekv.serving.index import Unsorted
-from sparsekv.serving.seats import Batch, Places, Seats
+from sparsekv.serving.seats import Places, Seats, StepRows
 
 pytest.importorskip("triton")
 PAGE, BLOCKS, LONGEST = 4, 400, 120
@@ -62,7 +62,7 @@ class Traffic:
             self.requests.append(Request(one.pages[:first] + self.pages(len(one.pages) - first), one.length))
         self.requests = [q for q in self.requests if q.length + 1 < LONGEST]
 
-    def batch(self, width: int) -> Batch:
+    def batch(self, width: int) -> StepRows:
         """Their next tokens, in any order, some rows of padding behind them."""
         r = self.random
         self.change()
@@ -88,7 +88,7 @@ class Traffic:
         if rows and r.random() < 0.05:  # a row without a token
             starts[len(rows):] = [len(rows) - 1] * (padded + 1)
         slots += [-1] * r.choice([0, padded, 2 * padded])
-        return Batch(torch.tensor([q.length for q in rows] + [0] * padded, dtype=torch.int32),
+        return StepRows(torch.tensor([q.length for q in rows] + [0] * padded, dtype=torch.int32),
                      torch.tensor(starts, dtype=torch.int32), table, torch.tensor(slots, dtype=torch.int64))
 
 
@@ -127,7 +127,7 @@ def test_launches_do_what_torch_does(
     traffic, sparse, many = Traffic(seed, most), 0, 0
     for step in range(steps):
         batch = traffic.batch(width)
-        there = Batch(*(x.to(device) for x in batch[:4]))
+        there = StepRows(*(x.to(device) for x in batch[:4]))
         two._kept(0)
         for x in written(two):
             x.fill_(junk(x))
@@ -164,7 +164,7 @@ def test_launches_do_what_torch_does(
 def test_a_batch_without_rows_is_nothing(device: str) -> None:
     seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device(device), 4)
     seats.launches = True
-    batch = Batch(*(torch.zeros(*s, dtype=torch.int32, device=device) for s in ((0,), (1,), (0, 9), (0,))))
+    batch = StepRows(*(torch.zeros(*s, dtype=torch.int32, device=device) for s in ((0,), (1,), (0, 9), (0,))))
     assert seats.lanes(batch, seats.follow(batch, new=batch.slots, decode=True)).sparse.shape == (0,)
 
 
@@ -174,7 +174,7 @@ def test_a_usual_step_does_not_wait_for_the_device() -> None:
     seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device("cuda"), 4)
     seats.unsorted = Unsorted(BLOCKS * PAGE, seats.device)
     table = torch.arange(1, 31, dtype=torch.int32, device="cuda")[None]
-    batches = [Batch(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([n], [0, 1])), table,
+    batches = [StepRows(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([n], [0, 1])), table,
                      torch.tensor([PAGE + n - 1], device="cuda")) for n in range(30, 36)]
     for step, batch in enumerate(batches):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")

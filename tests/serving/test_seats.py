@@ -10,7 +10,7 @@ from paged import DECODE_WINDOW, DIM, GROUP, HEADS, PAGE, Engine, Request, full,
 
 from sparsekv.kernels import slots_at
 from sparsekv.serving.index import LATER
-from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Batch, Seats
+from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Seats, StepRows
 
 
 @pytest.fixture(autouse=True, params=["torch", "triton"])
@@ -156,7 +156,7 @@ def test_rows_that_pad_a_batch_do_nothing() -> None:
     engine.step([(request, 100)])
     decode(engine, [request], 1)
     before = engine.seats.length.clone()
-    batch = Batch(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32),
+    batch = StepRows(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32),
                   torch.zeros(3, engine.width, dtype=torch.int32), torch.full((3,), -1))
     found = engine.seats.serve(batch, engine.seats.follow(batch, decode=True), [engine.index])
     lanes = engine.seats.lanes(batch, found)

@@ -14,9 +14,9 @@ from tiny_artifacts import artifacts
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
 from sparsekv.serving.checks import check_engine, shape_of
-from sparsekv.serving.settings import Serving, Shape, make_plan
+from sparsekv.serving.settings import ServedShape, Serving, served_model
 
-SHAPE = Shape("LlamaForCausalLM", 3, 4, 2, 16)
+SHAPE = ServedShape("LlamaForCausalLM", 3, 4, 2, 16)
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,18 @@ def load(folder: Path, **entries: Any) -> Serving:
 
 
 def test_what_is_not_said_is_the_artifacts(folder: Path) -> None:
-    plan = make_plan(load(folder, router="router", token_budget=0.02, dense_layers=[-1]), SHAPE)
+    plan = served_model(load(folder, router="router", token_budget=0.02, dense_layers=[-1]), SHAPE)
     assert plan.budgets == {0: 0.02, 1: 0.02} and (plan.sink_size, plan.window_size) == (4, 16)
     assert plan.selector.name == "sketch"
     layer = plan.layer(1)
     assert layer is not None and layer.reads_codes and plan.layer(2) is None
-    assert make_plan(load(folder, router="router"), SHAPE).layer(1).spent_budget == 0.05
+    assert served_model(load(folder, router="router"), SHAPE).layer(1).spent_budget == 0.05
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_recommended_file_brings_budgets_by_layer(folder: Path, direct: bool) -> None:
     made = Serving.load(folder / "recommended.json") if direct else load(folder, recommended="recommended.json")
-    plan = make_plan(made, SHAPE)
+    plan = served_model(made, SHAPE)
     assert plan.budgets == {1: 0.02, 2: 0.1} and (plan.sink_size, plan.window_size) == (2, 9)
     layer = plan.layer(2)
     assert plan.selector.name == "router" and layer is not None and not layer.reads_codes and layer.token_budget == 0.1
@@ -63,7 +63,7 @@ def test_a_router_by_name(folder: Path) -> None:
 
 
 def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
-    assert make_plan(load(folder, router="bare"), SHAPE).selector.name == "router"
+    assert served_model(load(folder, router="bare"), SHAPE).selector.name == "router"
 
 
 @pytest.mark.parametrize(("entries", "said"), [
@@ -90,12 +90,12 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
 ])
 def test_settings_that_do_not_fit(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):
-        make_plan(load(folder, **entries), SHAPE)
+        served_model(load(folder, **entries), SHAPE)
 
 
 def test_another_model(folder: Path) -> None:
     with pytest.raises(SparseKVError, match="num_layers 3, head_dim 16; this model has num_layers 30, head_dim 64"):
-        make_plan(load(folder, router="router"), SHAPE._replace(num_layers=30, head_dim=64))
+        served_model(load(folder, router="router"), SHAPE._replace(num_layers=30, head_dim=64))
 
 
 def test_no_file(tmp_path: Path) -> None:

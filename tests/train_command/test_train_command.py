@@ -20,9 +20,9 @@ from tiny import make_model, prompt, save_model
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.commands.estimate import GPU, Shape, Work, estimate, prefill_seconds, shape_of, step_operations
+from sparsekv.commands.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of, step_operations
 from sparsekv.commands.inspection import InspectConfig, inspect_path
-from sparsekv.commands.train import ON_GPU, Plan, TrainConfig, make_plan, planned, run_train
+from sparsekv.commands.train import ON_GPU, TrainConfig, TrainingPlan, plan_training, planned, run_train
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.hub import load_config
 
@@ -89,15 +89,15 @@ def test_disk_is_estimated_as_it_is_used(place: Path) -> None:
     assert found.artifacts == pytest.approx(made, rel=0.1)
 
 
-def llama_8b(layers: int = 32) -> Shape:
-    return Shape(8_030_000_000, layers, 32, 32, 8, 128, 14336, 2)
+def llama_8b(layers: int = 32) -> ModelShape:
+    return ModelShape(8_030_000_000, layers, 32, 32, 8, 128, 14336, 2)
 
 
 def test_estimates_give_back_what_was_measured() -> None:
-    smollm2 = Shape(134_500_000, 30, 30, 9, 3, 64, 1536, 2)
+    smollm2 = ModelShape(134_500_000, 30, 30, 9, 3, 64, 1536, 2)
     step = step_operations(smollm2, Work(64, 8192, 768, 1024, 4000, 256, 192, 4096))
     assert 30 * step / GPU.maps == pytest.approx(1 / 19.2, rel=0.02)
-    eight = Shape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
+    eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
     for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
         work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048)
         found = estimate(eight, work, GPU)
@@ -108,9 +108,9 @@ def test_estimates_give_back_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("shape", "documents"), [
-    (Shape(1_240_000_000, 16, 16, 32, 8, 64, 8192, 2), 150), (llama_8b(), 76),
-    (Shape(70_600_000_000, 80, 80, 64, 8, 128, 28672, 2), 26)], ids=["1B", "8B", "70B"])
-def test_windows_are_as_many_as_100_gb_hold(shape: Shape, documents: int) -> None:
+    (ModelShape(1_240_000_000, 16, 16, 32, 8, 64, 8192, 2), 150), (llama_8b(), 76),
+    (ModelShape(70_600_000_000, 80, 80, 64, 8, 128, 28672, 2), 26)], ids=["1B", "8B", "70B"])
+def test_windows_are_as_many_as_100_gb_hold(shape: ModelShape, documents: int) -> None:
     plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, 131_072, 80_000_000_000)
     assert (plan.documents, plan.context_length, plan.queries) == (documents, 8192, 768)
     work = Work(plan.documents, 8192, 768, 1024, 22_000, 256, 192, 4096)
@@ -121,8 +121,8 @@ def test_windows_are_as_many_as_100_gb_hold(shape: Shape, documents: int) -> Non
 
 
 def test_a_resumed_training_keeps_its_sizes(place: Path) -> None:
-    kept = Plan(5, 100, 50, 2, {}, {"max_steps": 3})
-    plan, said = make_plan(config(place, "whole"), kept)
+    kept = TrainingPlan(5, 100, 50, 2, {}, {"max_steps": 3})
+    plan, said = plan_training(config(place, "whole"), kept)
     assert plan == kept and "5 windows of 100 tokens" in said and "2 layers at once" in said
 
 

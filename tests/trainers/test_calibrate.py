@@ -8,7 +8,7 @@ from sparsekv.core.buckets import fit_buckets
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.offline import Window, mid_share, relative_error, requests
 from sparsekv.core.step import sparse_step, two_parts
-from sparsekv.models.feature_map import CentredMap, FeatureMap, Maps
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.trainers.calibrate import CASES, choose_gates, reader, shifted_errors
 from sparsekv.trainers.pool import Pool
 from sparsekv.trainers.router import quality
@@ -28,7 +28,7 @@ def pool(length: int = 200, documents: int = 1) -> Pool:
 def test_errors_of_shifts_are_those_of_the_steps() -> None:
     window: Window = pool().window(0)
     key = CentredMap(HEADS_KV, DIM, 6, 8)
-    maps = Maps(FeatureMap(HEADS_Q, DIM, 6, 8).weights(), key.plain.weights(), key.centred.weights()).map(
+    maps = FeatureMaps(FeatureMap(HEADS_Q, DIM, 6, 8).weights(), key.plain.weights(), key.centred.weights()).map(
         torch.Tensor.detach)
     shifts = torch.tensor([-2.0, 0.0, 0.5])
     for share in (None, 0.1):

@@ -33,7 +33,7 @@ from sparsekv.kernels import (
 from sparsekv.kernels.launch import acc_dtype, finite, product_dtype
 
 
-class Maps(Protocol):
+class TrainedMaps(Protocol):
     """The calibrated maps of one layer, as `artifacts.phi.PhiLayer` has them."""
 
     @property
@@ -55,7 +55,7 @@ class Maps(Protocol):
     def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
         """Of every KV head, with products in `dtype`, as `log_phi_keys` takes them."""
 
-    def at(self, share: float | Tensor) -> Maps:
+    def at(self, share: float | Tensor) -> TrainedMaps:
         """Calibrated for a share of the context that is read."""
 
 
@@ -78,7 +78,7 @@ class PhiEstimator(Estimator):
 
     row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "built_size", "covariance")
 
-    def __init__(self, layer: Maps):
+    def __init__(self, layer: TrainedMaps):
         self.layer = self.calibrated = layer
         self.share: float | Tensor = 0.0
         self.state: PhiState

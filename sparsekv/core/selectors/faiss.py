@@ -23,7 +23,7 @@ PROBED, SEARCHED = 8, 2
 
 
 @dataclass(frozen=True)
-class Index:
+class FaissIndex:
     """A Faiss index of keys by inner product. A graph, which wants distances, has `bound`, the largest squared length:
     with one more coordinate, `√(bound − |k|²)` of a key and 0 of a query, the nearest key has the largest product
     (Bachrach et al., RecSys 2014). A key that came later and is longer counts as of that length."""
@@ -48,8 +48,8 @@ class Index:
         distances, ids = self.index.search(np.pad(q, ((0, 0), (0, 1))), k)
         return (np.square(q).sum(1, keepdims=True) + self.bound - distances) / 2, ids
 
-    def clone(self) -> Index:
-        return Index(import_faiss().clone_index(self.index), self.bound)
+    def clone(self) -> FaissIndex:
+        return FaissIndex(import_faiss().clone_index(self.index), self.bound)
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class FaissTopK(Selector):
                          for h in range(view.num_kv_heads)] for b in range(view.keys.shape[0])]
         self.compared: float | None = None
 
-    def _index(self, points: np.ndarray) -> Index:
+    def _index(self, points: np.ndarray) -> FaissIndex:
         faiss = import_faiss()
         count, dim = points.shape
         lists = min(self.lists or int(4 * max(count, 1) ** 0.5), max(count // 4, 1))
@@ -92,7 +92,7 @@ class FaissTopK(Selector):
         except RuntimeError as error:
             raise SparseKVError(f"Faiss refused the index {text!r} for {count} keys of dimension {dim}: "
                                 f"{str(error).splitlines()[-1]}") from error
-        made = Index(index, float(np.square(points).sum(1).max(initial=0.0)) if graph else None)
+        made = FaissIndex(index, float(np.square(points).sum(1).max(initial=0.0)) if graph else None)
         made.add(points)
         return made
 

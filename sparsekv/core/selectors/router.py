@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from sparsekv.core.index import Buckets, Index, TrainedBuckets, choose, grow_buckets, make_buckets
+from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
@@ -120,8 +120,9 @@ class Router(Selector):
         index = self.index
         where = {} if index.buckets is not None else {
             "first": queries.per_query(view.regions.mid_first), "last": queries.per_query(view.regions.mid_last)}
-        return choose(index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
-                      pool=queries.per_query(index.pool), **where)
+        return chosen_tokens(
+            index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
+            pool=queries.per_query(index.pool), **where)
 
     def _asking(self, queries: Queries) -> Tensor:
         """The queries in the space of the scores, `[Q, Hq, d]`."""
