@@ -18,6 +18,7 @@ sys.path += [str(Path(__file__).resolve().parent.parent / room) for room in (
     "", "tests/reliability", "tests/capture", "tests/trainers", "tests/runtime")]
 
 import attacks
+import families
 
 from benchmarks._pages import fill, take_over
 from benchmarks._rows import RESULTS, row
@@ -27,6 +28,8 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "records with a fitting checksum": lambda folder: attacks.change_records(folder, 6000),
     "safetensors headers": lambda folder: attacks.change_headers(folder, 1500),
     "arguments of attach": lambda folder: attacks.attach_with_anything(1500),
+    "families": lambda folder: attacks.Outcome(len(families.FAMILIES), [
+        word for name in families.FAMILIES if (word := families.wrong(name))]),
     "padded batches against unpadded": lambda folder: attacks.pad(1000),
     "sizes beyond all memory": lambda folder: attacks.ask_for_too_much(folder),
     "command lines": lambda folder: attacks.type_anything(folder, 800),

@@ -91,6 +91,17 @@ def judge(name: str) -> Verdict:
     return Verdict((sparse, model.config.get_text_config().num_hidden_layers), attached, captured, error)
 
 
+def wrong(name: str) -> str | None:
+    """A word where a family is neither right nor refused, at both doors."""
+    try:
+        found = judge(name)
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {error}"
+    if found.attach:
+        return None if found.capture else f"{name}: refused at attach and captured"
+    return None if found.layers[0] and found.error < 1e-4 else f"{name}: {found}"
+
+
 def row(name: str) -> str:
     """A line of the table."""
     found = judge(name)
