@@ -27,7 +27,8 @@ NAME = "sparsekv_capture"
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of one layer: `query [1, Hq, q, d]`, `key, value [1, Hkv, k, d]`, RoPE applied; the queries are the last
-    q of the k positions. `cos, sin [q, width]` as the model passed them, `scale` its softmax scaling."""
+    q of the k positions. `cos, sin [q, width]` as the model passed them, `scale` its softmax scaling, sinks `[Hq]` its
+    learned sinks."""
 
     layer: int
     query: Tensor
@@ -39,6 +40,7 @@ class AttentionCall:
     sliding_window: int | None
     softcap: float | None
     module: nn.Module
+    sinks: Tensor | None = None
 
 
 class StopForward(Exception):
@@ -61,15 +63,17 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **_: Any,
+        scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+        s_aux: Tensor | None = None, **_: Any,
     ) -> tuple[Tensor, None]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         cos, sin = tables.get(id(module), (None, None))
         if attention_mask is not None:
             raise SparseKVError("capture runs one unpadded window at a time, found an attention mask")
         listener(AttentionCall(layer_of[id(module)], query, key, value, None if cos is None else cos[0],
-                               None if sin is None else sin[0], scale, sliding_window, softcap, module))
-        out = dense_attention(query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+                               None if sin is None else sin[0], scale, sliding_window, softcap, module, s_aux))
+        out = dense_attention(query, key, value, scale=scale, window=sliding_window, softcap=softcap,
+                              sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
 
     before = model.config._attn_implementation
@@ -169,6 +173,8 @@ def _why_not(call: AttentionCall, before: Tensor | None) -> str | None:
         return f"sliding-window attention over {call.sliding_window} tokens"
     if call.softcap is not None:
         return "soft-capped scores"
+    if call.sinks is not None:
+        return "learned attention sinks, which the store's statistics do not know"
     if call.key.shape[-1] != call.value.shape[-1]:
         return "keys and values of different sizes"
     if call.cos is None or call.sin is None or before is None:

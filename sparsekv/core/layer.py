@@ -120,7 +120,7 @@ class LayerView:
 
     recent_queries `[B, Hq, w, d]`: the last queries of the prefill, w up to 64; recent_end: the position after them.
     completion_tokens: what the estimator's cache costs, in tokens; feature_tokens: what it reads beside every retrieved
-    token.
+    token. sinks `[Hq]`: the model's learned sinks, one more term of the normalisation.
     """
 
     keys: Tensor
@@ -135,6 +135,7 @@ class LayerView:
     recent_end: int = 0
     completion_tokens: float = 0.0
     feature_tokens: float = 0.0
+    sinks: Tensor | None = None
 
     keys_on_device = True
     """Whether keys lie where decoding happens: a kernel may read any of them."""

@@ -41,7 +41,7 @@ def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Read
     if not bool((regions.mid_sizes > selector.budget).any()):
         mask = torch.arange(end, device=q.device) >= regions.starts[:, None]
         return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale,
-                               key_mask=None if bool(mask.all()) else mask)
+                               key_mask=None if bool(mask.all()) else mask, sinks=view.sinks)
     pre = needed(view.rope).unrotate(q, columns) if selector.extrapolate else q
     listed = selector.choose(past, pre.mean(2, keepdim=True))[:, 0]
     lengths = torch.full_like(regions.starts, first)
@@ -56,4 +56,5 @@ def _chunk(past: LayerView, view: LayerView, q: Tensor, end: int, selector: Read
         rope, new = needed(view.rope), torch.arange(keys.shape[2], device=q.device)
         keys = rope.turn(keys, torch.cat([index, columns.expand(*index.shape[:2], -1)], dim=2), new)
         q = rope.turn(q, columns, new[-len(columns):])
-    return dense_attention(q, keys, values, scale=view.scale, key_mask=None if bool(used.all()) else used)
+    return dense_attention(q, keys, values, scale=view.scale, key_mask=None if bool(used.all()) else used,
+                           sinks=view.sinks)

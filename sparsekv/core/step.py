@@ -13,7 +13,7 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.streams import beside
-from sparsekv.kernels import merge
+from sparsekv.kernels import add_sinks, merge
 
 
 class Step(NamedTuple):
@@ -49,12 +49,15 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
         out, lse, rest = _apart(view, queries, selection, estimator)
     if rest is not None:
         out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
+    if view.sinks is not None:
+        out, lse = add_sinks(out, lse, view.sinks)
     batch, heads, count, dim = queries.rot.shape
     return Step(out.reshape(batch, count, heads, dim).transpose(1, 2), lse, selection)
 
 
 def two_parts(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
-    """The same step, exact part and estimate apart: what calibration shifts against each other."""
+    """The same step, exact part and estimate apart and without learned sinks: what calibration shifts against each
+    other."""
     selection = selector.select(view, queries)
     out, lse, rest = _apart(view, queries, selection, estimator)
     return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)

@@ -18,7 +18,7 @@ Conventions (all functions):
   a token in both is read once. What lies between is the mid region.
 """
 
-from sparsekv.kernels.attend import Pages, attend_buckets, attend_gathered, attend_tokens, merge
+from sparsekv.kernels.attend import Pages, add_sinks, attend_buckets, attend_gathered, attend_tokens, merge
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
@@ -83,6 +83,7 @@ __all__ = [
     "ScoreMoments",
     "Sketch",
     "add_centre",
+    "add_sinks",
     "against_bucket",
     "anchor_indices",
     "append_token",

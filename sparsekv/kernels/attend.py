@@ -208,6 +208,12 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (total / torch.where(mass > 0, mass, 1.0)[..., None]).to(outs.dtype), lse
 
 
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Learned sinks `[H]` (gpt-oss) join the normalisation of a partial attention, out `[..., H, d]`, which is
+    overwritten, and lse `[..., H]`: a logit a query head that has no value."""
+    return out.mul_(torch.sigmoid(lse - sinks)[..., None]), torch.logaddexp(lse, sinks.to(lse.dtype))
+
+
 def _key_features(completion: CompletionQuery) -> Tensor:
     if completion.key_features is None:
         raise ValueError("a completion of attention needs the features of the keys, found none: give key_features")

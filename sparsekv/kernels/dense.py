@@ -10,23 +10,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels.launch import NEG_INF
+from sparsekv.kernels.attend import add_sinks, attend_gathered
+from sparsekv.kernels.launch import NEG_INF, acc_dtype
+from sparsekv.kernels.stored import decode_attention
 
 QUERY_BLOCK = 1024
 MERGE_BLOCK = 4096
+SINK_CHANNELS = 8
+"""Channels added for learned sinks: two are used, fused kernels want multiples of eight."""
 
 
 def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_mask: Tensor | None = None,
-    window: int | None = None, softcap: float | None = None,
+    window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
     """The model's own causal attention: query `[B, Hq, T, d]` are the last T of the keys `[B, Hkv, N, d]` -> as query.
 
     key_mask `[B, N]`: nonzero = a real token. window: a query sees that many keys, itself included. softcap: scores are
-    squeezed by `softcap · tanh(s / softcap)` (Gemma 2). A query that sees nothing gives zero. Masks are made for a
-    block of queries at a time.
+    squeezed by `softcap · tanh(s / softcap)` (Gemma 2). sinks `[Hq]`: a learned logit a query head, one more term of
+    the normalisation (gpt-oss), not with a softcap. A query that sees nothing gives zero. Masks are made for a block
+    of queries at a time.
     """
     count, length = query.shape[2], key.shape[2]
+    if sinks is not None:
+        if softcap is not None:
+            raise ValueError("attention with learned sinks has no softcap, found both")
+        alone = count == 1 and not (torch.is_grad_enabled() and query.requires_grad)
+        return (_one_query_with_sinks if alone else _with_sinks)(query, key, value, sinks, scale, key_mask, window)
     if key_mask is None and softcap is None and (window is None or window >= length):
         if count == 1:
             return _one_query(query, key, value, scale, None)
@@ -34,6 +44,16 @@ def dense_attention(
             return _sdpa(query, key, value, scale, is_causal=True)
         if query.is_cuda:
             return _after_cache(query, key, value, scale)
+    return _in_blocks(query, key, value, scale, key_mask, window, softcap)
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, key_mask: Tensor | None, window: int | None,
+    softcap: float | None = None, always: int = 0,
+) -> Tensor:
+    """With a mask, for a block of queries at a time. always: so many of the first keys are seen by every query, are no
+    tokens of the mask or a window, and have no query of theirs."""
+    count, length = query.shape[2], key.shape[2] - always
     columns = torch.arange(length, device=query.device)
     parts = []
     for first in range(length - count, length, QUERY_BLOCK):
@@ -47,9 +67,56 @@ def dense_attention(
         if key_mask is not None:
             mask = mask & key_mask[:, None, None, low:high].bool()
         q = query[:, :, first - (length - count):high - (length - count)]
+        k, v = (x[:, :, low + always:high + always] for x in (key, value))
+        if always:
+            k, v = (torch.cat([x[:, :, :always], seen], dim=2) for x, seen in ((key, k), (value, v)))
+            mask = F.pad(mask, (always, 0), value=True)
         attend = functools.partial(_capped, softcap=softcap) if softcap is not None else _masked
-        parts.append(attend(q, key[:, :, low:high], value[:, :, low:high], scale, mask))
+        parts.append(attend(q, k, v, scale, mask))
     return torch.cat(parts, dim=2)
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, key_mask: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """The sinks as the score of one more key, the first, whose value is zero: in two channels of their own, which are
+    one at that key and zero at all others, queries have `sink / scale` and what its rounding left. So torch's fused
+    kernels serve, which give no log-sum-exp that is documented."""
+    count, length, dim = query.shape[2], key.shape[2], query.shape[3]
+    square = key_mask is None and count == length and (window is None or window >= length)
+    exact = sinks.to(acc_dtype(query)) / scale
+    high = exact.to(query.dtype)
+    low = (exact - high).to(query.dtype)
+    channels = F.pad(torch.stack([high, low], dim=-1), (0, SINK_CHANNELS - 2))[None, :, None]
+    q = torch.cat([query, channels.expand(*query.shape[:3], -1)], dim=-1)
+    k, v = (F.pad(x, (0, SINK_CHANNELS, 1, 0)) for x in (key, value))
+    k[:, :, 0, dim:dim + 2] = 1.0
+    if square:
+        out = _sdpa(F.pad(q, (0, 0, 1, 0)), k, v, scale, is_causal=True)[:, :, 1:]
+    elif query.is_cuda and key_mask is None and (window is None or window >= length):
+        out = _after_cache(q, k, v, scale)
+    else:
+        out = _in_blocks(q, k, v, scale, key_mask, window, always=1)
+    return out[..., :dim]
+
+
+def _one_query_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, key_mask: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """A decode step with sinks: no key is copied where they are float32, or on a GPU without a mask."""
+    low = 0 if window is None else max(0, key.shape[2] - window)
+    q, k, v = query[:, :, 0], key[:, :, low:], value[:, :, low:]
+    rows, heads, length = k.shape[:3]
+    if q.is_cuda and key_mask is None:
+        starts = torch.zeros(rows, dtype=torch.long, device=q.device)
+        out, lse = decode_attention(q, k, v, starts, torch.full_like(starts, length), scale=scale)
+    else:
+        used = (torch.ones(rows, length, dtype=torch.bool, device=q.device) if key_mask is None
+                else key_mask[:, low:].bool())
+        out, lse = attend_gathered(q, k, v, used[:, None].expand(-1, heads, -1), scale)
+    return add_sinks(out, lse, sinks.detach())[0][:, :, None]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, **how: Any) -> Tensor:

@@ -228,10 +228,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """What transformers calls while a model is attached: a layer of the plan that runs, or a layer by itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux")
     if torch.compiler.is_compiling():
-        return decode_layer(query, key, value, scale), None
+        return decode_layer(query, key, value, scale, sinks), None
     if NOW.plan is not None:
-        return NOW.plan.layer(query, key, value, scale), None
+        return NOW.plan.layer(query, key, value, scale, sinks), None
     seen, NOW.seen = NOW.seen, None
     foreign = attention_mask is not None and attention_mask.dim() != 2
     if seen is None or seen[0] is not module or not seen[1].attachments or (
@@ -239,10 +240,11 @@ def _attention(
         # a pass that another thread began before the model was attached to
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                                       sliding_window=sliding_window, softcap=softcap, **kwargs)
-    if kwargs.get("s_aux") is not None:
-        raise SparseKVError(f"{type(module).__name__} has learned attention sinks, which sparsekv does not support")
+    if sinks is not None and softcap is not None:
+        raise SparseKVError(f"{type(module).__name__} has learned attention sinks and caps its scores, which sparsekv "
+                            "does not support together")
     out = seen[1].attachments[-1].layerwise.attention(
-        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap)
+        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -39,9 +39,9 @@ class Layerwise:
         self._mask, self.prefilling = None, False
 
     def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                  scale: float, window: int | None, softcap: float | None) -> Tensor:
+                  scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """Dense or sparse, of the last tokens of a layer: query `[B, Hq, T, d]`, key, value `[B, Hkv, N, d]` -> as
-        query."""
+        query. sinks `[Hq]`: learned sinks of the layer."""
         index = module.layer_idx
         layers = cache.layers if isinstance(cache, SparseCache) else ()
         layer = layers[index] if index < len(layers) else None
@@ -51,14 +51,15 @@ class Layerwise:
 
         def dense() -> Tensor:
             k, v = key.to(query.device), value.to(query.device)
-            return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap)
+            return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap,
+                                   sinks=sinks)
 
         if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
             return dense()
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
             if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
-                return self._prefill_sparsely(module, cache, query, key, value, mask, scale)
+                return self._prefill_sparsely(module, cache, query, key, value, mask, scale, sinks)
             return dense()
         short = key.shape[2] < self.decoding.short_until(key)
         if index in self.decoding.dense_layers or softcap is not None or short:
@@ -66,24 +67,24 @@ class Layerwise:
             return dense()
         with torch.no_grad():
             if layer.state is None or layer.state.owner is not self.decoding:
-                layer.state = self._begin(module, layer, cache, query, mask, scale, past)
+                layer.state = self._begin(module, layer, cache, query, mask, scale, past, sinks)
             out = self._decode(layer, layer.state, query, past)
             if self.run.compares:
                 self.counters.compare(index, out, dense())
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _prefill_sparsely(self, module: Any, cache: SparseCache, query: Tensor, key: Tensor, value: Tensor,
-                          mask: Tensor | None, scale: float) -> Tensor:
+                          mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
         """A prompt, or a part of one, by a selector that reads prompts in chunks."""
         index, device = module.layer_idx, query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2],
                                          self.decoding.sink_size, self.decoding.window_size)
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
-                         cache.rope.get(getattr(module, "layer_type", None)))
+                         cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
 
     def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
-               scale: float, past: int) -> LayerState:
+               scale: float, past: int, sinks: Tensor | None) -> LayerState:
         """Selector and estimator of a layer over what was prefilled, `past` tokens: decoding begins."""
         index, keys, values = module.layer_idx, layer.keys, layer.values
         on_host = isinstance(layer, HostLayer) and self.decoding.placement == "offload"
@@ -97,7 +98,8 @@ class Layerwise:
         kind = HostView if on_host else LayerView
         began = _now(device)
         view = kind(keys[:, :, :past], values[:, :, :past], regions, scale, query.shape[1], index, len(cache.layers),
-                    cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end)
+                    cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end,
+                    sinks=None if sinks is None else sinks.detach().to(device))
         state = LayerState(
             view, self.decoding.selector_of(index, device), self.decoding.estimator_of(index, device),
             window_size=self.decoding.window_size, decode_window=self.decoding.decode_window, owner=self.decoding)

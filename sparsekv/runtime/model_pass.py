@@ -24,16 +24,16 @@ COMPILER: Any = {"coordinate_descent_tuning": True}
 
 
 @torch.library.custom_op("sparsekv::decode_layer", mutates_args=())
-def decode_layer(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def decode_layer(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """The next layer of the plan that runs, as compiled layers call it: query `[B, Hq, 1, d]`, key, value
-    `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`."""
+    `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`. sinks `[Hq]`: the layer's learned sinks."""
     if NOW.plan is None:
         raise SparseKVError("a layer of this model is wrapped by torch.compile; attach to a model that is not compiled")
-    return NOW.plan.layer(query, key, value, scale)
+    return NOW.plan.layer(query, key, value, scale, sinks)
 
 
 @decode_layer.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
 
 

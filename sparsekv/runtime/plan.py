@@ -17,7 +17,7 @@ from sparsekv.core.cost import extra_tokens, read_shares
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
-from sparsekv.kernels import append_token, decode_attention, dense_attention
+from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_attention
 from sparsekv.runtime.cache import GrowingRope, SparseCache
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.model_pass import Layers
@@ -127,14 +127,15 @@ class Plan:
         assert self.logits is not None
         return self.logits
 
-    def layer(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of the next layer: query `[B, Hq, 1, d]`, key, value `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`."""
+    def layer(self, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+        """Attention of the next layer: query `[B, Hq, 1, d]`, key, value `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`. sinks
+        `[Hq]`: its learned sinks, which a sparse layer's view has."""
         index, self._next = self._next, self._next + 1
         state, view = self.states[index], self.views[index]
         keys, values = self.stores[index].whole
         append_token(key, value, keys, values, self.lengths)
         if state is None or view is None:
-            return self._dense(query, keys, values, scale).contiguous()
+            return self._dense(query, keys, values, scale, sinks).contiguous()
         queries = Queries(query, self.lengths, view.rope)
         step = sparse_step(view, queries, state.selector, state.estimator)
         self._read.append((queries, step.selection))
@@ -146,13 +147,15 @@ class Plan:
             rope, how = self.ropes[kind]
             rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
 
-    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
         """Full attention over the storage of a layer, `[B, 1, Hq, d]`."""
         if query.is_cuda:
-            return decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)[0][:, None]
+            out, lse = decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)
+            return (out if sinks is None else add_sinks(out, lse, sinks)[0])[:, None]
         seen = self.length + 1
         return dense_attention(query, keys[:, :, :seen], values[:, :, :seen], scale=scale,
-                               key_mask=None if self.real is None else self.real[:, :seen]).transpose(1, 2)
+                               key_mask=None if self.real is None else self.real[:, :seen],
+                               sinks=sinks).transpose(1, 2)
 
     def _whole(self, state: LayerState) -> LayerView:
         """The layer's view over what this plan may fill of its storage: regions end it, not its length."""

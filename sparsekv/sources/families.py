@@ -42,8 +42,6 @@ def _of_model(model: Any, modules: dict[int, Any]) -> str | None:
             return OTHER_WAY
         if hasattr(module, "kv_lora_rank"):
             return LATENT
-        if hasattr(module, "sinks"):
-            return "learned attention sinks"
         if "past_key_values" not in inspect.signature(type(module).forward).parameters:
             return "its attention does not get its cache as past_key_values"
     config = model.config.get_text_config()

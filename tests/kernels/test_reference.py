@@ -248,8 +248,9 @@ def test_attention_over_tokens_is_a_masked_softmax(lists: int) -> None:
 
 @pytest.mark.parametrize(("count", "window", "softcap", "padded"), [
     (1, None, None, False), (1, 5, None, True), (30, None, None, False), (7, None, None, False), (7, 5, None, False),
-    (30, 5, 3.0, True), (7, None, 3.0, False), (7, None, None, True)])
-def test_dense_attention_is_a_masked_softmax(count, window, softcap, padded) -> None:
+    (30, 5, 3.0, True), (7, None, 3.0, False), (7, None, None, True), (1, None, None, True), (30, 5, None, True)])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_dense_attention_is_a_masked_softmax(count, window, softcap, padded, sunk) -> None:
     torch.manual_seed(count)
     q, k, v = torch.randn(2, 6, count, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
     rows, columns = torch.arange(30 - count, 30)[:, None], torch.arange(30)
@@ -260,10 +261,34 @@ def test_dense_attention_is_a_masked_softmax(count, window, softcap, padded) -> 
     scores = (q @ k.repeat_interleave(3, 1).mT) * 0.3
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    want = scores.masked_fill(~mask, float("-inf")).softmax(-1).nan_to_num(0.0) @ v.repeat_interleave(3, 1)
+    sinks = 2 * torch.randn(6) if sunk else None
+    logits = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None and softcap is not None:
+        with pytest.raises(ValueError, match="found both"):
+            kernels.dense_attention(q, k, v, scale=0.3, softcap=softcap, sinks=sinks)
+        return
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[:, None, None].expand(2, 6, count, 1)], dim=-1)
+    want = logits.softmax(-1).nan_to_num(0.0)[..., :30] @ v.repeat_interleave(3, 1)
     key_mask = None if starts is None else (columns >= starts[:, None]).long()
-    found = kernels.dense_attention(q, k, v, scale=0.3, window=window, softcap=softcap, key_mask=key_mask)
+    found = kernels.dense_attention(q, k, v, scale=0.3, window=window, softcap=softcap, key_mask=key_mask,
+                                    sinks=sinks)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_have_a_gradient_and_keep_what_half_precision_drops() -> None:
+    torch.manual_seed(3)
+    q, k, v, sinks = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), 3 * torch.randn(4)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~torch.ones(9, 9).tril().bool(), float("-inf"))
+    leaves = sinks.clone().requires_grad_(), sinks.clone().requires_grad_()
+    logits = torch.cat([scores, leaves[0][:, None, None].expand(1, 4, 9, 1)], dim=-1)
+    want = logits.softmax(-1)[..., :9] @ v.repeat_interleave(2, 1)
+    found = kernels.dense_attention(q, k, v, scale=0.3, sinks=leaves[1])
+    want.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(leaves[1].grad, leaves[0].grad, rtol=1e-4, atol=1e-5)
+    half = kernels.dense_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), scale=0.3, sinks=sinks)
+    torch.testing.assert_close(half.float(), want, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize(("length", "buckets", "joins"),

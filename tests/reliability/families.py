@@ -29,9 +29,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "nemotron": {}, "ernie4_5": {}, "seed_oss": {}, "exaone4": {
         "sliding_window": 24, "layer_types": SLIDES}, "phi": {}, "stablelm": {},
     "persimmon": {}, "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "layer_types": SLIDES},
     # refused
-    "mistral with a window": {"sliding_window": 32}, "gemma2": {}, "gpt_oss": {"num_local_experts": 4,
-                                                                               "num_experts_per_tok": 2},
+    "mistral with a window": {"sliding_window": 32}, "gemma2": {},
     "deepseek_v2": LATENT, "deepseek_v3": LATENT, "llama4_text": {}, "qwen3_next": {
         **EXPERTS, "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 32},

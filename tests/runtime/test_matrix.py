@@ -25,7 +25,7 @@ def options(name: str, router: Any, budget: int) -> dict[str, Any]:
     return given | ({"router": router} if SELECTORS[name].is_trained() else {})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "glm4"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "glm4"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_selector_on_family(name: str, family: str) -> None:
     model, ids = make_model(family), prompt(LENGTH, 3)

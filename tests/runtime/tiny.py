@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 24, "query_pre_attn_scalar": 16, "layer_types": [
         "sliding_attention", "full_attention", "full_attention"]}),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+                                 "layer_types": ["sliding_attention", "full_attention", "full_attention"]}),
     "glm4": ("Glm4Config", {"partial_rotary_factor": 0.5}),
 }
 
@@ -32,7 +34,12 @@ def _build(family: str, changes: tuple[tuple[str, Any], ...]):
 
     torch.manual_seed(7)
     name, own = FAMILIES[family]
-    return t.AutoModelForCausalLM.from_config(getattr(t, name)(**{**COMMON, **own, **dict(changes)})).eval()
+    model = t.AutoModelForCausalLM.from_config(getattr(t, name)(**{**COMMON, **own, **dict(changes)})).eval()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
+                module.sinks += 20.0  # about the log mass of a short text
+    return model
 
 
 def make_model(family: str = "llama", **changes: Any):
