@@ -67,7 +67,7 @@ def by_attach(options: argparse.Namespace) -> Answer:
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
-    sparsekv.attach(model, fit="fixed", adapt=False, **settings_of(options)).__enter__()
+    sparsekv.attach(model, **settings_of(options)).__enter__()
 
     def answer(prompt: list[int], limit: int) -> list[int]:
         ids = torch.tensor([prompt], device=device)

@@ -75,11 +75,8 @@ def attached(folder: Path, texts: list[list[int]], tokens: int, *, model: Any = 
     """The tokens of `sparsekv.attach`, one request after another."""
     import sparsekv
 
-    if router != "buckets":
-        options["fit"] = "fixed"
     outs = []
-    with sparsekv.attach(model or tiny(), router=str(folder / router), adapt=False, dense_below=0, dense_layers=[0],
-                         **options):
+    with sparsekv.attach(model or tiny(), router=str(folder / router), dense_below=0, dense_layers=[0], **options):
         for text in texts:
             ids = torch.tensor([text])
             out = (model or tiny()).generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
