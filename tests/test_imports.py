@@ -23,6 +23,7 @@ LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
 DOORS = ("cli", "commands")
 TRANSFORMERS = {
     "runtime.hooks": "hooks, attention and mask function, wrapped forward and generate", "runtime.cache": "its caches",
+    "runtime.sliding": "its caches' layers with a window",
     "runtime.generate": "its streamer", "capture.tap": "attention calls that are shown", "capture.run": "its caches",
     "commands.estimate": "a model's shape without weights", "sources.hub": "models by name"}
 """All that import transformers, and for what; table of docs/architecture.md."""

@@ -17,6 +17,7 @@ from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.offload import HostView
+from sparsekv.runtime.sliding import SlidingLayer
 from sparsekv.runtime.storage import Growing
 
 
@@ -216,13 +217,14 @@ class HostLayer(SparseLayer):
 class SparseCache(Cache):
     """A cache for `model.generate` or `model(...)` under `sparsekv.attach`; the attachment makes it by itself.
 
-    Full-attention layers are `SparseLayer`s; sliding-window layers are transformers' own.
+    Full-attention layers are `SparseLayer`s, sliding-window layers `SlidingLayer`s; others are transformers' own.
     """
 
     def __init__(self, config: Any, host_layers: Collection[int] = (), reserve: int = 0):
         """`host_layers` keep their keys and values in CPU memory. reserve: tokens to make room for at once."""
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(layers=[
+            SlidingLayer(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else
             layer if type(layer) is not DynamicLayer else (HostLayer if i in host_layers else SparseLayer)(reserve)
             for i, layer in enumerate(layers)])
         self.rope: dict[Any, GrowingRope] = {}
@@ -239,16 +241,21 @@ class SparseCache(Cache):
         elif self._model() is not model:
             raise SparseKVError("this cache holds keys and values of another model; use a new one, attachment.cache()")
 
+    @property
+    def first(self) -> SparseLayer | None:
+        """The first layer with full attention, which stands for all of them."""
+        return next((layer for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
     def settle(self) -> None:
         """A pass ends here."""
-        first = self.layers[0]
-        if isinstance(first, SparseLayer) and first.get_seq_length():
+        first = self.first
+        if first is not None and first.get_seq_length():
             self._settled = first.whole[0], first.get_seq_length()
 
     @property
     def settled(self) -> bool:
         """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
-        first: Any = self.layers[0]
+        first: Any = self.first
         return self._settled is not None and self._settled[0] is first.whole[0] and (
             self._settled[1] == first.get_seq_length())
 
@@ -257,7 +264,7 @@ class SparseCache(Cache):
         other = copy.copy(self)
         other.plan = other._settled = None
         # transformers' own layers replace their tensors and never write into them: a shallow copy is independent
-        other.layers = [layer.fork() if isinstance(layer, SparseLayer) else copy.copy(layer) for layer in self.layers]
+        other.layers = [x.fork() if isinstance(x, SparseLayer | SlidingLayer) else copy.copy(x) for x in self.layers]
         other.rope = {key: table.fork() for key, table in self.rope.items()}
         for layer in other.layers:
             if isinstance(layer, SparseLayer) and layer.state is not None:
@@ -275,7 +282,7 @@ class SparseCache(Cache):
     def reset(self) -> None:
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicSlidingWindowLayer):
-                self.layers[index] = DynamicSlidingWindowLayer(sliding_window=layer.sliding_window)
+                self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
         self.rope, self.plan, self._settled = {}, None, None
@@ -300,7 +307,7 @@ class SparseCache(Cache):
         return next((keys.shape[0] for keys in held if keys is not None), 0)
 
     def _length(self) -> int:
-        return next((x.get_seq_length() for x in self.layers if isinstance(x, SparseLayer)), self.get_seq_length())
+        return self.get_seq_length() if self.first is None else self.first.get_seq_length()
 
     def _take_rope_rows(self, index: Tensor) -> None:
         for table in self.rope.values():

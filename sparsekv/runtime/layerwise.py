@@ -21,6 +21,7 @@ from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
+from sparsekv.runtime.sliding import SlidingLayer
 
 QUERY_BLOCK = 64
 
@@ -128,7 +129,7 @@ class Layerwise:
     def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
         """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
         taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
-        first: Any = cache.layers[0]
+        first: Any = cache.first
         if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
                 torch.is_grad_enabled()):
             return None
@@ -151,6 +152,8 @@ class Layerwise:
                 self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
                 return None
         for layer, state in zip(cache.layers, states, strict=True):
+            if isinstance(layer, SlidingLayer) and layer.room <= length:
+                layer.make_room()
             if state is not None:
                 advance(state, layer, length, length + 1)
         starts = next((s.view.regions.starts for s in states if s is not None), None)
@@ -160,7 +163,7 @@ class Layerwise:
             self.decoding.short_until(first.keys))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := seat.ropes.get(key)) is not None}
-        steady = (ours and held.data is first.whole[0] and held.length == length) or cache.settled
+        steady = (ours and held.data[0] is first.whole[0] and held.length == length) or cache.settled
         plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
                     compile_after=self.run.compile_after, steady=steady)
         if plan.fits(cache):
@@ -172,8 +175,7 @@ class Layerwise:
         states: list[LayerState | None] = []
         layers: list[Any] = cache.layers
         for index, layer in enumerate(layers):
-            short = length + 1 < self.decoding.short_until(layer.keys)
-            if index in self.decoding.dense_layers or short:
+            if index in self.decoding.dense_layers or length + 1 < self.decoding.short_until(layer.keys):
                 states.append(None)
                 continue
             state = layer.state

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.process import NOW, known
+from sparsekv.runtime.sliding import SlidingLayer
 
 PLANNED = "sparsekv_step"
 """The attention function's name in a pass: transformers makes no mask for one without a mask function."""
@@ -141,9 +142,9 @@ def why_not(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozense
     if layers.failed is not None:
         return layers.failed
     for layer in layers_of_cache:
-        if type(layer) is not SparseLayer:
+        if type(layer) not in (SparseLayer, SlidingLayer):
             return ("keys and values lie in CPU memory" if isinstance(layer, SparseLayer)
-                    else "the model has sliding-window layers")
+                    else f"the cache has a {type(layer).__name__}")
     if len({layer.keys.device for layer in layers_of_cache}) > 1:
         return "the model is spread over devices"
     for module in layers.everything:

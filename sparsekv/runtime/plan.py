@@ -21,6 +21,7 @@ from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_at
 from sparsekv.runtime.cache import GrowingRope, SparseCache
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.model_pass import Layers
+from sparsekv.runtime.sliding import SlidingLayer
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ class Plan:
         self.owner, self.compile_after, self.steady = owner, compile_after, steady
         self.taken = 0
         self.stores: list[Any] = list(cache.layers)
-        first = self.stores[0]
-        self.data, self.length = first.whole[0], first.get_seq_length()
+        first: Any = cache.first
+        self.parts: list[Any] = [first, *[layer for layer in self.stores if isinstance(layer, SlidingLayer)][:1]]
+        """A layer of either kind, with full attention and with a window, whose storage stands for that of all."""
+        self.data, self.length = [part.whole[0] for part in self.parts], first.get_seq_length()
         self.starts, self.device, self.heads_kv = starts, first.keys.device, first.keys.shape[1]
         self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
         ends = [self.capacity, *(s.room for s in states if s is not None)]
@@ -74,7 +77,11 @@ class Plan:
             self.positions = torch.zeros(rows, 1, dtype=torch.long, device=device)
             self.lengths = torch.full((rows,), self.length, dtype=torch.long, device=device)
         self.sparse = [i for i, s in enumerate(states) if s is not None]
-        self.dense = [i for i, s in enumerate(states) if s is None]
+        self.windows = [(x.sliding_window, x.offset) if isinstance(x, SlidingLayer) else None for x in self.stores]
+        """Of every layer with a window: its tokens, and the position of the token in slot 0 of its storage."""
+        self.seen: dict[tuple[int, int] | None, tuple[Tensor, Tensor]] = {}
+        """Of every such window, and of full attention: the slots from and to which a step sees the storage, `[B]`."""
+        self.dense = [i for i, s in enumerate(states) if s is None and self.windows[i] is None]
         self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
         self.views = [None if s is None else self._whole(s) for s in states]
         self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
@@ -88,9 +95,8 @@ class Plan:
 
     def fits(self, cache: SparseCache) -> bool:
         """Whether nothing happened to the cache since the last step, and this one still serves."""
-        first: Any = cache.layers[0]
-        return (first.room > 0 and first.whole[0] is self.data
-                and first.get_seq_length() == self.length < self.end)
+        return (cache.first is self.parts[0] and cache.first.get_seq_length() == self.length < self.end
+                and all(x.room > 0 and x.whole[0] is data for x, data in zip(self.parts, self.data, strict=True)))
 
     def begin(self, ids: Tensor, positions: Tensor | None) -> None:
         """What the next step is of: ids, positions `[B, 1]`, None: the next of the cache."""
@@ -106,6 +112,8 @@ class Plan:
         if not captured:
             self.lengths.fill_(self.length)
         self.lengths.add_(1)
+        for window in dict.fromkeys(self.windows):
+            self.seen[window] = self._slots(window)
         self._next, self._read = 0, []
         logits = self.layers.run(self)
         if self._read:
@@ -133,9 +141,10 @@ class Plan:
         index, self._next = self._next, self._next + 1
         state, view = self.states[index], self.views[index]
         keys, values = self.stores[index].whole
-        append_token(key, value, keys, values, self.lengths)
+        window = self.windows[index]
+        append_token(key, value, keys, values, self.seen[window][1])
         if state is None or view is None:
-            return self._dense(query, keys, values, scale, sinks).contiguous()
+            return self._dense(query, keys, values, scale, sinks, window).contiguous()
         queries = Queries(query, self.lengths, view.rope)
         step = sparse_step(view, queries, state.selector, state.estimator)
         self._read.append((queries, step.selection))
@@ -147,14 +156,24 @@ class Plan:
             rope, how = self.ropes[kind]
             rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
 
-    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        """Full attention over the storage of a layer, `[B, 1, Hq, d]`."""
+    def _slots(self, window: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        """From and to which slot a step sees the storage of a layer, `[B]` each, counted on the device."""
+        if window is None:
+            return self.starts, self.lengths
+        tokens, offset = window
+        return torch.maximum(self.starts, self.lengths - tokens).clamp(min=offset) - offset, self.lengths - offset
+
+    def _dense(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None,
+               window: tuple[int, int] | None) -> Tensor:
+        """Attention over all of the storage of a layer, or its window, `[B, 1, Hq, d]`."""
         if query.is_cuda:
-            out, lse = decode_attention(query[:, :, 0], keys, values, self.starts, self.lengths, scale=scale)
+            out, lse = decode_attention(query[:, :, 0], keys, values, *self.seen[window], scale=scale)
             return (out if sinks is None else add_sinks(out, lse, sinks)[0])[:, None]
-        seen = self.length + 1
-        return dense_attention(query, keys[:, :, :seen], values[:, :, :seen], scale=scale,
-                               key_mask=None if self.real is None else self.real[:, :seen],
+        tokens, offset = window or (self.length + 1, 0)
+        places = slice(max(offset, self.length + 1 - tokens), self.length + 1)
+        slots = slice(places.start - offset, places.stop - offset)
+        return dense_attention(query, keys[:, :, slots], values[:, :, slots], scale=scale,
+                               key_mask=None if self.real is None else self.real[:, places],
                                sinks=sinks).transpose(1, 2)
 
     def _whole(self, state: LayerState) -> LayerView:

@@ -37,8 +37,8 @@ STEPS = 60
 
 
 @functools.cache
-def model_on(device: str):
-    return make_model() if device == "cpu" else copy.deepcopy(make_model()).to(device)
+def model_on(device: str, family: str = "llama"):
+    return make_model(family) if device == "cpu" else copy.deepcopy(make_model(family)).to(device)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -126,6 +126,76 @@ def test_rows_padded_on_the_left(model, name: str) -> None:
     replayed, report = logits_of(model, True, name, ids, mask=mask)
     close(replayed, plain)
     assert report["replayed_steps"] > 20
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["router+phi", "sketch", "dense"])
+@pytest.mark.parametrize(("after", "padded"), [(7, 0), (100, 0), (100, 37), (30, 26)])
+def test_layers_with_a_window_are_planned(device: str, family: str, name: str, after: int, padded: int,
+                                          monkeypatch) -> None:
+    """From before a window of 24 is full, and across several moves of its storage; padding inside the window."""
+    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
+    model = model_on(device, family)
+    ids = ids_on(model, after + STEPS, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :padded] = 0
+    mask = mask if padded else None
+    plain, before = logits_of(model, False, name, ids, after, mask=mask)
+    replayed, report = logits_of(model, True, name, ids, after, mask=mask)
+    close(replayed, plain)
+    assert before["replayed_steps"] == 0 and report["not_replayed"] is None
+    assert report["replayed_steps"] >= STEPS - 8
+    for key in ("sparse_calls", "dense_calls"):
+        assert report[key] == before[key]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_a_window_is_the_models_own_whatever_happens_to_the_cache(device: str, family: str, monkeypatch) -> None:
+    """Against the model alone on the whole text: a fork, other rows, rows repeated, and a crop that was announced."""
+    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
+    model, length = model_on(device, family), 60
+    ids = ids_on(model, 140, batch=2)
+
+    def steps(cache, count: int) -> None:
+        nonlocal length
+        for t in range(length, length + count):
+            found = model(input_ids=ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits
+            close(found, want[:, t:t + 1])
+        length += count
+
+    with torch.no_grad():
+        want = model(ids).logits
+        with sparsekv.attach(model, selector="dense", run=RunOptions(compile_after=None)) as attachment:
+            cache = attachment.prefill(ids[:, :length])
+            steps(cache, 6)
+            other = cache.fork()
+            steps(cache, 3)
+            length -= 3
+            steps(other, 20)
+            rows = torch.tensor([1, 0], device=ids.device)
+            other.reorder_cache(rows)
+            ids, want = ids[rows], want[rows]
+            steps(other, 4)
+            other.batch_repeat_interleave(2)
+            ids, want = ids.repeat_interleave(2, 0), want.repeat_interleave(2, 0)
+            steps(other, 4)
+            if hasattr(other.layers[0], "activate_past_recording"):
+                other.layers[0].activate_past_recording()
+                steps(other, 7)
+                other.crop(-5)
+                length -= 5
+                other.layers[0].record_past = False
+                steps(other, 9)
+            assert attachment.report()["not_replayed"] is None and attachment.report()["replayed_steps"] > 30
+            length -= 3
+            other.reset()
+            model(input_ids=ids[:, :length], past_key_values=other, use_cache=True)
+            steps(other, 5)
 
 
 @pytest.mark.parametrize("change", ["crop", "fork", "reorder"])
