@@ -117,7 +117,7 @@ def local_data(monkeypatch):
     return asked
 
 
-def lm_evals_score(request: req.Request, answer: str) -> float:
+def lm_evals_score(request: req.Question, answer: str) -> float:
     return req.score_answers([request], [answer])[0]
 
 
@@ -233,7 +233,7 @@ def test_what_is_wrong_is_one_sentence(
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.chdir(tmp_path)
-    req.save_requests("r.jsonl", [req.Request("one", 64, 0, "Some text to answer. " * 4, ["x"], "string_match_all", 2,
+    req.save_requests("r.jsonl", [req.Question("one", 64, 0, "Some text to answer. " * 4, ["x"], "string_match_all", 2,
                                               [])], {})
     path = tmp_path / "old" / "cells.jsonl"
     path.parent.mkdir()
