@@ -78,7 +78,7 @@ def test_babilong_and_infinitebench_are_suites_of_lm_eval(tmp_path, tokenizer, m
         req.make_requests(["babilong_qa1"], tmp_path, [5000], 1)
     asked = []
 
-    def without_network(name, manager, samples, seed):
+    def without_network(name, manager, *_):
         asked.append((name, manager.metadata["max_seq_lengths"]))
         raise ConnectionError("no route to the hub")
 

@@ -64,7 +64,7 @@ def test_sums_of_half_precision_are_close(centred: bool, dtype: torch.dtype, mon
     view = replace(view, keys=keys, values=view.values.to(dtype))
     trained = layer(keys.float(), centred=centred)
     whole, half = PhiEstimator(trained), PhiEstimator(trained)
-    monkeypatch.setattr("sparsekv.core.estimators.base.BLOCK", 1000)
+    monkeypatch.setattr("sparsekv.core.moments.BLOCK", 1000)
     exact = replace(view, keys=keys.float(), values=view.values.float())
     whole.build(exact)
     monkeypatch.setattr(estimators, "product_dtype", lambda x: x.dtype)
