@@ -105,7 +105,8 @@ def _read_stdin() -> str:
     try:
         if sys.stdin is None or sys.stdin.closed:
             raise SparseKVError("standard input is closed; give the prompt by --prompt-file")
-        return sys.stdin.read()
+        raw = getattr(sys.stdin, "buffer", None)  # in UTF-8 mode text lets wrong bytes through as surrogates
+        return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise SparseKVError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
     except OSError as error:
