@@ -35,7 +35,12 @@ def find_artifacts(
     name: str | Path, kinds: Sequence[str] = (), revision: str | None = None,
 ) -> dict[str, Path]:
     """As `find_artifact`, of all `kinds`; without them of those that there are."""
-    remote = None if isinstance(name, Path) or Path(name).exists() else REPOSITORY.fullmatch(str(name))
+    try:
+        there = isinstance(name, Path) or Path(name).exists()
+    except OSError as error:
+        raise SparseKVError(f"no artifact can lie at {brief(str(name))} ({error.strerror}); expected a folder, or a "
+                            "repository of the hub as user/name") from error
+    remote = None if there else REPOSITORY.fullmatch(str(name))
     if remote is None:
         if revision is not None:
             raise SparseKVError(f"revision {revision!r} was given for {brief(str(name))}, which is a path; expected a "
