@@ -162,7 +162,7 @@ class Attachment:
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
         """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
-        densely, but by a selector that reads prompts sparsely (`Selector.chunk`)."""
+        densely, but by a selector that reads prompts sparsely (`selectors.base.ReadsPrompts`)."""
         cache = self.cache() if cache is None else cache
         with hooks.seat_of(self).lock:
             return self._prefill(input_ids, attention_mask, chunk_size, cache)

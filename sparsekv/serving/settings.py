@@ -12,6 +12,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.regions import check_budget
 from sparsekv.core.registry import served
 from sparsekv.core.selectors.router import Router
+from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import choose_selector, chosen_size, dense_by_number, for_layer
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
@@ -144,9 +145,9 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     if recommended is not None:
         budget = max((s.budget for s in recommended.layers.values()), default=0.0)
     selector = choose_selector(name, router, budget, {})
-    if "candidates" in selector.option_names():
-        selector = choose_selector(name, router, budget, {"candidates": serving.candidates})
     assert isinstance(selector, Router)
+    if isinstance(selector, SketchRouter):
+        selector.candidates = serving.candidates
     if recommended is not None:
         budgets: dict[int, int | float | None] = {layer: s.budget for layer, s in recommended.layers.items()}
         missing = [layer for layer in budgets if router.layer(layer) is None]
