@@ -45,6 +45,8 @@ from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
     BucketMeans,
     FeatureMapWeights,
+    KeyFeatures,
+    KeyMap,
     PhiState,
     QueryModel,
     ScoreMoments,
@@ -56,7 +58,7 @@ from sparsekv.kernels import (
     encode_keys,
     extend_index,
     factored,
-    phi_cache,
+    phi_sums,
     read_bound,
     round_means,
     route_tokens,
@@ -64,14 +66,14 @@ from sparsekv.kernels import (
     sketch,
     soft_vote,
 )
-from sparsekv.kernels.completion import phi_cache_reference
+from sparsekv.kernels.features import phi_sums_reference
 from sparsekv.kernels.indexing import assign_buckets_reference
 from sparsekv.kernels.vote import soft_vote_reference
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
-FEATURES, MAP_WIDTH = DIM, RECIPES[DEFAULT].width
+FEATURES, MAP_WIDTH, KEY_UNITS = DIM, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
 SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
 ALL_UP_TO = 131_072
@@ -94,6 +96,17 @@ def random_maps(heads: int) -> FeatureMapWeights:
 
     return FeatureMapWeights(matrix(DIM, MAP_WIDTH), bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(MAP_WIDTH),
                              matrix(MAP_WIDTH, MAP_WIDTH), bias(1), matrix(MAP_WIDTH, FEATURES), bias(FEATURES))
+
+
+def random_key_map(batch: int, heads: int) -> KeyFeatures:
+    """The map of keys of `batch` requests, as large as the recipe trains it, with random weights."""
+
+    def random(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*size, device="cuda") * scale
+
+    return KeyFeatures(random(heads, DIM, KEY_UNITS, scale=DIM**-0.5).bfloat16(), random(batch, heads, KEY_UNITS),
+                       random(heads, KEY_UNITS, FEATURES, scale=KEY_UNITS**-0.5).bfloat16(), random(heads, FEATURES),
+                       torch.zeros(batch, heads, FEATURES, device="cuda"))
 
 
 @functools.cache
@@ -207,23 +220,21 @@ class Buffers:
         return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
 
     def completion(self) -> PhiEstimator:
-        """Maps of the trained shape and width with random weights, one half centred, the mass capped; random positive
-        features of every key, with their sums over the mid region."""
+        """Maps of the trained shape and width with random weights, one half centred, the mass capped."""
         if not hasattr(self, "phi"):
             batch, heads, length, _ = self.k.shape
             mid = slice(SINK, max(length - TAIL, SINK))
-            features = torch.rand(batch, heads, length, FEATURES, device="cuda", dtype=self.k.dtype)
-            counted, keys = features[:, :, mid], self.k[:, :, mid]
-            sums = (counted.mT @ self.v[:, :, mid]).float()
+            keys, of_keys = self.k[:, :, mid], random_key_map(batch, heads)
+            cache = phi_sums(self.k, self.v, self.starts + SINK, self.tails, of_keys)
             mean = keys.mean(2, dtype=torch.float32) * DIM**-0.5
             covariance = (keys.mT @ keys).float() / (DIM * max(keys.shape[2], 1))
             size = torch.full((batch,), float(keys.shape[2]), device="cuda")
             moments = ScoreMoments(mean, *factored(covariance), size, read_bound(self.budget[0] / size.clamp(min=1)))
-            state = PhiState(torch.randn(batch, heads, FEATURES, device="cuda"),
-                             counted.sum(2, dtype=torch.float32), sums, features, mean, moments)
+            state = PhiState(*cache, mean, moments)
             maps, offset = random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda")
             self.phi = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))  # type: ignore[arg-type]
-            self.phi.state = state
+            self.phi.state, self.phi.bias, self.phi.in_place = state, of_keys.bias, True
+            self.phi.key_map = KeyMap(of_keys.w_in, of_keys.bias[0], of_keys.w_in, of_keys.w_out, of_keys.b_out)
         return self.phi
 
     def flashinfer(self) -> torch.Tensor:
@@ -415,7 +426,7 @@ def parts() -> None:
     order, offsets = build_index(assignment, BUCKETS, first, last)
     fresh = torch.arange(131_072 - TAIL, 131_072 - TAIL + 128, device="cuda")[None]
     joined = assignment[:, :, -128:]
-    logs = torch.randn(1, 8, 131_072, FEATURES, device="cuda", dtype=torch.bfloat16)
+    of_keys = random_key_map(1, 8)
     hidden = torch.randn(131_072, 4096, device="cuda", dtype=torch.bfloat16)
     up, down = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in ((4096, 28_672), (14_336, 4096)))
     q_all = torch.randn(1, 32, 131_072, DIM, device="cuda", dtype=torch.bfloat16)
@@ -448,13 +459,14 @@ def parts() -> None:
         "extend_index": lambda: extend_index(order, offsets, joined, fresh),
         "soft_vote": lambda: soft_vote(b.q, b.k, first, last, scale=DIM**-0.5),
         "soft_vote_torch": lambda: soft_vote_reference(b.q, b.k, first, last, scale=DIM**-0.5),
-        "phi_cache": lambda: phi_cache(logs, b.v),
-        "phi_cache_torch": lambda: phi_cache_reference(logs, b.v),
+        "phi_sums": lambda: phi_sums(b.k, b.v, first, last, of_keys),
+        "phi_sums_torch": lambda: phi_sums_reference(b.k, b.v, first, last, of_keys),
     }
     gap = soft_vote(b.q, b.k, first, last, scale=DIM**-0.5) - soft_vote_reference(
         b.q.double(), b.k.double(), first, last, scale=DIM**-0.5)
-    caches = phi_cache(logs, b.v), phi_cache_reference(logs.double(), b.v.double())
-    error = float((caches[0].s - caches[1].s).norm() / caches[1].s.norm())
+    caches = phi_sums(b.k, b.v, first, last, of_keys), phi_sums_reference(b.k, b.v, first, last, of_keys)
+    exact = [x.s.double() * torch.exp2(x.m.double())[..., None] for x in caches]
+    error = float((exact[0] - exact[1]).norm() / exact[1].norm())
     print(f"check votes {float(gap.abs().max()):.1e}, cache {error:.1e}")
     if not (float(gap.abs().max()) < 1e-3 and error < 5e-3):
         raise SystemExit("a kernel differs from its twin; no speed is reported")

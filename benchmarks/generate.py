@@ -39,7 +39,7 @@ from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.models.feature_map import FeatureMap, FeatureMaps
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 METHODS = ("dense", "router", "router_phi", "transformers", "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "tiny-512-b2")
 BUCKETS, BUDGET, SINK, WINDOW, FEATURES = 1024, 1 / 32, 1, 2047, 128
-MAP_WIDTH = RECIPES[DEFAULT].width
+MAP_WIDTH, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].key_width
 CHUNK, PREFILLED = 32_768, 131_072
 TOKENS, LAST, PEER_TOKENS = 400, 96, 48
 ROWS: list[dict[str, Any]] = []
@@ -116,10 +116,11 @@ def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
     centroids = torch.nn.functional.normalize(torch.randn(layers, heads, BUCKETS, dim), dim=-1)
     router = RouterArtifact(RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", **common),
                             centroids, None)
-    sizes = [(heads_q, FEATURES), (heads, FEATURES // 2), (heads, FEATURES // 2)]
-    maps = FeatureMaps(*(FeatureMap(layers * h, dim, r, MAP_WIDTH).weights() for h, r in sizes))
-    maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
-    config = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, centred=True, capped=True, **common)
+    keys = CentredMap(layers * heads, dim, FEATURES, KEY_WIDTH, shared=True)
+    maps = FeatureMaps(FeatureMap(layers * heads_q, dim, FEATURES, MAP_WIDTH).weights(), keys.plain.weights(),
+                keys.centred.weights()).map(lambda w: w.detach().unflatten(0, (layers, -1)))
+    config = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, key_width=KEY_WIDTH, shared=True, centred=True,
+                               capped=True, **common)
     phi = PhiArtifact(config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 

@@ -15,6 +15,7 @@ from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.core.estimators.phi import phi_tokens
+from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import FeatureMapWeights, KeyMap
 from sparsekv.models.feature_map import FeatureMaps
 from sparsekv.sources.named import find_artifact
@@ -42,8 +43,7 @@ class PhiArtifactConfig:
     """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
     query_blocks: int = 1
     key_width: int | None = None
-    """Hidden units of a map of keys, None for `width`."""
-    key_blocks: int = 1
+    """Hidden units of a map of keys; None where it has the block of earlier versions, and is refused."""
     shared: bool = False
     """Whether the units of a centred half and those of the other make all features together."""
     kind: str = KIND
@@ -98,8 +98,8 @@ class PhiLayer(NamedTuple):
         """Whether queries and keys want the request's mean key."""
         return self.maps.centred is not None
 
-    def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
-        """φ_k as `log_phi_keys` takes it, with products in `dtype`."""
+    def of_keys(self, dtype: torch.dtype) -> KeyMap:
+        """φ_k as it is run, with products in `dtype`."""
         return self.maps.of_keys(dtype)
 
     def to(self, device: Any) -> PhiLayer:
@@ -147,20 +147,23 @@ class PhiArtifact:
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         config = from_record(PhiArtifactConfig, raw, where)
-        check_scope(config, where, num_features=1, width=1, query_blocks=0, key_blocks=0)
+        check_scope(config, where, num_features=1, width=1, query_blocks=0)
+        if config.key_width is None:
+            raise SparseKVError(f"{where} has maps of keys of four layers, whose features earlier versions kept for "
+                                "every key; this one makes them anew and needs maps of one hidden layer: train them "
+                                "again with sparsekv train-phi")
         shares = config.read_shares
         if not shares or sorted(set(shares)) != shares or not 0 <= shares[0] <= shares[-1] <= 1:
             raise damaged(where, f"read_shares are {brief(shares)}, expected shares between 0 and 1, ascending")
         layers = len(config.layers)
         d, r = config.model["head_dim"], config.num_features
-        key_width = config.width if config.key_width is None else config.key_width
         half = r // 2 if config.centred else 0
         halves = (r, r) if config.shared and config.centred else (r - half, half)
         heads_q, heads_kv = config.model["num_query_heads"], config.model["num_kv_heads"]
         maps = []
         for part, heads, made, w, n in (("query", heads_q, r, config.width, config.query_blocks),
-                                        ("key", heads_kv, halves[0], key_width, config.key_blocks),
-                                        ("centred", heads_kv, halves[1], key_width, config.key_blocks)):
+                                        ("key", heads_kv, halves[0], config.key_width, 0),
+                                        ("centred", heads_kv, halves[1], config.key_width, 0)):
             shapes = {"w_in": (d, w), "b_in": (w,), "w_a": (n * w, w), "b_a": (n * w,), "w_b": (n * w, w),
                       "alpha": (n,), "w_out": (w, made), "b_out": (made,)}
             if made:
@@ -184,6 +187,6 @@ class PhiArtifact:
         c = self.config
         half = ", half of them centred" if c.centred else ""
         lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}{half}, "
-                 f"width {c.width}, of keys {c.key_width or c.width}",
+                 f"width {c.width}, of keys {c.key_width}",
                  f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads", *describe(c.quality)]
         return "\n".join(lines)

@@ -68,6 +68,7 @@ class Work:
     width: int
     batch_size: int
     keys_per_step: int
+    key_width: int = 64
 
 
 @dataclass(frozen=True)
@@ -146,17 +147,17 @@ def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
 
 def step_operations(shape: ModelShape, work: Work) -> float:
     """A training step of the feature maps of one layer, forward and backward."""
-    d, w, r = shape.dim, work.width, shape.dim
+    d, w, u, r = shape.dim, work.width, 2 * work.key_width, shape.dim
     keys = min(work.keys_per_step, work.length)
     query_maps = shape.heads_q * work.batch_size * 2 * (d * w + 2 * w * w + w * r)
-    key_maps = shape.heads_kv * keys * 2 * (2 * (d * w + 2 * w * w) + w * r)
+    key_maps = shape.heads_kv * keys * 2 * (d * u + u * r)
     pairs = shape.heads_q * work.batch_size * (keys / 2) * 2 * (2 * d + r)
     return 3 * (query_maps + key_maps + pairs)
 
 
 def _artifact_bytes(shape: ModelShape, work: Work) -> int:
-    d, w = shape.dim, work.width
-    maps = shape.heads_q * (2 * d * w + 2 * w * w) + shape.heads_kv * (3 * d * w + 4 * w * w)
+    d, w, u = shape.dim, work.width, 2 * work.key_width
+    maps = shape.heads_q * (2 * d * w + 2 * w * w) + shape.heads_kv * 2 * d * u
     router = shape.heads_kv * d * (work.num_buckets + 2 * d)
     return 4 * shape.layers * (maps + router)
 
@@ -166,6 +167,6 @@ def _layer_memory(shape: ModelShape, work: Work) -> int:
     run on a CPU rose by 0.39 GB a layer (9 query heads of 64, the trainers' defaults)."""
     keys = min(work.keys_per_step, work.length)
     pool = work.documents * (2 * 2 * shape.heads_kv * work.length + 6 * shape.heads_q * work.queries) * shape.dim
-    units = shape.heads_q * work.batch_size + 2 * shape.heads_kv * keys
-    step = 4 * (10 * work.width * units + 10 * shape.heads_q * work.batch_size * keys // 2)
+    units = 10 * work.width * shape.heads_q * work.batch_size + 4 * work.key_width * shape.heads_kv * keys
+    step = 4 * (units + 10 * shape.heads_q * work.batch_size * keys // 2)
     return pool + step

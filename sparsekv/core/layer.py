@@ -119,8 +119,8 @@ class LayerView:
     """One layer of one cache, made once and grown with it. `keys, values [B, Hkv, N, d]`, keys with RoPE.
 
     recent_queries `[B, Hq, w, d]`: the last queries of the prefill, w up to 64; recent_end: the position after them.
-    completion_tokens: what the estimator's cache costs, in tokens; feature_tokens: what it reads beside every retrieved
-    token. sinks `[Hq]`: the model's learned sinks, one more term of the normalisation.
+    completion_tokens: what the estimator's cache costs, in tokens. sinks `[Hq]`: the model's learned sinks, one more
+    term of the normalisation.
     """
 
     keys: Tensor
@@ -134,7 +134,6 @@ class LayerView:
     recent_queries: Tensor | None = None
     recent_end: int = 0
     completion_tokens: float = 0.0
-    feature_tokens: float = 0.0
     sinks: Tensor | None = None
 
     keys_on_device = True

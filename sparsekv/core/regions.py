@@ -89,15 +89,12 @@ def check_budget(budget: int | float | None) -> None:
 
 def tokens_of_budget(
     budget: int | float | None, regions: Regions, *, accounting: str = "retrieved", completion_tokens: float = 0.0,
-    feature_tokens: float = 0.0,
 ) -> Tensor:
     """Mid tokens to retrieve for each row, `[B]` int64, never more than there are (completion paper, appendix D).
 
     `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`: the budget (int,
     or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the cache spread over
-    `AMORTISE_OVER` tokens in the latter; and for what the completion reads beside every retrieved token, its kept
-    features, `feature_tokens` each (ours: the paper makes them from the key). Raises SparseKVError when that leaves
-    less than nothing.
+    `AMORTISE_OVER` tokens in the latter. Raises SparseKVError when that leaves less than nothing.
     """
     context = regions.context
     if budget is None:
@@ -111,5 +108,4 @@ def tokens_of_budget(
             raise SparseKVError(f"token_budget {budget} is infeasible here: with accounting {accounting!r} the anchors "
                                 f"and the completion's cache alone cost {short} tokens more; raise the budget or "
                                 "shrink sink_size and window_size")
-        total = total / (1 + feature_tokens)
     return torch.minimum(torch.ceil(total - 1e-9).long(), regions.mid_sizes)

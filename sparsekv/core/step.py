@@ -169,7 +169,7 @@ def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> N
     """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
     if estimator is not None:
         estimator.build(view)
-        view.completion_tokens, view.feature_tokens = estimator.cost_tokens(view), estimator.feature_tokens(view)
+        view.completion_tokens = estimator.cost_tokens(view)
     selector.prepare(view)
     selector.build(view)
     if estimator is not None:

@@ -155,13 +155,6 @@ class Evaluator:
             return 0.0
         return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
 
-    def _feature_tokens(self, method: Method, read: float, context: float) -> float:
-        """Features that a step reads beside the tokens it retrieved, in tokens: what φ keeps of a key."""
-        if method.completion != "phi":
-            return 0.0
-        retrieved = max(0.0, read * context - self.sink_size - self.window_size - 1)
-        return round(retrieved * self.artifacts["phi"].config.num_features / (2 * self.shape["head_dim"]), 1)
-
     def _attached(self, method: Method, run: RunOptions = PLAIN) -> Attachment:
         # short contexts are measured sparsely too
         options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
@@ -202,7 +195,6 @@ class Evaluator:
             else:
                 line |= {**found, "tokens": round(sum(lengths[i] for i in own) / len(own)),
                          "cache_tokens": self._cache_tokens(method),
-                         "feature_tokens": self._feature_tokens(method, found["read"], sum(lengths) / len(lengths)),
                          "seconds": round(seconds * len(own) / len(requests), 3)}
             if case not in barred and texts:
                 line |= {"scores": [_score(requests[i], texts[i]) for i in own], "answers": [texts[i] for i in own]}

@@ -42,6 +42,7 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
         for name in ("scores", "answers", "losses", "errors", "depths"):
             found = zip(cell["indices"], cell.get(name, ()), strict=False)
             entry[name] |= {i: x for i, x in found if x is not None}
+        # results of versions that kept features count them too
         cache = (cell.get("cache_tokens", 0.0) + cell.get("feature_tokens", 0.0)) / cell["tokens"]
         entry["parts"][cell["indices"][0]] = (cell["read"], cell["read"] + cache, cell["tokens"])
         if "bytes" in cell:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.completion import REST_EPS, remainder
+from sparsekv.kernels.features import key_features_reference, room_beside
 from sparsekv.kernels.gather import anchor_indices, gather_rows, slots_at
 from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import (
@@ -30,7 +31,7 @@ from sparsekv.kernels.launch import (
     padded,
     power_of_two,
 )
-from sparsekv.kernels.types import CompletionQuery
+from sparsekv.kernels.types import CompletionQuery, KeyFeatures
 
 MAX_SPLITS = 256
 PAGED_SPLITS = 8
@@ -49,12 +50,10 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-PLAIN, COMPLETED, COMPLETED_MANY = Launch(32, 1, 1024), Launch(64, 2, 512), Launch(32, 1, 528, stages=3)
-MANY_LISTS, NARROW_BYTES = 64, 256
-"""Lists of tokens from which on a completed step runs as COMPLETED_MANY, and bytes of its widest row: the blocks under
-way lie in shared memory."""
-COMPLETED_BYTES = 1024
-"""The widest key, value and features of which `COMPLETED.block` are taken at once."""
+PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 4, 264)
+COMPLETED_ROW, COMPLETED_BYTES = 768, 49_152
+"""Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once, and the shared memory that
+these want beside the map of keys."""
 
 
 class Pages(NamedTuple):
@@ -140,7 +139,10 @@ def attend_tokens_reference(
         log_weights = torch.nn.functional.pad(log_weights, (0, width - listed))
     found, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
     if completion is not None:
-        rest = remainder(completion, gathered(_key_features(completion), tokens), values[:, :, :listed], tokens >= 0)
+        read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
+        features = key_features_reference(read, _maps(completion))
+        features = features.reshape(count, heads, listed, features.shape[-1])
+        rest = remainder(completion, features, values[:, :, :listed], tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
     if pages is not None:
         for row in pages.whole.nonzero()[:, 0].tolist():
@@ -214,20 +216,19 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     return out.mul_(torch.sigmoid(lse - sinks)[..., None]), torch.logaddexp(lse, sinks.to(lse.dtype))
 
 
-def _key_features(completion: CompletionQuery) -> Tensor:
-    if completion.key_features is None:
-        raise ValueError("a completion of attention needs the features of the keys, found none: give key_features")
-    return completion.key_features
+def _maps(completion: CompletionQuery) -> KeyFeatures:
+    if completion.keys is None:
+        raise ValueError("a completion of attention makes the features of the keys, found no map of them: give keys")
+    return completion.keys
 
 
-def launch_of(lists: int, q: Tensor, completion: CompletionQuery | None) -> Launch:
-    """How the kernels run for so many lists of tokens."""
+def launch_of(q: Tensor, completion: CompletionQuery | None) -> Launch:
+    """How the kernels run."""
     if completion is None:
         return PLAIN
-    rows = [padded(n) * q.element_size() for n in (q.shape[-1], completion.features.shape[-1])]
-    if lists >= MANY_LISTS and max(rows) <= NARROW_BYTES:
-        return COMPLETED_MANY
-    return COMPLETED._replace(block=at_once(COMPLETED.block, rows[0] + sum(rows), COMPLETED_BYTES))
+    row = (2 * padded(q.shape[-1]) + padded(completion.features.shape[-1])) * q.element_size()
+    fewer = 1 if room_beside(_maps(completion)) >= COMPLETED_BYTES else 2
+    return COMPLETED._replace(block=at_once(COMPLETED.block // fewer, row, COMPLETED_ROW))
 
 
 def launch_attend(
@@ -250,7 +251,7 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = launch_of(count * heads, q, completion)
+    how = launch_of(q, completion)
     splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:
@@ -258,10 +259,13 @@ def launch_attend(
 
     out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if out is None else out
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
-    taken, taken_mass, key_features, query, cap = partial, partial_lse, k, (q, lse, lse, lse), None
+    taken, taken_mass, query, cap = partial, partial_lse, (q, lse, lse, lse), None
+    maps = KeyFeatures(q, lse, q, lse, lse)
     if completion is not None:
         taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
-        key_features, query, cap = dense_last(_key_features(completion)), completion[:4], completion.cap
+        maps = KeyFeatures(*(x.contiguous() for x in _maps(completion)))
+        query, cap = completion[:4], completion.cap
+    units = maps.w_in.shape[-1]
     features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
@@ -272,11 +276,12 @@ def launch_attend(
     half = max(16 if completion is None else 8, power_of_two(group))
     split_kernel[(count * heads, splits)](
         as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index), as_heads(weights),
-        as_tokens(key_features), features, edges, paged, sums, scale, tokens.shape[2], sink_size, heads,
-        count // k.shape[0], PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group,
+        maps, features, edges, paged, sums, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], units,
+        PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group,
         HALF=half, ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
-        PADDED_FEATURES=padded(features.shape[-1]), PHI=completion is not None, WEIGHTED=log_weights is not None,
-        OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block, AHEAD=how.stages == 1,
+        PADDED_FEATURES=padded(features.shape[-1]), UNITS=padded(units), PHI=completion is not None,
+        WEIGHTED=log_weights is not None, OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block,
+        AHEAD=how.stages == 1,
         PAGE=0 if pages is None else pages.page, num_warps=how.warps, num_stages=how.stages,
         **(pdl if completion is None else {}))
     columns = min(width, MERGE_WIDTH)

@@ -1,13 +1,15 @@
 """The Triton kernels of `attend.py`; importing this module imports Triton.
 
 Shapes: Q queries of B rows, Hq query heads, Hkv KV heads, H lists of tokens (LISTS a KV head, GROUP query heads a
-list), d the head dimension, N tokens, r features of a completion. Structs are those of `launch.py` and `attend.py`:
-`base` is a pointer, `row`, `head` and `token` are strides.
+list), d the head dimension, N tokens, r features of a completion, u units of the map of keys. Structs are those of
+`launch.py`, `types.py` and `attend.py`: `base` is a pointer, `row`, `head` and `token` are strides.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from sparsekv.kernels.features_triton import log_features, map_of_keys
 
 
 @triton.jit
@@ -35,16 +37,16 @@ def locate(
 
 @triton.jit
 def split_kernel(
-    q, k, v, tokens, offsets, buckets, log_weights, key_features, features, edges, pages, partial, scale, num_listed,
-    sink_size, heads, per_row,
+    q, k, v, tokens, offsets, buckets, log_weights, maps, features, edges, pages, partial, scale, num_listed, sink_size,
+    heads, per_row, units,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
-    WAITS: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr,
+    OVERLAP: tl.constexpr, WAITS: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
 ):
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
     the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
-    estimates take the place of the weights."""
+    estimates of the listed tokens, made from the keys themselves, take the place of the weights."""
     # grid: (Q·H, splits)
     # q             Heads   [Q, Hq, d]            with RoPE; DIM = d
     # k, v          Tokens  [B, Hkv, N, d]        with RoPE; may be fp8
@@ -52,7 +54,7 @@ def split_kernel(
     # offsets       Heads   [B, Hkv, C + 1] int32 where buckets begin in the order, with PROBES
     # buckets       Heads   [Q, Hkv, PROBES]      -1 = none
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
-    # key_features  Tokens  [B, Hkv, N, r]        with PHI; FEATURES = r
+    # maps                  `KeyFeatures`         with PHI; FEATURES = r, UNITS = u padded
     # features              [Q, Hq, r]            of the queries, with PHI
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
@@ -76,7 +78,6 @@ def split_kernel(
                     mask=(group < GROUP)[:, None] & wide, other=0.0)
     keys = k.base + cache_row * k.row + kv_head * k.head
     values = v.base + cache_row * v.row + kv_head * v.head
-    features_k = key_features.base + cache_row * key_features.row + kv_head * key_features.head
     weights = log_weights.base + row * log_weights.row + head * log_weights.head
     anchors, table = pages.anchors, pages.table
     begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
@@ -97,10 +98,14 @@ def split_kernel(
     if PHI:
         estimates = group >= HALF
         feature = tl.arange(0, PADDED_FEATURES)
-        there = (feature < FEATURES)[None, :]
         query_features = tl.load(
-            features + ((row * heads + head) * GROUP + group - HALF)[:, None] * FEATURES + feature[None, :],
-            mask=(estimates & (group < HALF + GROUP))[:, None] & there, other=0.0)
+            features + ((row * heads + head) * GROUP + group - HALF)[None, :] * FEATURES + feature[:, None],
+            mask=(estimates & (group < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
+        request = cache_row * (heads // LISTS) + kv_head
+        stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH,
+                                                  UNITS=UNITS, FEATURES=PADDED_FEATURES)
+        scale_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
+        scale_of_sums = tl.where(scale_of_sums == float("-inf"), 0.0, scale_of_sums)
     sinks = tl.minimum(sink_size, tl.maximum(tl.minimum(tail, length) - start, 0))
     total = num_listed + sinks + tl.maximum(length - tail, 0)
     whole = 0
@@ -133,9 +138,6 @@ def split_kernel(
         # everything a block needs is fetched at once, and the next block's tokens with it
         key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
         value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
-        if PHI:
-            feature_k = tl.load(features_k + place[:, None] * key_features.token + feature[None, :],
-                                mask=listed[:, None] & there, other=0.0)
         if WEIGHTED:
             added = tl.load(weights + slot, mask=listed, other=0.0).to(tl.float32)
         if AHEAD:
@@ -153,8 +155,12 @@ def split_kernel(
         keep = tl.exp(top - safe)
         weight = tl.exp(score - safe[:, None])
         if PHI:
-            estimate = tl.dot(query_features, tl.trans(feature_k.to(query_features.dtype)), input_precision="ieee")
-            weight = tl.where(estimates[:, None], estimate, weight)
+            estimate = tl.zeros([ROWS, BLOCK], tl.float32)
+            if at < num_listed:
+                log = log_features(key, stem, bias, second, outward) - scale_of_sums[None, :]
+                estimate = tl.trans(tl.dot(tl.exp2(log).to(stem.dtype), query_features.to(stem.dtype),
+                                           input_precision="ieee"))
+            weight = tl.where(estimates[:, None], tl.where(listed[None, :], estimate, 0.0), weight)
         mass = mass * keep + tl.sum(weight, 1)
         value = value.to(query.dtype)
         rounded = weight.to(value.dtype)

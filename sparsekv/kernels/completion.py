@@ -1,9 +1,8 @@
-"""The completion by feature maps (completion paper §4 and appendix C): the stable cache of a request, the query's side
-of one decode step, and what is left of the estimate once the keys that are read are taken out."""
+"""The completion by feature maps (completion paper §4 and appendix C): the query's side of one decode step, and what is
+left of the estimate once the keys that are read are taken out. `features.py` has the side of the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,18 +21,16 @@ from sparsekv.kernels.launch import (
     power_of_two,
     shared_bytes,
 )
-from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, KeyMap, PhiCache, PhiState, ScoreMoments
+from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache, PhiState, ScoreMoments
 
 RANK = 16
 """Rows in which the covariance of the keys is kept."""
 REST_EPS = 1e-5
 """What is left of an estimate is dropped below this part of it: it is rounding error."""
-KEYS_AT_ONCE, CACHE_WARPS, QUERY_WARPS = 64, 8, 8
-PROGRAMS, QUERY_PROGRAMS, QUERY_ROWS = 264, 128, 16
-"""Programs wanted of the cache's sums and of the query's side, and the most queries of one program of the latter: they
-run beside the selection and must leave it room."""
-SLICE = 1024
-"""Tokens of one product of a sum over all of them."""
+QUERY_PROGRAMS, QUERY_ROWS, QUERY_WARPS = 128, 16, 8
+"""Programs wanted, the most queries of one of them, and its warps: they run beside the selection and must leave it
+room."""
+LN_2 = 0.6931471805599453
 BESIDE_BYTES = 10_240
 """Shared memory that the query kernel wants beside the widest matrix of a map, which it holds whole."""
 
@@ -54,59 +51,6 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     return h @ maps.w_out + maps.b_out[..., None, :]
 
 
-def key_map(maps: FeatureMapWeights, dtype: torch.dtype, first: int = 0) -> KeyMap:
-    """A map of one block or none made ready for many keys, its products in `dtype`."""
-    block = (maps.alpha[..., None] * maps.w_b) @ maps.w_out
-    w_in, w_a, w_out, w_block = (w.to(dtype) for w in (maps.w_in, maps.w_a, maps.w_out, block))
-    acc = acc_dtype(w_in)
-    return KeyMap(maps.w_in.to(acc), w_in, maps.b_in.to(acc), w_a, maps.b_a.to(dtype), w_out, w_block,
-                  maps.b_out.to(acc), first)
-
-
-@torch.no_grad()
-def log_phi_keys(keys: Tensor, maps: Sequence[KeyMap], centre: Tensor | None = None) -> Tensor:
-    """`log φ_k [..., H, n, r]`, float32 at least, the features of all maps side by side, added where they have the same
-    place: keys `[..., H, n, d]` with RoPE; maps after the first see `k − centre`, `[..., H, d]`.
-
-    The first one's input has the centre taken off too, and what its stem makes of the centre added to the bias: keys
-    lie far from zero, and what they share is then never rounded.
-    """
-    shape, dtype = keys.shape[:-2], maps[0].w_in.dtype
-    x = (keys.to(dtype) if centre is None else away_from(keys, centre, dtype)).flatten(0, -3)
-
-    def each(w: Tensor) -> Tensor:
-        return w.expand(*shape, *w.shape[-2:]).flatten(0, -3)
-
-    features = max(m.first + m.b_out.shape[-1] for m in maps)
-    padded = [F.pad(m.b_out, (m.first, features - m.first - m.b_out.shape[-1])) for m in maps]
-    biases = each(torch.stack(padded).sum(0)[..., None, :])
-    logs = biases.expand(-1, keys.shape[-2], -1).clone(memory_format=torch.contiguous_format)
-    for index, m in enumerate(maps):
-        bias = m.b_in[..., None, :]
-        if centre is not None and index == 0:
-            bias = bias + centre[..., None, :].to(m.stem.dtype) @ m.stem
-        h = F.gelu(torch.baddbmm(each(bias.to(dtype)), x, each(m.w_in)), approximate="tanh")
-        out = logs[..., m.first:m.first + m.w_out.shape[-1]]
-        add_product(out, h, each(m.w_out))
-        if m.w_block.shape[-2]:
-            inner = F.gelu(torch.baddbmm(each(m.b_a[..., None, :]), h, each(m.w_a)), approximate="tanh")
-            add_product(out, inner, each(m.w_block))
-    return logs.unflatten(0, shape)
-
-
-def away_from(x: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x − mean` in `dtype`, rounded after: x `[..., n, d]`, mean `[..., d]`. One pass over memory."""
-    return torch.sub(x, mean[..., None, :], out=torch.empty(x.shape, dtype=dtype, device=x.device))
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a b`, summed in the dtype of total `[M, n, r]`: a `[M, n, w]`, b `[M, w, r]`."""
-    if a.dtype != total.dtype and a.is_cuda:
-        torch.baddbmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.baddbmm_(a.to(total.dtype), b.to(total.dtype))
-
-
 def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
     """`log φ_q [..., Hq, T, r]` with `q · centre` added to the second half of the features: queries `[..., Hq, T, d]`,
     centre `[..., Hkv, d]`, the mean key times the softmax scale, so that `exp(scale · q·k̄)` is exact. None adds
@@ -117,81 +61,6 @@ def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Ten
     shift = torch.einsum("...td,...d->...t", queries.to(centre.dtype), centre.repeat_interleave(group, dim=-2))
     half = log_phi_q.shape[-1] // 2
     return torch.cat([log_phi_q[..., :half], log_phi_q[..., half:] + shift[..., None].to(log_phi_q.dtype)], dim=-1)
-
-
-def phi_features(log_phi_k: Tensor, m: Tensor) -> Tensor:
-    """Features in the cache's scale, `exp(log φ_k − m)`: log_phi_k `[B, Hkv, n, r]`, m `[B, Hkv, r]`. Keys that come
-    after the cache was built keep its shift and may exceed 1."""
-    return torch.exp(log_phi_k - finite(m)[:, :, None])
-
-
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """`aᵀ b` over the tokens: a `[B, H, n, r]`, b `[B, H, n, d]` of one dtype -> `[B, H, r, d]`, float32 at least. As
-    many products side by side as there are slices of the tokens: one of so few rows and columns leaves most of a GPU
-    idle."""
-    batch, heads, length, rows = a.shape
-    whole = length // SLICE * SLICE
-
-    def sums(parts: int, x: Tensor, y: Tensor) -> Tensor:
-        x, y = (t.unflatten(2, (parts, -1)).flatten(0, 2) for t in (x, y))
-        total = torch.zeros(len(x), rows, y.shape[-1], dtype=acc_dtype(a), device=a.device)
-        add_product(total, x.mT, y)
-        return total.unflatten(0, (batch, heads, parts)).sum(2)
-
-    last = sums(1, a[:, :, whole:], b[:, :, whole:])
-    return last if whole == 0 else last + sums(whole // SLICE, a[:, :, :whole], b[:, :, :whole])
-
-
-def phi_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
-    """Sum features over the mid region: log_phi_k `[B, Hkv, M, r]`, -inf for keys not counted, v `[B, Hkv, M, d]`.
-    An empty region gives `m = -inf, z = 0, s = 0`. On CUDA one pass over features and values in half precision."""
-    if on_device(v) and log_phi_k.shape[2]:
-        return launch_cache(log_phi_k, v)
-    return phi_cache_reference(log_phi_k, v)
-
-
-def phi_cache_reference(log_phi_k: Tensor, v: Tensor) -> PhiCache:
-    """`phi_cache` in plain torch."""
-    logs = log_phi_k.to(acc_dtype(log_phi_k))
-    empty = logs.shape[2] == 0
-    m = logs.new_full((*logs.shape[:2], logs.shape[3]), NEG_INF) if empty else logs.amax(dim=2)
-    weights = phi_features(logs, m)
-    return PhiCache(m, weights.sum(2), products(weights, v.to(logs.dtype)))
-
-
-def cache_block(numbers: int, size: int) -> int:
-    """Keys at once, of values and features that are so many numbers of `size` bytes: few where KEYS_AT_ONCE would want
-    more shared memory than a large device has. It was tuned for 128 of each, and does not fit sm_86 and sm_89."""
-    return KEYS_AT_ONCE if size <= 2 and numbers <= 256 else 16
-
-
-def launch_cache(log_phi_k: Tensor, v: Tensor) -> PhiCache:
-    """`phi_cache` through Triton: slices of the keys, then their sums brought to one shift."""
-    from sparsekv.kernels.completion_triton import cache_kernel
-
-    log_phi_k, v = dense_last(log_phi_k), dense_last(v)
-    batch, heads, length, features = log_phi_k.shape
-    dim = v.shape[-1]
-    block = cache_block(padded(dim) + padded(features), v.element_size())
-    splits = max(1, min(PROGRAMS // (batch * heads), -(-length // block)))
-    per_split = -(-length // (splits * block)) * block
-    m, z = (torch.empty(batch, heads, splits, features, dtype=torch.float32, device=v.device) for _ in range(2))
-    s = torch.empty(batch, heads, splits, features, dim, dtype=torch.float32, device=v.device)
-    cache_kernel[(batch * heads, splits)](
-        log_phi_k, v, m, z, s, heads, length, per_split, *log_phi_k.stride()[:3], *v.stride()[:3], dim, features,
-        SPLITS=splits, BLOCK=block, DIM=padded(dim), FEATURES=padded(features), num_warps=CACHE_WARPS)
-    top = m.amax(2)
-    part = torch.exp(m - finite(top)[:, :, None])
-    return PhiCache(top, (z * part).sum(2), (s * part[..., None]).sum(2))
-
-
-def phi_extend(cache: PhiCache, log_phi_k: Tensor, v: Tensor) -> PhiCache:
-    """Add keys that joined the mid region: same shapes as `phi_cache`; the shift rises where it must."""
-    new = phi_cache(log_phi_k, v)
-    m = torch.maximum(cache.m, new.m)
-    old_scale, new_scale = torch.exp(cache.m - finite(m)), torch.exp(new.m - finite(m))
-    return PhiCache(m, cache.z * old_scale + new.z * new_scale,
-                    cache.s * old_scale[..., None] + new.s * new_scale[..., None])
 
 
 def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
@@ -218,7 +87,7 @@ def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, stat
     by_row = q.reshape(batch, -1, heads_q, q.shape[-1]).transpose(1, 2)
     logs = add_centre(log_phi(by_row, maps), by_row, state.centre).transpose(1, 2).reshape(count, heads_q, width)
     shift = finite(state.m).repeat_interleave(count // batch, dim=0).repeat_interleave(heads_q // heads_kv, dim=1)
-    logs = logs + offset[..., None] + shift
+    logs = logs + offset[..., None] + LN_2 * shift
     log_scale = logs.amax(-1)
     features = torch.exp(logs - finite(log_scale)[..., None]).to(q.dtype)
     # rounded before it is used, so that the whole and the parts taken out of it agree
@@ -226,7 +95,7 @@ def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, stat
     mass = torch.einsum("bthgr,bhr->bthg", exact, state.z).reshape(count, heads_q)
     numerator = torch.einsum("bthgr,bhrd->bthgd", exact, state.s).reshape(count, heads_q, -1)
     cap = None if state.moments is None else moments_cap(q, state.moments, offset)
-    return CompletionQuery(features, log_scale, mass, numerator, cap, state.features)
+    return CompletionQuery(features, log_scale, mass, numerator, cap)
 
 
 class QueryOutputs(NamedTuple):
@@ -265,7 +134,7 @@ def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiS
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
         BLOCKS=maps.alpha.shape[-1], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features),
         num_warps=QUERY_WARPS)
-    return CompletionQuery(found, log_scale, mass, numerator, cap, state.features)
+    return CompletionQuery(found, log_scale, mass, numerator, cap)
 
 
 def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,7 +146,8 @@ def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used
     count, heads, _, width = key_features.shape
     acc = acc_dtype(query.features)
     features = query.features.to(acc).reshape(count, heads, -1, width)
-    taken = (features @ key_features.to(acc).mT) * used[:, :, None]
+    # what is not used may exceed any number: a key that was never summed
+    taken = (features @ key_features.to(acc).mT).masked_fill(~used[:, :, None], 0.0)
     mass = query.mass.to(acc)
     left = mass - taken.sum(-1).flatten(1)
     out = query.numerator.to(acc) - (taken @ values.to(acc)).flatten(1, 2)

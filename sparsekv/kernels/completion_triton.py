@@ -98,7 +98,7 @@ def query_kernel(
         mass = tl.load(cache.z + kv * features + feature, mask=kept, other=0.0)
         moved = tl.load(offset + row * o_row + head)
         log = tl.sum(tl.where(mine, logs, 0.0), 0) + moved
-        log += tl.where(shift == float("-inf"), 0.0, shift)
+        log += 0.6931471805599453 * tl.where(shift == float("-inf"), 0.0, shift)  # of base 2
         if CENTRED:
             mean = tl.load(centre + kv * dim + place, mask=inside, other=0.0).to(tl.float32)
             log += tl.where(feature >= features // 2, tl.sum(query * mean, 0), 0.0)
@@ -123,50 +123,3 @@ def query_kernel(
                         + log_normal_cdf(limit - tl.sqrt(variance)))
             tl.store(found.cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
         sums = after
-
-
-@triton.jit
-def cache_kernel(
-    logs, v, m, z, s, heads, length, per_split, l_row, l_head, l_token, v_row, v_head, v_token, dim, features,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, FEATURES: tl.constexpr,
-):
-    """`(m, z, S)` of one slice of the keys, the shift raised as the blocks go by."""
-    # grid: (B·Hkv, SPLITS)
-    # logs  [B, Hkv, N, r]                log features, -inf = not counted; strides l_row, l_head, l_token
-    # v     [B, Hkv, N, d]                strides v_row, v_head, v_token
-    # m, z  [B, Hkv, SPLITS, r] fp32      written, a slice's own
-    # s     [B, Hkv, SPLITS, r, d] fp32   written, the same
-    row = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    mass = tl.zeros([FEATURES], tl.float32)
-    sums = tl.zeros([FEATURES, DIM], tl.float32)
-    first = tl.program_id(1) * per_split
-    last = tl.minimum(first + per_split, length)
-    for at in range(first, last, BLOCK):
-        token = at + tl.arange(0, BLOCK)
-        valid = token < last
-        place = token.to(tl.int64)[:, None]
-        log = tl.load(logs + row * l_row + head * l_head + place * l_token + feature[None, :],
-                      mask=valid[:, None] & (feature < features)[None, :], other=float("-inf")).to(tl.float32)
-        value = tl.load(v + row * v_row + head * v_head + place * v_token + width[None, :],
-                        mask=valid[:, None] & (width < dim)[None, :], other=0.0)
-        higher = tl.maximum(top, tl.max(log, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        keep = tl.exp(top - safe)
-        weight = tl.exp(log - safe[None, :])
-        mass = mass * keep + tl.sum(weight, 0)
-        weight = tl.trans(weight)
-        rounded = weight.to(value.dtype)
-        missing = (weight - rounded.to(tl.float32)).to(value.dtype)
-        sums = sums * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
-        # keys that are read are taken out of the sums again, at times nearly all there is
-        sums += tl.dot(missing, value, input_precision="ieee")
-        top = higher
-    at = (row * heads + head) * SPLITS + tl.program_id(1)
-    kept = feature < features
-    tl.store(m + at * features + feature, top, mask=kept)
-    tl.store(z + at * features + feature, mass, mask=kept)
-    tl.store(s + (at * features + feature)[:, None] * dim + width[None, :], sums,
-             mask=kept[:, None] & (width < dim)[None, :])

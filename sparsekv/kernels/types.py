@@ -49,26 +49,34 @@ class FeatureMapWeights(NamedTuple):
 
 
 class KeyMap(NamedTuple):
-    """A feature map of `H` KV heads as it is run over the keys of a context (`key_map`), matrices in the precision of
-    the products. Nothing comes between the block and the output, which are one: w_block `[H, w, r]` is
-    `α · w_b · w_out`; without a block it has no rows. stem: w_in unrounded. first: the first of its features; those
-    that several maps make are added."""
+    """The map of keys of `H` KV heads as it is run (`key_map`): one hidden layer, `gelu(k W_in + bias) W_out + b_out`,
+    its output the logarithm of the features to the base 2. w_in `[H, d, u]` and w_out `[H, u, r]` in the precision of
+    the products, b_in `[H, u]` and b_out `[H, r]` in float32 at least. of_mean `[H, d, u]`: what comes to b_in for a
+    request's mean key."""
 
-    stem: Tensor
     w_in: Tensor
     b_in: Tensor
-    w_a: Tensor
-    b_a: Tensor
+    of_mean: Tensor
     w_out: Tensor
-    w_block: Tensor
     b_out: Tensor
-    first: int = 0
+
+
+class KeyFeatures(NamedTuple):
+    """The map of keys as a batch of requests has it (`for_request`): bias `[B, Hkv, u]` with what their mean keys come
+    to; shift `[B, Hkv, r]`: `PhiCache.m`, which features are relative to."""
+
+    w_in: Tensor
+    bias: Tensor
+    w_out: Tensor
+    b_out: Tensor
+    shift: Tensor
 
 
 class PhiCache(NamedTuple):
     """The stable cache of sums of features (completion paper, appendix C): m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
 
-    `m_j` is the largest log-feature, `z_j` and `s_j` the sums of `exp(log φ_j − m_j)` and of the same times the value.
+    `m_j` is the largest logarithm of a feature to the base 2, rounded up, `z_j` and `s_j` the sums of `2^(log₂ φ_j −
+    m_j)` and of the same times the value.
     """
 
     m: Tensor
@@ -92,15 +100,13 @@ class ScoreMoments(NamedTuple):
 class PhiState(NamedTuple):
     """What the completion keeps of a request: the stable cache, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
 
-    features `[B, Hkv, N, r]`: of every key, linear and relative to m (`phi_features`); keys that are read are taken out
-    by theirs. centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the mean key. moments: what
-    the estimated mass is capped by, if it is.
+    centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the mean key. moments: what the
+    estimated mass is capped by, if it is.
     """
 
     m: Tensor
     z: Tensor
     s: Tensor
-    features: Tensor | None = None
     centre: Tensor | None = None
     moments: ScoreMoments | None = None
 
@@ -110,7 +116,7 @@ class CompletionQuery(NamedTuple):
 
     features `[Q, Hq, r]`, the largest 1; log_scale `[Q, Hq]`. mass `[Q, Hq]`, numerator `[Q, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^log_scale`. cap `[Q, Hq]`: the log mass of what
-    is not read is at most that. key_features `[B, Hkv, N, r]`: `PhiState.features`.
+    is not read is at most that. keys: by which the features of keys are made (`key_features`).
     """
 
     features: Tensor
@@ -118,4 +124,4 @@ class CompletionQuery(NamedTuple):
     mass: Tensor
     numerator: Tensor
     cap: Tensor | None = None
-    key_features: Tensor | None = None
+    keys: KeyFeatures | None = None

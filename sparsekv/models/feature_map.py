@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi, log_phi_keys
+from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi
 
 
 class FeatureMaps(NamedTuple):
-    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
-    the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all of them, their
-    `log φ` are added: one hidden layer whose units see either the key or what tells it from the others."""
+    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, one hidden layer, and for maps
+    with a centred half the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all
+    of them, their `log φ` are added: one layer whose units see either the key or what tells it from the others."""
 
     query: FeatureMapWeights
     key: FeatureMapWeights
@@ -30,16 +30,21 @@ class FeatureMaps(NamedTuple):
         """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. A centred map sees `k − k̄`, k̄ = centre `[..., Hkv, d]`:
         attention to the others hangs on what tells keys apart, and what they share is the query's to add, exactly, to
         the second half of the features (`add_centre`). Ours, not the paper's."""
-        assert self.centred is None or centre is not None, "maps with a centred half need the mean key of the request"
-        return log_phi_keys(keys, self.of_keys(self.key.w_in.dtype), centre)
-
-    def of_keys(self, dtype: torch.dtype) -> tuple[KeyMap, ...]:
-        """Those of keys as `log_phi_keys` takes them, with products in `dtype`."""
-        features = self.query.b_out.shape[-1]
-        plain = (key_map(self.key, dtype),)
+        logs = log_phi(keys, self.key)
         if self.centred is None:
-            return plain
-        return *plain, key_map(self.centred, dtype, features - self.centred.b_out.shape[-1])
+            return logs
+        assert centre is not None, "maps with a centred half need the mean key of the request"
+        centred = log_phi(keys - centre[..., None, :], self.centred)
+        return logs + centred if self.shared else torch.cat([logs, centred], dim=-1)
+
+    @property
+    def shared(self) -> bool:
+        """Whether both maps of keys make all features."""
+        return self.centred is not None and self.centred.b_out.shape[-1] == self.query.b_out.shape[-1]
+
+    def of_keys(self, dtype: torch.dtype) -> KeyMap:
+        """That of keys as it is run, with products in `dtype`."""
+        return key_map([m for m in (self.key, self.centred) if m is not None], self.query.b_out.shape[-1], dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FeatureMaps:
         """With every tensor changed."""
@@ -116,11 +121,11 @@ class CentredMap(nn.Module):
     """φ_k of `heads` heads with a centred half: of `width` units that see `k` and as many that see `k − k̄` each make
     half of the features, or, `shared`, all make all of them."""
 
-    def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 1, *, shared: bool = False):
+    def __init__(self, heads: int, dim: int, features: int, width: int, *, shared: bool = False):
         super().__init__()
         half = features // 2
         made = (features, features) if shared else (features - half, half)
-        self.plain, self.centred = (FeatureMap(heads, dim, n, width, blocks) for n in made)
+        self.plain, self.centred = (FeatureMap(heads, dim, n, width, blocks=0) for n in made)
         self.shared = shared
 
     @torch.no_grad()

@@ -98,9 +98,9 @@ def test_sketches_that_cannot_be_are_refused(tmp_path, changed: dict, message: s
 
 
 def test_feature_maps_with_the_errors_of_all_shifts_still_load(tmp_path) -> None:
-    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
+    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4, blocks).weights() for heads, blocks in ((4, 1), (2, 0)))).map(
         lambda w: w.detach().unflatten(0, (2, -1)))
-    config = {"kind": "phi", **COMMON, "num_features": 6, "width": 4, "read_shares": [0.0, 0.05],
+    config = {"kind": "phi", **COMMON, "num_features": 6, "width": 4, "key_width": 4, "read_shares": [0.0, 0.05],
               "shift_grid": [-1.0, 0.0, 1.0], "capped": True}
     tensors = {**maps.named(), "shift": torch.randn(2, 2, 4), "gate": torch.ones(2, 4),
                "errors": torch.rand(2, 2, 3, 4)}

@@ -78,7 +78,8 @@ def phi_logits(
     log_k = log_phi(keys, double(maps.maps.key, view.group))
     if maps.centred:
         centre = estimator.centre[b].double().cpu().repeat_interleave(view.group, dim=0)
-        log_k = torch.cat([log_k, log_phi(keys - centre[:, None], double(maps.maps.centred, view.group))], dim=-1)
+        more = log_phi(keys - centre[:, None], double(maps.maps.centred, view.group))
+        log_k = log_k + more if maps.maps.shared else torch.cat([log_k, more], dim=-1)
         half = log_q.shape[-1] // 2
         log_q = torch.cat([log_q[:, :half], log_q[:, half:] + (q * centre).sum(-1, keepdim=True) * view.scale], dim=-1)
     offset = (maps.offset if maps.offset.dim() == 1 else maps.offset[b]).double().cpu()[:, None]

@@ -12,6 +12,7 @@ from sparsekv.kernels import (
     Candidates,
     CompletionQuery,
     FeatureMapWeights,
+    KeyFeatures,
     PhiState,
     QueryModel,
     ScoreMoments,
@@ -23,6 +24,7 @@ from sparsekv.kernels import (
     group_probability,
     histogram,
     losses,
+    phi_join,
     round_means,
     routing,
     sketch,
@@ -38,7 +40,13 @@ from sparsekv.kernels.bucket_sums import (
     launch_sums,
 )
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
-from sparsekv.kernels.completion import launch_cache, launch_query, phi_cache_reference, phi_query_reference
+from sparsekv.kernels.completion import launch_query, phi_query_reference
+from sparsekv.kernels.features import (
+    key_features_reference,
+    launch_features,
+    phi_sums_reference,
+)
+from sparsekv.kernels.features import launch_sums as launch_phi_sums
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
@@ -109,26 +117,34 @@ class Step:
         return [x.double() for x in (self.q, self.k, self.v)]
 
     def completion(self, heavy: Tensor | None = None, width: int = 20) -> tuple[CompletionQuery, CompletionQuery]:
-        """A completion in the step's dtype, capped, and the same numbers in float64. With the tokens `heavy` their
-        features are a thousand times the others', of a mass that leaves these some weight."""
+        """A completion in the step's dtype, capped, and the same in float64, each of sums of its own features. With the
+        tokens `heavy` their features are a thousand times the others', which their first channel says from then on, of
+        a mass that leaves these some weight."""
         device, heads = self.q.device, self.k.shape[1]
-        kept = torch.rand(*self.k.shape[:3], width, device=device)
+        maps = maps_of_keys(2, heads, self.k.shape[3], 24, width, self.q.dtype, device)
         if heavy is not None:
             places = torch.arange(self.k.shape[2], device=device)
             listed = (heavy.unflatten(0, (2, -1)).transpose(1, 2).flatten(2)[..., None, :] == places[:, None]).any(-1)
-            kept = torch.where(listed[..., None], kept, kept / 1000)
-        kept = kept.to(self.q.dtype)
-        counted = kept.double() * self.mid[:, None, :, None]
+            self.k = self.k.clone()
+            self.k[..., 0] = torch.where(listed, 4.0, -8.0)
+            maps.w_in[:, 0], maps.w_in[..., 0], maps.w_out[:, 0], maps.bias[..., 0] = 0.0, 0.0, 2.5, 0.0
+            maps.w_in[:, 0, 0] = 1.0
         features = torch.rand(*self.q.shape[:2], width, device=device)
         features[0, 0] = 0.0
         features = features.to(self.q.dtype)
         each = features.double().reshape(2, -1, heads, self.q.shape[1] // heads, width)
-        mass = torch.einsum("bthgr,bhr->bthg", each, counted.sum(2)).reshape(self.q.shape[:2])
-        numerator = torch.einsum("bthgr,bhrd->bthgd", each, counted.mT @ self.v.double()).reshape(self.q.shape)
         log_scale = torch.randn(self.q.shape[:2], device=device) + (0 if heavy is None else 7)
         cap = torch.randn(self.q.shape[:2], device=device) if heavy is None else None
-        exact = CompletionQuery(features, log_scale, mass, numerator, cap, kept)
-        return exact._replace(mass=mass.float(), numerator=numerator.float()), double(exact)
+
+        def made(keys: Tensor, maps: KeyFeatures) -> CompletionQuery:
+            counted = key_features_reference(keys, maps).double() * self.mid[:, None, :, None]
+            mass = torch.einsum("bthgr,bhr->bthg", each, counted.sum(2)).reshape(self.q.shape[:2])
+            numerator = torch.einsum("bthgr,bhrd->bthgd", each, counted.mT @ self.v.double()).reshape(self.q.shape)
+            return CompletionQuery(features, log_scale, mass, numerator, cap, maps)
+
+        mine = made(self.k, maps)
+        return (mine._replace(mass=mine.mass.float(), numerator=mine.numerator.float()),
+                double(made(self.k.double(), double(maps))))
 
 
 def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0) -> None:
@@ -271,20 +287,52 @@ def maps_of(
                              random(width, features, scale=width**-0.5), random(features))
 
 
-def check_cache(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: KV heads, head dimension, features, keys. One row has what a map can give at its worst: logarithms of
-    ±1e4, and all the mass in one key."""
-    heads, dim, features, keys = shape
+def maps_of_keys(
+    batch: int, heads: int, dim: int, units: int, features: int, dtype: torch.dtype, device: str,
+) -> KeyFeatures:
+    """A map of keys, of features of about one."""
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*size, device=device) * scale
+
+    return KeyFeatures(random(heads, dim, units, scale=dim**-0.5).to(dtype), random(batch, heads, units),
+                       random(heads, units, features, scale=units**-0.5).to(dtype), random(heads, features),
+                       torch.randint(-1, 2, (batch, heads, features), device=device).float())
+
+
+def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: KV heads, head dimension, units, features, keys. Of three rows one counts all keys, one some and one none;
+    what is summed in parts is what is summed at once, and taking all features out leaves nothing."""
+    heads, dim, units, features, keys = shape
     torch.manual_seed(keys)
-    v = torch.randn(2, heads, keys, dim, device=device).to(dtype)
-    logs = torch.randn(2, heads, keys, features, device=device)
-    logs[1] *= 1e4
-    some = torch.rand(2, heads, keys, device=device) < 0.7
-    some[0, 0] = False
-    for counted in (logs, logs.masked_fill(~some[..., None], float("-inf"))):
-        found, truth = launch_cache(counted, v), phi_cache_reference(counted.double(), v.double())
-        assert torch.equal(found.m.double(), truth.m)
-        assert max(error(a, b) for a, b in zip(found[1:], truth[1:], strict=True)) < 1e-4
+    k, v = (torch.randn(3, heads, keys + 2, dim, device=device).to(dtype)[:, :, 1:keys + 1] for _ in range(2))
+    maps = maps_of_keys(3, heads, dim, units, features, dtype, device)
+    maps.b_out[0] += torch.linspace(-60, 60, features, device=device)  # far apart, as those of trained maps
+    first, last = (torch.tensor(x, device=device) for x in ([0, keys // 4, 5], [keys, keys - 1, 3]))
+    whole = launch_phi_sums(k, v, first, last, maps)
+    truth = phi_sums_reference(k.double(), v.double(), first, last, double(maps))
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    assert torch.equal(torch.isneginf(whole.m), torch.isneginf(truth.m)) and torch.equal(whole.m, whole.m.ceil())
+    scale = torch.exp2((whole.m.double() - truth.m).nan_to_num(0.0))
+    assert error(whole.z * scale, truth.z) < close and error(whole.s * scale[..., None], truth.s) < close
+    assert not whole.z[2].any() and not whole.s[2].any() and bool(torch.isneginf(whole.m[2]).all())
+
+    middle = (first + last) // 2
+    joined = phi_join(launch_phi_sums(k, v, first, middle, maps), launch_phi_sums(k, v, middle, last, maps))
+    assert torch.equal(joined.m, whole.m)
+    assert max(error(a, b) for a, b in zip(joined[1:], whole[1:], strict=True)) < 1e-6
+
+    maps = maps._replace(shift=whole.m)
+    kept = launch_features(k.repeat_interleave(2, 0), maps)
+    assert kept.dtype == dtype and torch.equal(kept[::2], kept[1::2])
+    places = torch.arange(keys, device=device)
+    outside = ~((places >= first[:, None]) & (places < last[:, None]))[:, None, :, None]
+    # those of keys that were not summed may exceed any number
+    counted, exact = (x.double().masked_fill(outside, 0.0) for x in (
+        kept[::2], key_features_reference(k.double(), double(maps))))
+    assert error(counted, exact) < close
+    left = (whole.z - counted.sum(2)).abs().sum(-1) / whole.z.sum(-1).clamp(min=1e-30)
+    assert float(left.max()) < 1e-6
+    assert error(counted.mT @ v.double(), whole.s) < 1e-6
 
 
 def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -293,8 +341,9 @@ def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
     torch.manual_seed(dim)
     maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
     q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
-    cache = phi_cache_reference(torch.randn(2, heads, 30, features, device=device),
-                                torch.randn(2, heads, 30, dim, device=device))
+    cache = phi_sums_reference(
+        *torch.randn(2, 2, heads, 30, dim, device=device), *torch.tensor([[0, 3], [30, 20]], device=device),
+        maps_of_keys(2, heads, dim, 12, features, torch.float32, device))
     centre = torch.randn(2, heads, dim, device=device) * dim**-0.5
     # one row that reads nothing, and spreads from none at all to far past the bound
     spreads = torch.logspace(-3, -0.5, heads, device=device)[:, None, None]
@@ -588,15 +637,12 @@ def check_bins() -> None:
 
 
 def random_phi(s: Step, dtype: torch.dtype, device: str, width: int = 40, features: int = 24) -> tuple[Any, ...]:
-    """Maps, offset and state of a step, for `phi_query`."""
-    kept = torch.rand(*s.k.shape[:3], features, device=device).to(dtype)
-    counted = kept.double() * s.mid[:, None, :, None]
-    state = PhiState(torch.zeros(*s.k.shape[:2], features, device=device), counted.sum(2).float(),
-                     (counted.mT @ s.v.double()).float(), kept)
+    """Maps, offset and state of a step, for `phi_query`, and the map of keys that the state is made with."""
+    maps = maps_of_keys(2, s.k.shape[1], s.k.shape[3], 24, features, dtype, device)
+    first = torch.where(s.mid.any(1), s.mid.int().argmax(1), 0)
+    cache = phi_sums_reference(s.k, s.v, first, first + s.mid.sum(1), maps)
     return maps_of(s.q.shape[1], s.q.shape[2], width, features, dtype, device), torch.randn(
-        s.q.shape[1], device=device), state
-
-
+        s.q.shape[1], device=device), PhiState(*cache), maps._replace(shift=cache.m)
 
 
 def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 
 from sparsekv.kernels import (
     FeatureMapWeights,
+    KeyFeatures,
     PhiCache,
     ScoreMoments,
     attend,
@@ -30,6 +31,8 @@ from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import features as ft
+from sparsekv.kernels import features_triton as ftt
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import losses_triton as lo
@@ -58,12 +61,12 @@ KINDS = {
              "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
              "spreads",
     "fp32": "scale eps",
-    "half": "q k v values out x w b y means key_features features source keys centroids found logs w_in b_in w_a b_a "
+    "half": "q k v values out x w b y means features source keys centroids found logs w_in b_in w_a b_a "
             "w_b alpha w_out b_out",
 }
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
-    c.query_kernel: {"features": "i32"}, c.cache_kernel: {"features": "i32"},
+    **{kernel: {"features": "i32"} for kernel in (c.query_kernel, ftt.sums_kernel, ftt.features_kernel)},
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
@@ -95,10 +98,14 @@ def tokens(base: Any) -> Any:
     return Tokens(base, "i32", "i32", "i32")
 
 
+MAP = KeyFeatures("half", "*fp32", "half", "*fp32", "*fp32")
 STRUCTS: dict[Any, dict[str, Any]] = {
+    ftt.sums_kernel: {"k": tokens("half"), "v": tokens("half"), "maps": MAP, "firsts": "*i64", "lasts": "*i64",
+                      "cache": PhiCache(*["*fp32"] * 3)},
+    ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     a.split_kernel: {
-        "q": heads("half"), **{n: tokens("half") for n in ("k", "v", "key_features")},
+        "q": heads("half"), **{n: tokens("half") for n in ("k", "v")}, "maps": MAP,
         **{n: heads("*i32") for n in ("tokens", "offsets", "buckets")}, "log_weights": heads("*fp32"),
         "edges": attend.Edges(*["*i64"] * 3), "pages": attend.PageArguments(*["*i32"] * 3, "i32", "i32"),
         "partial": attend.Partial(*["*fp32"] * 4)},
@@ -146,7 +153,7 @@ def split(
     half = max(8 if phi else 16, group)
     return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
             "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
-            "PADDED_FEATURES": 128, "PHI": phi, "WEIGHTED": weighted,
+            "PADDED_FEATURES": 128, "UNITS": 128, "PHI": phi, "WEIGHTED": weighted,
             "BLOCK": how.block, "AHEAD": how.stages == 1, "PAGE": page}
 
 
@@ -155,10 +162,13 @@ def main() -> None:
     plain, completed = attend.PLAIN, attend.COMPLETED
     check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
     check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
-    check(a.split_kernel, split(128, 4, completed, phi=True), completed.warps, "bf16", SHARED)
-    many = attend.COMPLETED_MANY
-    check(a.split_kernel, split(128, 4, many, phi=True), many.warps, "bf16", SHARED, stages=many.stages)
-    check(a.split_kernel, split(80, 1, completed, probes=32, phi=True), completed.warps, "bf16", (89,))
+    fewer = completed._replace(block=completed.block // 2)
+    check(a.split_kernel, split(128, 4, completed, phi=True), completed.warps, "bf16", (90,), stages=completed.stages)
+    check(a.split_kernel, split(128, 4, fewer, phi=True), completed.warps, "bf16", (89,), stages=completed.stages)
+    check(a.split_kernel, split(80, 1, fewer, probes=32, phi=True), completed.warps, "bf16", (89,),
+          stages=completed.stages)
+    check(a.split_kernel, {**split(256, 2, completed, phi=True), "BLOCK": 32}, completed.warps, "bf16", (90,),
+          stages=completed.stages)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
@@ -180,8 +190,10 @@ def main() -> None:
             "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
-    check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(256 + 128, 2), "DIM": 256, "FEATURES": 128},
-          completion.CACHE_WARPS, "bf16", logs="*fp32")
+    for features in (128, 256):  # 192 padded
+        of_keys = {"SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
+        check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
+        check(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
@@ -252,12 +264,6 @@ def main() -> None:
     check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
                             "BLOCK": at_once(stored.KEYS_AT_ONCE, row), "STAGES": stored.stages_of(256, 4)},
           stored.WARPS, "fp32", least)
-    for dim in (128, 256):
-        check(c.cache_kernel, {"SPLITS": 64, "BLOCK": completion.cache_block(dim + 128, 4), "DIM": dim,
-                               "FEATURES": 128}, completion.CACHE_WARPS, "fp32", least, logs="*fp32")
-        check(a.split_kernel, {**split(dim, 4, completed, phi=True),
-                               "BLOCK": at_once(completed.block, 4 * (2 * dim + 128), attend.COMPLETED_BYTES)},
-              completed.warps, "fp32", least, stages=completed.stages)
 
 
 if __name__ == "__main__":

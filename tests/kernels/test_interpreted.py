@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from sparsekv.kernels import attend, attention_mass, completion, sketch
+from sparsekv.kernels import attend, attention_mass, completion, features, sketch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -16,7 +16,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=st
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "PLAIN", attend.PLAIN._replace(programs=8))
     monkeypatch.setattr(attend, "COMPLETED", attend.COMPLETED._replace(programs=8))
-    monkeypatch.setattr(completion, "PROGRAMS", 12)
+    monkeypatch.setattr(features, "PROGRAMS", 18)
     monkeypatch.setattr(completion, "QUERY_PROGRAMS", 9)
 
 
@@ -25,14 +25,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     ((16, 1, 80, 40, 4, 60, 0, 1), torch.float16), ((6, 2, 24, 1, 4, 16, 0, 1), torch.float32)], ids=str)
 def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_attention(shape, dtype, "cpu")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_attention_completed_over_many_lists(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """As eight rows of a batch are launched, of which the interpreter would take long."""
-    monkeypatch.setattr(attend, "MANY_LISTS", 1)
-    monkeypatch.setattr(attend, "COMPLETED_MANY", attend.COMPLETED_MANY._replace(programs=9))
-    checks.check_attention((6, 2, 24, 63, 4, 16, 7, 2), dtype, "cpu")
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (1, 1, 33, 200, 40), (3, 2, 2, 1, 8)], ids=str)
@@ -68,9 +60,10 @@ def test_budget_rule(buckets: int) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(2, 16, 16, 63), (3, 80, 48, 111), (1, 24, 100, 300)], ids=str)
-def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_cache(shape, dtype, "cpu")
+@pytest.mark.parametrize("shape", [(2, 16, 24, 16, 63), (3, 40, 7, 48, 111), (1, 24, 33, 20, 300), (1, 16, 16, 9, 1)],
+                         ids=str)
+def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_sums_and_features(shape, dtype, "cpu")
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [

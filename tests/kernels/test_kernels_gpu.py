@@ -17,6 +17,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import (
+    KeyMap,
     QueryModel,
     Sketch,
     gather_from_host,
@@ -45,15 +46,6 @@ def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype, lo
 
 @DTYPES
 @SHAPES
-def test_attention_completed_over_many_lists(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype,
-) -> None:
-    monkeypatch.setattr("sparsekv.kernels.attend.MANY_LISTS", 1)
-    checks.check_attention(shape, dtype, DEVICE)
-
-
-@DTYPES
-@SHAPES
 def test_what_is_left_where_nearly_all_is_read(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_what_is_left(shape, dtype, DEVICE)
 
@@ -71,9 +63,10 @@ def test_budget_rule(buckets: int) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(2, 64, 16, 63), (3, 80, 48, 111), (1, 128, 128, 1000)], ids=str)
-def test_cache_of_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_cache(shape, dtype, DEVICE)
+@pytest.mark.parametrize("shape", [(2, 64, 24, 16, 63), (3, 80, 100, 48, 111), (1, 128, 128, 128, 1000),
+                                   (2, 128, 96, 192, 5000)], ids=str)
+def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_sums_and_features(shape, dtype, DEVICE)
 
 
 @DTYPES
@@ -196,10 +189,11 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     queries = Queries(s.q.unflatten(0, (rows, per_row)).transpose(1, 2), s.regions["lengths"])
     estimator, query = None, None
     if completed:
-        maps, offset, state = checks.random_phi(s, dtype, DEVICE)
+        maps, offset, state, keys = checks.random_phi(s, dtype, DEVICE)
         estimator = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))
-        estimator.state = state
-        query = checks.double(phi_query(s.q, maps, offset, state))
+        estimator.state, estimator.bias, estimator.in_place = state, keys.bias, True
+        estimator.key_map = KeyMap(keys.w_in, keys.bias[0], keys.w_in, keys.w_out, keys.b_out)
+        query = checks.double(phi_query(s.q, maps, offset, state)._replace(keys=keys))
 
     def step() -> Any:
         return sparse_step(view, queries, router, estimator)

@@ -1,5 +1,7 @@
 """The plain-torch twins against independent float64 truth."""
 
+import math
+
 import pytest
 import torch
 
@@ -58,22 +60,33 @@ def test_merge_of_parts_is_the_whole() -> None:
 
 
 def exact_features(q, k, scale):
-    """The softmax kernel itself as a feature map: key i has the one feature i, whose query feature is its weight."""
-    length = k.shape[2]
-    log_k = torch.full((length, length), -1e30, dtype=F64).fill_diagonal_(0.0).expand(*k.shape[:2], length, length)
+    """The softmax kernel itself as features: key i has the one feature i, whose query feature is its weight. The keys
+    that say so, one hot, and the map that makes features 1 and nearly 0 of them; queries' log features `[Q, Hq, n]`."""
+    batch, heads, length, _ = k.shape
+    unit = torch.eye(length, dtype=F64)
+    maps = kernels.KeyFeatures(
+        (80 * unit).expand(heads, -1, -1), torch.full((batch, heads, length), -40.0, dtype=F64),
+        (40 * unit).expand(heads, -1, -1), torch.full((heads, length), -1600.0, dtype=F64),
+        torch.zeros(batch, heads, length, dtype=F64))
     log_q = torch.einsum("bhgd,bhnd->bhgn", q.view(q.shape[0], k.shape[1], -1, q.shape[2]), k) * scale
-    return log_q.reshape(*q.shape[:2], length), log_k
+    return log_q.reshape(*q.shape[:2], length), unit.expand(batch, heads, -1, -1), maps
 
 
-def query_of(log_q, cache, key_features=None):
+def query_of(log_q, cache, maps=None):
     """The query's side from its log-features `[Q, Hq, r]`, as many queries as rows."""
     group = log_q.shape[1] // cache.m.shape[1]
-    log = log_q + cache.m.repeat_interleave(group, 1)
+    log = log_q + math.log(2) * cache.m.repeat_interleave(group, 1)
     top = log.amax(-1)
     features = torch.exp(log - top[..., None])
     z, s = (x.repeat_interleave(group, 1) for x in cache[1:])
     return kernels.CompletionQuery(features, top, (features * z).sum(-1), torch.einsum("bhr,bhrd->bhd", features, s),
-                                   None, key_features)
+                                   None, maps if maps is None else maps._replace(shift=cache.m))
+
+
+def summed(keys, v, maps, first=0, last=None):
+    """The cache of the tokens from first to last of all rows."""
+    edges = (torch.full((keys.shape[0],), x) for x in (first, keys.shape[2] if last is None else last))
+    return kernels.phi_sums(keys, v, *edges, maps)
 
 
 @pytest.mark.parametrize("logits", [1.0, 100.0])
@@ -82,53 +95,86 @@ def test_completion_with_the_exact_kernel_is_full_attention(retrieved: int, logi
     q, k, v, scores = setup(logits=logits)
     options = anchors(torch.tensor([0, 0]), torch.tensor([50, 50]))
     mid = slice(3, 41)
-    log_q, log_k = exact_features(q, k[:, :, mid], 0.3)
-    cache = kernels.phi_cache(log_k, v[:, :, mid])
+    log_q, hot, maps = exact_features(q, k[:, :, mid], 0.3)
+    cache = summed(hot, v[:, :, mid], maps)
     chosen = torch.stack([torch.randperm(38)[:retrieved] for _ in range(4)]).reshape(2, 2, retrieved)
-    features = torch.nn.functional.pad(kernels.phi_features(log_k, cache.m), (0, 0, 3, 9))
-    query = query_of(log_q, cache, features)
-    merged, lse = kernels.attend_tokens(q, k, v, chosen + 3, scale=0.3, **options, completion=query)
-    rows = chosen[..., None].expand(-1, -1, -1, 38)
+    query = query_of(log_q, cache, maps)
+    exact = kernels.attend_tokens(q, k, v, chosen + 3, scale=0.3, **options)
     values = v[:, :, mid].gather(2, chosen[..., None].expand(-1, -1, -1, 8))
-    left = kernels.remainder(query, kernels.phi_features(log_k, cache.m).gather(2, rows), values,
+    read = hot.gather(2, chosen[..., None].expand(-1, -1, -1, 38))
+    left = kernels.remainder(query, kernels.key_features(read, query.keys), values,
                              torch.ones_like(chosen, dtype=torch.bool))
     assert torch.isneginf(left[1]).all() == (retrieved == 38)
+    merged, lse = kernels.merge(*(torch.stack(x) for x in zip(exact, left, strict=True)))
     # what is left of an estimate is dropped below a hundred-thousandth of it
     close = {"rtol": 1e-8, "atol": 1e-10} if retrieved == 0 or logits == 1 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(merged, (scores.softmax(-1) @ v).reshape(2, 6, 8), **close)
     torch.testing.assert_close(lse, scores.logsumexp(-1).reshape(2, 6), **close)
 
 
+def random_keys(batch: int, heads: int, length: int, features: int, spread: float = 1.0):
+    """Keys, values, and a map of them with nothing in common."""
+    keys, v = torch.randn(2, batch, heads, length, 8, dtype=F64)
+    maps = kernels.KeyFeatures(*(spread * torch.randn(*size, dtype=F64) for size in (
+        (heads, 8, 12), (batch, heads, 12), (heads, 12, features), (heads, features), (batch, heads, features))))
+    return keys, v, maps._replace(shift=torch.zeros_like(maps.shift))
+
+
 def test_what_is_left_equals_rebuilding_without_what_was_read_and_keeps_to_its_cap() -> None:
     torch.manual_seed(1)
-    log_k, v = torch.randn(2, 3, 40, 16, dtype=F64) * 5, torch.randn(2, 3, 40, 8, dtype=F64)
-    cache = kernels.phi_cache(log_k, v)
+    keys, v, maps = random_keys(2, 3, 40, 16)
+    cache = summed(keys, v, maps)
     log_q = torch.randn(2, 6, 16, dtype=F64)
-    query = query_of(log_q, cache)
-    features = kernels.phi_features(log_k, cache.m)
+    query = query_of(log_q, cache, maps)
+    features = kernels.key_features(keys, query.keys)
     used = torch.arange(40).expand(2, 3, -1) < 25
     found = kernels.remainder(query, features, v, used)
-    rebuilt = query_of(log_q, kernels.phi_cache(log_k[:, :, 25:], v[:, :, 25:]))
+    rebuilt = query_of(log_q, summed(keys, v, maps, first=25))
     live = ~torch.isneginf(found[1])
     assert live.any()
     torch.testing.assert_close(found[0][live], (rebuilt.numerator / rebuilt.mass[..., None])[live], rtol=1e-6,
                                atol=1e-8)
     torch.testing.assert_close(found[1][live], (rebuilt.log_scale + rebuilt.mass.log())[live], rtol=1e-6, atol=1e-8)
+    # a key that is not used may have features of any size
+    wild = torch.where(used[..., None], features, torch.inf)
+    torch.testing.assert_close(kernels.remainder(query, wild, v, used), found)
     cap = found[1].nan_to_num(neginf=0.0) - 1.0
     lower = kernels.remainder(query._replace(cap=cap), features, v, used)
     torch.testing.assert_close(lower[1][live], cap[live])
     assert torch.equal(lower[0], found[0])
 
 
+def test_a_step_takes_out_what_its_keys_are_estimated_at() -> None:
+    """By the features made of them, for lists of every kind."""
+    torch.manual_seed(5)
+    k, v, maps = random_keys(2, 3, 40, 16, spread=0.5)
+    q = torch.randn(2, 6, 8, dtype=F64)
+    query = query_of(torch.randn(2, 6, 16, dtype=F64), summed(k, v, maps, 4, 30), maps)
+    edges = {"scale": 0.3, "sink_size": 4, "starts": torch.zeros(2, dtype=torch.long),
+             "tail_starts": torch.full((2,), 30), "lengths": torch.full((2,), 40)}
+    for heads in (1, 3, 6):
+        tokens = torch.stack([torch.randperm(26)[:9] for _ in range(2 * heads)]).reshape(2, heads, 9) + 4
+        tokens[..., 5] = -1
+        found = kernels.attend_tokens(q, k, v, tokens, **edges, completion=query)
+        exact = kernels.attend_tokens(q, k, v, tokens, **edges)
+        each = tokens.expand(2, max(heads, 3), 9).repeat_interleave(6 // max(heads, 3), 1)
+        own, values = (x.repeat_interleave(2, 1).gather(2, each.clamp(min=0)[..., None].expand(-1, -1, -1, 8))
+                       for x in (k, v))
+        wide = kernels.KeyFeatures(*(x.repeat_interleave(2, x.dim() - (3 if i in (0, 2) else 2))
+                                     for i, x in enumerate(query.keys)))
+        left = kernels.remainder(query, kernels.key_features(own, wide), values, each >= 0)
+        torch.testing.assert_close(found, kernels.merge(*(torch.stack(x) for x in zip(exact, left, strict=True))))
+
+
 def test_extension_equals_building_at_once() -> None:
     torch.manual_seed(2)
-    log_k, v = torch.randn(1, 2, 30, 4, dtype=F64) * 20, torch.randn(1, 2, 30, 8, dtype=F64)
-    grown = kernels.phi_extend(kernels.phi_cache(log_k[:, :, :11], v[:, :, :11]), log_k[:, :, 11:], v[:, :, 11:])
-    for one, other in zip(grown, kernels.phi_cache(log_k, v), strict=True):
-        torch.testing.assert_close(one, other)
-    empty = kernels.phi_cache(log_k[:, :, :0], v[:, :, :0])
-    for one, other in zip(kernels.phi_extend(empty, log_k, v), kernels.phi_cache(log_k, v), strict=True):
-        torch.testing.assert_close(one, other)
+    keys, v, maps = random_keys(1, 2, 30, 4, spread=2.0)
+    whole = summed(keys, v, maps)
+    for middle in (0, 11, 30):
+        grown = kernels.phi_join(summed(keys, v, maps, last=middle), summed(keys, v, maps, first=middle))
+        for one, other in zip(grown, whole, strict=True):
+            torch.testing.assert_close(one, other)
+    assert torch.equal(whole.m, whole.m.ceil())
 
 
 def test_index_keeps_every_key_of_the_range_once() -> None:

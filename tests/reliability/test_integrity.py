@@ -44,9 +44,9 @@ def router() -> RouterArtifact:
 
 def phi() -> PhiArtifact:
     torch.manual_seed(0)
-    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4).weights() for heads in (4, 2))).map(
+    maps = FeatureMaps(*(FeatureMap(2 * heads, 8, 6, 4, blocks).weights() for heads, blocks in ((4, 1), (2, 0)))).map(
         lambda w: w.detach().unflatten(0, (2, -1)))
-    return PhiArtifact(PhiArtifactConfig(num_features=6, width=4, **COMMON), maps, torch.zeros(2, 1, 4),
+    return PhiArtifact(PhiArtifactConfig(num_features=6, width=4, key_width=4, **COMMON), maps, torch.zeros(2, 1, 4),
                        torch.ones(2, 4))
 
 
@@ -144,7 +144,8 @@ OWN = {
     "router": [("num_buckets", 0), ("num_buckets", "5"), ("num_buckets", 6), ("num_buckets", 10**400),
                ("key_space", "post"), ("key_space", []), ("scores", None), ("scores", "best"), ("scores", ["mlp"])],
     "phi": [("num_features", 0), ("num_features", 7.0), ("num_features", 8), ("width", -4), ("width", None),
-            ("width", 5), ("centred", "yes"), ("centred", True), ("capped", 1), ("read_shares", []),
+            ("width", 5), ("key_width", 5), ("key_width", "4"), ("query_blocks", 2),
+            ("centred", "yes"), ("centred", True), ("capped", 1), ("read_shares", []),
             ("read_shares", [0.0, 0.1]), ("read_shares", [float("nan")]), ("read_shares", [2]), ("read_shares", 0.0)],
 }
 ARTIFACT = [("kind", None), ("kind", []), ("kind", "other"), ("provenance", []), ("quality", None), *VERSIONS, *MODELS,

@@ -19,7 +19,8 @@ from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 def layer(heads_q: int = 4, heads_kv: int = 2, dim: int = 8, *, centred: bool = False, capped: bool = True) -> PhiLayer:
     torch.manual_seed(0)
     sizes = [(heads_q, 12)] + ([(heads_kv, 6)] * 2 if centred else [(heads_kv, 12)])
-    maps = FeatureMaps(*(FeatureMap(h, dim, r, 16).weights() for h, r in sizes)).map(torch.Tensor.detach)
+    maps = FeatureMaps(*(FeatureMap(h, dim, r, 16, blocks=not i).weights() for i, (h, r) in enumerate(sizes)))
+    maps = maps.map(torch.Tensor.detach)
     maps = maps._replace(key=maps.key._replace(b_out=maps.key.b_out - 2.7))  # a mass about that of the keys
     return PhiLayer(maps, torch.randn(1, heads_q), capped=capped)
 

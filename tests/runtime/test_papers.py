@@ -9,7 +9,6 @@ import torch
 from views import built, make_view
 
 from benchmarks._peers import PEERS
-from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.lfps import GAMMA, OBSERVED
 from sparsekv.core.selectors.lfps_table import ScoreTable
@@ -106,14 +105,3 @@ def test_magicpig_takes_fewer_bits_for_a_larger_budget() -> None:
     assert bits[0] > bits[1] > bits[2] >= 1
     assert int(built(SELECTORS["magicpig"](), before).used_bits[0, 0]) == 10
     assert int(built(SELECTORS["magicpig"](bits=6, token_budget=9), before).used_bits.unique()) == 6
-
-
-def test_a_budget_pays_for_the_features_kept_beside_a_token() -> None:
-    regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), 16384, 4, 16)
-    given = {"accounting": "worst_case", "completion_tokens": 33.0, "feature_tokens": 0.5}
-    retrieved = int(tokens_of_budget(0.03, regions, **given))
-    assert retrieved == math.ceil((0.03 * 16384 - 20 - 33) / 1.5)
-    assert 20 + 33 + 1.5 * retrieved == pytest.approx(0.03 * 16384, abs=1.5)
-    spread = int(tokens_of_budget(0.03, regions, **{**given, "accounting": "amortised"}))
-    assert spread == math.ceil((0.03 * 16384 - 20 - 33 / 256) / 1.5)
-    assert int(tokens_of_budget(0.03, regions, feature_tokens=0.5)) == math.ceil(0.03 * 16384)

@@ -11,7 +11,8 @@ from views import make_view
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.estimators import phi as estimators
-from sparsekv.kernels import log_phi, log_phi_keys, products
+from sparsekv.kernels import for_request, key_features, log_phi, products
+from sparsekv.kernels.features import LOG2_E, log_features
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 
 LIMITS = {torch.bfloat16: (0.05, 0.005), torch.float16: (0.006, 0.001)}
@@ -26,15 +27,15 @@ def drawn(length: int = 2500) -> torch.Tensor:
 
 
 def layer(keys: torch.Tensor, *, centred: bool) -> PhiLayer:
-    """FeatureMaps of a trained one's reach: stems fitted to the keys, blocks that are not closed."""
+    """Maps of a trained one's reach: stems fitted to the keys."""
     sample, made = keys[0], []
     for heads, features, seen in ((2 * HEADS, FEATURES, None), (HEADS, FEATURES // (1 + centred), sample),
                                   (HEADS, FEATURES // 2, sample - sample.mean(1, keepdim=True))):
-        one = FeatureMap(heads, DIM, features, WIDTH)
+        one = FeatureMap(heads, DIM, features, WIDTH, blocks=seen is None)
         if seen is not None:
             one.whiten(seen)
         weights = one.weights()
-        made.append(weights._replace(alpha=weights.alpha + 0.5, b_out=torch.randn(heads, features)))
+        made.append(weights._replace(b_out=torch.randn(heads, features)))
     maps = FeatureMaps(*made) if centred else FeatureMaps(*made[:2])
     return PhiLayer(maps.map(torch.Tensor.detach), torch.zeros(1, 2 * HEADS), capped=True)
 
@@ -48,7 +49,7 @@ def test_log_features_of_half_precision_are_close(centred: bool, dtype: torch.dt
     if trained.maps.centred is not None:
         truth = torch.cat([truth, log_phi(keys - centre[:, :, None], trained.maps.centred)], dim=-1)
     torch.testing.assert_close(trained.maps.log_phi_k(keys, centre), truth, rtol=1e-4, atol=1e-4)
-    found = log_phi_keys(keys, trained.of_keys(dtype), centre)
+    found = log_features(keys, for_request(trained.of_keys(dtype), centre)) / LOG2_E
     assert found.dtype == torch.float32
     error = (found - truth).abs()
     print(f"{dtype} log φ: largest {float(error.max()):.4f}, mean {float(error.mean()):.5f}, "
@@ -69,17 +70,20 @@ def test_sums_of_half_precision_are_close(centred: bool, dtype: torch.dtype, mon
     whole.build(exact)
     monkeypatch.setattr(estimators, "product_dtype", lambda x: x.dtype)
     half.build(view)
-    assert half.key_maps[0].w_in.dtype == half.state.features.dtype == dtype
+    assert half.key_map is not None and half.key_map.w_in.dtype == dtype
     mine, right = half.state, whole.state
-    scale = torch.exp(mine.m - right.m)
+    scale = torch.exp2(mine.m - right.m)
     for name, a, b in (("z", mine.z * scale, right.z), ("S", mine.s * scale[..., None], right.s)):
         error = float((a - b).norm() / b.norm())
         print(f"{dtype} {name}: {error:.5f}")
         assert error < LIMITS[dtype][1]
-    # what was summed is what is kept: taking all of it out again leaves nothing
-    kept, values = mine.features.double(), view.values[:, :, :mine.features.shape[2]].double()
-    torch.testing.assert_close(mine.z.double(), kept.sum(2), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(mine.s.double(), kept.mT @ values, rtol=1e-4, atol=1e-4)
+    # what was summed is what is made of the keys anew: taking all of it out again leaves nothing
+    made = key_features(view.keys, half._maps())
+    assert made.dtype == dtype
+    counted, values = view.regions.mid_mask(0, made.shape[2]), view.values.double()
+    kept = made.double().masked_fill(~counted[:, None, :, None], 0.0)
+    for whole_sum, parts in ((mine.z, kept.sum(2)), (mine.s, kept.mT @ values)):
+        assert float((whole_sum.double() - parts).norm() / parts.norm()) < 1e-5
     spread = (half.covariance - whole.covariance).norm() / whole.covariance.norm()
     assert float(spread) < 1e-3
-    assert products(mine.features, view.values[:, :, :mine.features.shape[2]]).dtype == torch.float32
+    assert products(made, view.values).dtype == torch.float32

@@ -23,9 +23,10 @@ def artifacts(model, *, buckets: int = 8, space: str = "pre", scores: str = "mlp
         weights = QueryModel(torch.randn(layers, heads_kv, dim, 20), torch.randn(layers, heads_kv, 20),
                              torch.randn(layers, heads_kv, 20, buckets), torch.randn(layers, heads_kv, buckets))
     sizes = [(heads_q, features)] + ([(heads_kv, features // 2)] * 2 if centred else [(heads_kv, features)])
-    maps = FeatureMaps(*(FeatureMap(layers * h, dim, r, 24).weights() for h, r in sizes))
-    maps = maps.map(lambda w: w.detach().reshape(layers, -1, *w.shape[1:]))
-    maps_config = PhiArtifactConfig(num_features=features, width=24, centred=centred, capped=capped, **common)
+    maps = FeatureMaps(*(FeatureMap(layers * h, dim, r, 24, blocks=not i).weights() for i, (h, r) in enumerate(sizes)))
+    maps = maps.map(lambda w: w.detach().unflatten(0, (layers, -1)))
+    maps_config = PhiArtifactConfig(num_features=features, width=24, key_width=24, centred=centred, capped=capped,
+                                    **common)
     phi = PhiArtifact(maps_config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     width, wide = (dim // 3, 1) if sketched else (0, 0)
     shapes = (dim, 2 * width - wide), (2 * width - wide,), (dim, 2 * width - wide)

@@ -119,23 +119,27 @@ def test_presets_train(store, tmp_path, preset: str) -> None:
 def test_maps_of_every_form_train_and_load(store, tmp_path, monkeypatch) -> None:
     """The artifact carries the form: loaded again it is what was trained, and a form that its tensors do not have is
     refused."""
-    form = {"features": 20, "query_blocks": 2, "key_width": 8, "key_blocks": 0, "shared": True}
+    form = {"features": 20, "query_blocks": 2, "key_width": 8, "shared": False}
     monkeypatch.setitem(PHIS, "default", replace(PHIS["default"], **form))
     out = tmp_path / "phi"
     made = train_phi(PhiConfig(str(store.path), str(out), max_steps=3, batch_size=8, keys_per_step=32, width=16))
     again = PhiArtifact.load(out)
     config = again.config
     assert (config.num_features, config.width, config.query_blocks) == (20, 16, 2)
-    assert (config.key_width, config.key_blocks, config.shared) == (8, 0, True)
-    assert again.maps.centred is not None and again.maps.centred.w_out.shape[-2:] == (8, 20)
+    assert (config.key_width, config.shared) == (8, False)
+    assert again.maps.centred is not None and again.maps.centred.w_out.shape[-2:] == (8, 10)
     for name, tensor in made.maps.named().items():
         assert torch.equal(again.maps.named()[name], tensor), name
     raw = json.loads((out / CONFIG).read_text())
     del raw["sha256"]
-    for name, value in (("key_blocks", 1), ("query_blocks", 1), ("key_width", None), ("shared", False)):
+    for name, value in (("query_blocks", 1), ("key_width", 9), ("shared", True)):
         (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1, name: value}))
         with pytest.raises(SparseKVError, match="map\\."):
             PhiArtifact.load(out)
+    del raw["key_width"]  # as it was before
+    (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1}))
+    with pytest.raises(SparseKVError, match=r"four layers.*train them again with sparsekv train-phi"):
+        PhiArtifact.load(out)
 
 
 def test_far_queries_are_those_that_look_far(store) -> None:

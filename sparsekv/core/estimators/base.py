@@ -52,10 +52,6 @@ class Estimator:
         D)."""
         raise NotImplementedError
 
-    def feature_tokens(self, view: LayerView) -> float:
-        """What a step fetches beside every token that it reads exactly, in the same unit."""
-        return 0.0
-
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """Bytes that a step of a layer reads for it, of one row, in the precision of the keys. Waits for no device."""
         return self.cost_tokens(view) * 2 * view.keys.shape[-1] * view.keys.element_size() * view.num_kv_heads

@@ -96,7 +96,7 @@ class Selector:
         no device. Raises SparseKVError."""
         self.validate()
         tokens = tokens_of_budget(self.spent_budget, view.regions, accounting=self.accounting,
-                                  completion_tokens=view.completion_tokens, feature_tokens=view.feature_tokens)
+                                  completion_tokens=view.completion_tokens)
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
         self.widest = int(self.budget.max()) if self.budget.numel() else 0
 

@@ -1,0 +1,111 @@
+"""The Triton kernels of `features.py`; importing this module imports Triton.
+
+Shapes: B rows of a cache, Q queries, Hkv KV heads, d the head dimension, N tokens, u units and r features of the map of
+keys. Structs are those of `types.py` and `launch.py`.
+"""
+
+import triton
+import triton.language as tl
+
+from sparsekv.kernels.completion_triton import gelu
+
+
+@triton.jit
+def map_of_keys(
+    maps, head, kv, dim, units, features, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
+):
+    """The map of keys of one KV head and request, `kv` among all of both: `[DIM, UNITS]`, `[UNITS]`,
+    `[UNITS, FEATURES]` and `[FEATURES]`, of which those that are not there are -inf in the last."""
+    place, unit, feature = tl.arange(0, DIM), tl.arange(0, UNITS), tl.arange(0, FEATURES)
+    first = tl.load(maps.w_in + (head * dim + place)[:, None] * units + unit[None, :],
+                    mask=(place < dim)[:, None] & (unit < units)[None, :], other=0.0)
+    moved = tl.load(maps.bias + kv * units + unit, mask=unit < units, other=0.0)
+    second = tl.load(maps.w_out + (head * units + unit)[:, None] * features + feature[None, :],
+                     mask=(unit < units)[:, None] & (feature < features)[None, :], other=0.0)
+    last = tl.load(maps.b_out + head * features + feature, mask=feature < features, other=float("-inf"))
+    return first, moved, second, last
+
+
+@triton.jit
+def log_features(key, w_in, bias, w_out, b_out):
+    """Logarithms to the base 2 of the features of keys `[BLOCK, DIM]`: `[BLOCK, FEATURES]`. What is summed and what is
+    taken out again come from here alone."""
+    hidden = gelu(tl.dot(key.to(w_in.dtype), w_in, input_precision="ieee") + bias[None, :])
+    return tl.dot(hidden.to(w_out.dtype), w_out, input_precision="ieee") + b_out[None, :]
+
+
+@triton.jit
+def sums_kernel(
+    k, v, maps, firsts, lasts, cache, heads, length, dim, units, features,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
+):
+    """`(m, z, S)` of one slice of a row's keys. The shift rises in powers of two as the blocks go by, by which what was
+    summed is multiplied without rounding."""
+    # grid: (B·Hkv, SPLITS)
+    # k, v           Tokens [B, Hkv, N, d]         keys with RoPE
+    # maps           `KeyFeatures`, its shift not taken off
+    # firsts, lasts  [B] int64                     the tokens that count
+    # cache.m, z     [B, Hkv, SPLITS, r] fp32      written, a slice's own
+    # cache.s        [B, Hkv, SPLITS, r, d] fp32   written, the same
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
+    wide = (width < dim)[None, :]
+    first = tl.maximum(tl.load(firsts + row), 0).to(tl.int32)
+    last = tl.minimum(tl.load(lasts + row), length).to(tl.int32)
+    per_split = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
+    first += tl.program_id(1) * per_split
+    last = tl.minimum(first + per_split, last)
+    stem, bias, second, outward = map_of_keys(maps, head, row * heads + head, dim, units, features, DIM=DIM,
+                                              UNITS=UNITS, FEATURES=FEATURES)
+    keys = k.base + row * k.row + head * k.head
+    values = v.base + row * v.row + head * v.head
+    top = tl.full([FEATURES], float("-inf"), tl.float32)
+    mass = tl.zeros([FEATURES], tl.float32)
+    sums = tl.zeros([FEATURES, DIM], tl.float32)
+    for at in range(first, last, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        valid = token < last
+        place = token.to(tl.int64)[:, None]
+        key = tl.load(keys + place * k.token + width[None, :], mask=valid[:, None] & wide, other=0.0)
+        value = tl.load(values + place * v.token + width[None, :], mask=valid[:, None] & wide, other=0.0)
+        log = tl.where(valid[:, None], log_features(key, stem, bias, second, outward), float("-inf"))
+        higher = tl.maximum(top, tl.ceil(tl.max(log, 0)))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = tl.exp2(top - safe)
+        rounded = tl.exp2(log - safe[None, :]).to(stem.dtype)
+        mass = mass * keep + tl.sum(rounded.to(tl.float32), 0)
+        sums = sums * keep[:, None] + tl.dot(tl.trans(rounded), value.to(stem.dtype), input_precision="ieee")
+        top = higher
+    at = (row * heads + head) * SPLITS + tl.program_id(1)
+    kept = feature < features
+    tl.store(cache.m + at * features + feature, top, mask=kept)
+    tl.store(cache.z + at * features + feature, mass, mask=kept)
+    tl.store(cache.s + (at * features + feature)[:, None] * dim + width[None, :], sums, mask=kept[:, None] & wide)
+
+
+@triton.jit
+def features_kernel(
+    k, maps, out, heads, length, per_row, dim, units, features,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
+):
+    """The features of a block of keys, relative to the request's shift."""
+    # grid: (Q·Hkv, blocks of keys)
+    # k     Tokens [Q, Hkv, N, d]   keys with RoPE, per_row queries to a row of the cache
+    # maps  `KeyFeatures`
+    # out   [Q, Hkv, N, r]          written, in the dtype of the map
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    kv = row // per_row * heads + head
+    feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = (token < length)[:, None]
+    stem, bias, second, outward = map_of_keys(maps, head, kv, dim, units, features, DIM=DIM, UNITS=UNITS,
+                                              FEATURES=FEATURES)
+    shift = tl.load(maps.shift + kv * features + feature, mask=feature < features, other=0.0)
+    key = tl.load(k.base + row * k.row + head * k.head + token.to(tl.int64)[:, None] * k.token + width[None, :],
+                  mask=valid & (width < dim)[None, :], other=0.0)
+    log = log_features(key, stem, bias, second, outward)
+    found = tl.exp2(log - tl.where(shift == float("-inf"), 0.0, shift)[None, :])
+    place = ((row * heads + head) * length + token)[:, None] * features + feature[None, :]
+    tl.store(out + place, found.to(stem.dtype), mask=valid & (feature < features)[None, :])
