@@ -11,7 +11,8 @@ drawn keys and values. Every method goes on from the same cache.
 - transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
   (reduce-overhead, CUDA graphs);
 - dense: attached, full attention; router: 1024 buckets, mean_key scores, 1/32 of the context, sink 1, window 2047;
-  router_phi: the same completed by maps of the shape and width that the recipe trains (128 features, centred, capped).
+  sketch: 1 % of the context by codes of a basis; router_phi, sketch_phi: the same completed by maps of the shape and
+  width that the recipe trains (128 features, centred, capped).
 
 `generate_ms`, `loop_ms`: median of the last tokens, when layers are compiled. `first_s`: the steps before, in which
 index, compilation and capture fall; `index_s`: index and estimates alone, the second time (kernels are loaded).
@@ -39,10 +40,12 @@ from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
+from sparsekv.kernels import Sketch
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
+from sparsekv.trainers.sketch import code_size
 
 CASES = {
     "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
@@ -58,9 +61,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }
-METHODS = ("dense", "router", "router_phi", "transformers", "transformers_compiled")
+METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "transformers", "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "tiny-512-b2")
-BUCKETS, BUDGET, SINK, WINDOW, FEATURES = 1024, 1 / 32, 1, 2047, 128
+BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, 128
+BUDGETS = {"router": 1 / 32, "sketch": 0.01}
 MAP_WIDTH, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].key_width
 CHUNK, PREFILLED = 32_768, 131_072
 TOKENS, LAST, PEER_TOKENS = 400, 96, 48
@@ -114,14 +118,17 @@ def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
     layers, heads_q, heads, dim = (mark[n] for n in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"))
     common: dict[str, Any] = {"model": mark, "layers": list(range(layers)), "sink_size": SINK, "window_size": WINDOW}
     centroids = torch.nn.functional.normalize(torch.randn(layers, heads, BUCKETS, dim), dim=-1)
-    router = RouterArtifact(RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", **common),
-                            centroids, None)
+    width, wide = code_size(None, None, dim)
+    sketch = Sketch(*(torch.randn(layers, heads, *n, 2 * width - wide) * dim**-0.5 for n in ((dim,), (), (dim,))))
+    config = RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", sketch_bytes=width,
+                                  sketch_wide=wide, **common)
+    router = RouterArtifact(config, centroids, None, sketch=sketch)
     keys = CentredMap(layers * heads, dim, FEATURES, KEY_WIDTH, shared=True)
     maps = FeatureMaps(FeatureMap(layers * heads_q, dim, FEATURES, MAP_WIDTH).weights(), keys.plain.weights(),
-                keys.centred.weights()).map(lambda w: w.detach().unflatten(0, (layers, -1)))
-    config = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, key_width=KEY_WIDTH, shared=True, centred=True,
-                               capped=True, **common)
-    phi = PhiArtifact(config, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
+                       keys.centred.weights()).map(lambda w: w.detach().unflatten(0, (layers, -1)))
+    of_maps = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, key_width=KEY_WIDTH, shared=True, centred=True,
+                                capped=True, **common)
+    phi = PhiArtifact(of_maps, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 
 
@@ -162,8 +169,9 @@ def ours(
     if method == "dense":
         options = {}
     else:
-        options |= {"router": trained[0], "token_budget": BUDGET}
-    if method == "router_phi":
+        selector = method.partition("_")[0]
+        options |= {"router": trained[0], "selector": selector, "token_budget": BUDGETS[selector]}
+    if method.endswith("_phi"):
         options["phi"] = trained[1]
     length = ids.shape[1] - 1
     found: dict[str, float] = {}
