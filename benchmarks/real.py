@@ -232,12 +232,15 @@ def lead(options: argparse.Namespace) -> None:
         record.write_text(json.dumps(model_record(options)) + "\n", encoding="utf-8")
     threads = max(1, (os.cpu_count() or 1) // options.processes)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     workers, logs = [], []
     for i in range(options.processes):
         logs.append((options.output / f"log-{i}.txt").open("a", encoding="utf-8"))
         left = options.minutes - (time.monotonic() - began) / 60
         words = [sys.executable, *sys.argv, "--shard", f"{i}/{options.processes}", "--minutes", f"{left:.2f}"]
-        workers.append(subprocess.Popen(words, env=environment, stdout=logs[-1], stderr=subprocess.STDOUT))
+        placed = {"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} if devices else {}
+        workers.append(subprocess.Popen(words, env=environment | placed, stdout=logs[-1], stderr=subprocess.STDOUT))
     end = began + 60 * (options.minutes + options.grace)
     packed = time.monotonic()
     try:
@@ -353,7 +356,7 @@ def main() -> None:
     parser.add_argument("--back", type=Path, help="folder that gets one archive of the output, anew every minute")
     parser.add_argument("--minutes", type=float, default=12.0, help="begin nothing after this time [minutes]")
     parser.add_argument("--grace", type=float, default=1.0, help="after which processes are stopped [minutes]")
-    parser.add_argument("--processes", type=int, default=2, help="that share the device")
+    parser.add_argument("--processes", type=int, default=2, help="that share the devices, one after the other")
     parser.add_argument("--only", nargs="+", help="these stages, in this order")
     parser.add_argument("--list", action="store_true", help="only say which stages there are")
     parser.add_argument("--length", type=int, help="of the prompts, in place of every stage's own: to try the command "
