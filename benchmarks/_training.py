@@ -4,8 +4,10 @@ ends its prefill right before it. All layers stand side by side as heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
+from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.core import offline
 from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
@@ -24,8 +27,12 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts
+from sparsekv.foundation.output import read_marker
 from sparsekv.kernels import QueryModel, Sketch, choose_tokens
 from sparsekv.models.feature_map import log_kernel
+from sparsekv.runtime.attach import writing
+from sparsekv.sources.hub import load_model
+from sparsekv.store.manifest import MANIFEST
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader, shifted_errors
 from sparsekv.trainers.pool import Part, Pool, load_pool
@@ -34,6 +41,25 @@ BUDGETS = (0.01, 0.02, 0.05, 0.1)
 MEASURED_QUERIES = 16
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 Sums = dict[tuple[str, str, str], list[Tensor]]
+
+
+def stores(options: argparse.Namespace, folder: Path, names: Sequence[str], *, generated: int = 0, **load: Any,
+           ) -> dict[str, CaptureStore]:
+    """Captures of the text's training part, with `generated` windows of the model's own beside them, of its held-out
+    part (`heldout`), and of other text (`ood`), in a folder; those that are there already are opened. load: how the
+    model is loaded."""
+    wanted = [name for name in names if read_marker(folder / name / MANIFEST).get("complete") is not True]
+    if wanted:
+        model, tokenizer = load_model(options.model, device=options.device, **load)
+        for name in wanted:
+            own = generated if name == "train" else 0
+            run_capture(CaptureConfig(
+                model=options.model, corpus="embedded" if name == "ood" else options.text,
+                split="all" if name == "ood" else name, output=str(folder / name), layers=options.layers,
+                context_length=options.length, queries_per_document=options.queries, chunk_size=4096, seed=1,
+                num_documents=own + (options.documents if name == "train" else options.heldout),
+                generated_documents=own), model=model, tokenizer=tokenizer, generator=writing)
+    return {name: CaptureStore.open(folder / name) for name in names}
 
 
 def measured(store: CaptureStore, documents: list[int], device: str, count: int = MEASURED_QUERIES,
@@ -116,11 +142,10 @@ def errors(request: offline.Request, selection: Selection, estimators: dict[str,
 
 
 def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArtifact], device: str, *,
-            count: int = MEASURED_QUERIES) -> tuple[dict[Any, float], dict[str, Tensor], dict[str, float]]:
-    """(case, method, metric) -> mean over layers, heads, documents and queries; (metric) -> per head `[L, Hq]` of the
-    calibration of φ; and every method's size in tokens. `centroid` has as many bytes as φ's cache."""
+            count: int = MEASURED_QUERIES) -> tuple[dict[Any, float], dict[str, float]]:
+    """(case, method, metric) -> mean over layers, heads, documents and queries; and every method's size in tokens.
+    `centroid` has as many bytes as φ's cache."""
     sums: Sums = {}
-    heads: dict[str, list[Tensor]] = {}
     layers = {"phi": side_by_side(phi, gated=False), "phi_gated": side_by_side(phi, gated=True)}
     for request in measured(store, list(range(store.num_documents)), device, count):
         estimators: dict[str, Estimator] = {name: PhiEstimator(layer) for name, layer in layers.items()}
@@ -129,7 +154,7 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
         for estimator in estimators.values():
             estimator.build(request.prefill)
         for name, value in calibration(request, layers["phi"]).items():
-            heads.setdefault(name, []).append(value)
+            sums.setdefault(("calibration", "phi", name), []).append(value)
         attention = offline.mid_share(request)
         for case, selection in cases(routers, request).items():
             share = float(case.partition("@")[2] or 0)
@@ -138,10 +163,8 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
             if share:
                 read = offline.mass_read(attention, selection).mean()
                 sums.setdefault((case, "none", "mass_share"), []).append(read)
-    means: dict[Any, float] = {key: float(torch.stack(v).mean()) for key, v in sums.items()}
-    per_head = {name: torch.stack(v).mean(0).unflatten(0, (len(store.layers), -1)).cpu() for name, v in heads.items()}
-    means |= {("calibration", "phi", name): float(v.mean()) for name, v in per_head.items()}
-    return means, per_head, {name: e.cost_tokens(request.view) for name, e in estimators.items()}
+    means = {key: float(torch.stack(v).mean()) for key, v in sums.items()}
+    return means, {name: e.cost_tokens(request.view) for name, e in estimators.items()}
 
 
 def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
@@ -160,10 +183,3 @@ def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
     found["gap_weighted"] = (truth.softmax(-1) * (guess - truth)).sum(-1).mean(0)
     found["mass_ratio"] = (guess.logsumexp(-1) - truth.logsumexp(-1)).exp().mean(0)
     return found
-
-
-def check(store: CaptureStore, device: str) -> None:
-    """Before anything is measured: reading everything leaves no error."""
-    request = next(measured(store, [0], device))
-    everything = request.build(reader(1.0), None)[0].select(request.view, request.queries)
-    assert float(errors(request, everything, {}, 1.0)["none"]) < 1e-3

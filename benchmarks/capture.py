@@ -1,21 +1,18 @@
-"""Capture against the same prefill without it: seconds, peak memory, bytes stored; and how fast a store is read.
+"""Capture against the same prefill without it: seconds, peak memory, bytes stored.
 
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
     python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/capture.md
 
-Every model is checked first: what a small capture stored must be the keys of the model's own cache. Methods: `prefill`
-is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the chunks and through the
-attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and its time ends when the
-last shard is hashed and renamed. All run in turn, the median of the repeats is reported. `disk` writes as many bytes to
-the same folder by eight threads and does nothing else.
+Methods: `prefill` is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the
+chunks and through the attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and
+its time ends when the last shard is hashed and renamed. All run in turn, the median of the repeats is reported.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import statistics
@@ -23,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +40,6 @@ from sparsekv.sources.hub import decoder
 from sparsekv.store.place import place
 from sparsekv.store.store import CaptureStore
 
-FILES, READ_SECONDS = 16, 2.0
-"""Of the measurements of the disk."""
 CASES = {"cpu": ["smollm2@4096"],
          "gpu": ["smollm2@32768", "smollm2@131072", "llama8b@32768", "llama8b@131072"]}
 
@@ -100,10 +94,10 @@ class Setting:
                         for _ in range(documents)]
         self.place = place(self.config.output)
 
-    def prefill(self, cache: Any = None) -> None:
+    def prefill(self) -> None:
         ids = torch.tensor(self.windows[0].tokens, device=self.model.device)[None]
         with torch.inference_mode():
-            decoder(self.model)(input_ids=ids, use_cache=True, past_key_values=cache)
+            decoder(self.model)(input_ids=ids, use_cache=True)
 
     def prefill_chunked(self) -> None:
         for window in self.windows:
@@ -117,29 +111,10 @@ class Setting:
         return CaptureStore.open(self.config.output)
 
 
-def check(model: Any, name: str, folder: Path) -> None:
-    """A small capture in chunks holds the keys and values of the model's own cache."""
-    from transformers import DynamicCache
-
-    setting = Setting(model, name, 1024, 1, 400, folder / "check")
-    begin_output(setting.place, setting.config)
-    setting.capture()
-    store, cache = setting.store(), DynamicCache(config=model.config)
-    setting.prefill(cache)
-    assert store.verify() == []
-    for layer in store.layers:
-        item = store.read(layer, 0)
-        for mine, its in ((item.keys_rot(), cache.layers[layer].keys), (item.values, cache.layers[layer].values)):
-            its = its[0].float().cpu()
-            error = float((mine.float() - its).norm() / its.norm())
-            assert error < 0.05, f"layer {layer} of the check differs by {error}"
-
-
 def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     name, length = case.split("@")[0], int(case.split("@")[1])
     folder = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder))
     try:
-        check(model, name, folder)
         return measure(case, Setting(model, name, length, args.documents, args.chunk_size, folder), args)
     finally:
         shutil.rmtree(folder)
@@ -165,8 +140,6 @@ def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[
         if torch.cuda.is_available():
             rows.append(row(label, method, "peak_gb", max(p for _, p in measured), "GB"))
     rows.append(row(label, "capture", "stored_gb", stored / 1e9 / args.documents, "GB/window"))
-    rows.append(row(label, "read", "gb_per_second", read_speed(store), "GB/s"))
-    rows.append(row(label, "disk", "gb_per_second", disk_speed(setting.place.root, min(stored, 1 << 33)), "GB/s"))
     median = {r["method"]: r["value"] for r in rows if r["metric"] == "seconds"}
     for base in ("prefill", "prefill_chunked"):
         rows.append(row(label, "capture", f"ratio_to_{base}", median["capture"] / median[base], "ratio"))
@@ -175,51 +148,10 @@ def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[
     return rows
 
 
-def disk_speed(folder: Path, size: int) -> float:
-    """GB/s at which eight threads write that many bytes into new files of that folder, through the page cache."""
-    block = torch.randint(0, 255, (1 << 24,), dtype=torch.uint8).numpy().data
-    count = max(1, size // FILES // len(block))
-
-    def write(i: int) -> None:
-        with open(folder / f"speed{i}.tmp", "wb", buffering=0) as file:
-            for _ in range(count):
-                file.write(block)
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(write, range(FILES)))
-    seconds = time.perf_counter() - start
-    for i in range(FILES):
-        os.remove(folder / f"speed{i}.tmp")
-    return FILES * count * len(block) / seconds / 1e9
-
-
-def read_speed(store: CaptureStore) -> float:
-    """GB/s of a trainer's reading: random heads of random layers, every byte of keys, values and queries touched."""
-    draw, read = random.Random(0), 0
-
-    def once() -> int:
-        layer, document, head = (draw.choice(x) for x in (
-            store.layers, range(store.num_documents), range(store.num_kv_heads)))
-        item = store.read(layer, document, kv_heads=slice(head, head + 1))
-        tensors = (item.keys_pre, item.values, item.queries_pre)
-        for tensor in tensors:
-            tensor.contiguous().view(torch.int16).max()
-        return sum(t.nbytes for t in tensors)
-
-    for _ in range(3 * len(store.layers)):
-        once()
-    start = time.perf_counter()
-    while time.perf_counter() - start < READ_SECONDS:
-        read += once()
-    return read / (time.perf_counter() - start) / 1e9
-
-
 def report(rows: list[dict[str, Any]]) -> None:
     """Write the table of `docs/capture.md`."""
     lines = ["| case | machine | prefill, one piece [s] | same in chunks [s] | capture [s] | ratio to chunks | ratio "
-             "to one piece | peak GPU memory, chunks / capture [GB] | stored [GB] | read [GB/s] | disk [GB/s] | "
-             "commit |", "| --- |" + " --- |" * 11]
+             "to one piece | peak GPU memory, chunks / capture [GB] | stored [GB] | commit |", "| --- |" + " --- |" * 9]
     for case in dict.fromkeys(r["case"] for r in rows):
         mine = {(r["method"], r["metric"]): r["value"] for r in rows if r["case"] == case}
         origin = next(r for r in rows if r["case"] == case and r["method"] == "capture")
@@ -230,8 +162,7 @@ def report(rows: list[dict[str, Any]]) -> None:
         seconds = [cell(m, "seconds") for m in ("prefill", "prefill_chunked", "capture")]
         ratios = [cell("capture", f"ratio_to_{m}") for m in ("prefill_chunked", "prefill")]
         peaks = " / ".join(cell(m, "peak_gb") for m in ("prefill_chunked", "capture"))
-        rest = [cell("capture", "stored_gb"), cell("read", "gb_per_second"), cell("disk", "gb_per_second")]
-        cells = [case, origin["machine"], *seconds, *ratios, peaks, *rest, origin["commit"]]
+        cells = [case, origin["machine"], *seconds, *ratios, peaks, cell("capture", "stored_gb"), origin["commit"]]
         lines.append("| " + " | ".join(cells) + " |")
     fill(RESULTS.parent / "capture.md", lines)
 
@@ -260,8 +191,6 @@ def main() -> None:
         rows += bench(case, model, args)
         del model
         write_rows("capture", rows, args.output)
-    for r in rows:
-        print(f"{r['case']:24s} {r['method']:16s} {r['metric']:26s} {r['value']:10.3f} {r['unit']}")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ more than for the GPU, so several to a GPU are faster (--batch-tokens then says 
 values of so many tokens, and about as much again for what a method builds; OMP_NUM_THREADS=1). After --minutes nothing
 is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the tables of
 what is there, with --samples of the first prompts of each task alone, so that systems that answered fewer stand beside
-the others on the same ones. `--methods sweep` is what benchmarks/papers.py collects with --part sweep.
+the others on the same ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -32,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._lanes import lanes_markdown
-from benchmarks._peers import PEERS, SWEEP
+from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
@@ -51,6 +50,7 @@ from sparsekv.evaluation.requests import (
     make_requests,
     save_requests,
 )
+from sparsekv.evaluation.rows import as_text
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import in_order, lane_b, markdown, table
 from sparsekv.foundation.progress import progress
@@ -68,6 +68,7 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
     """A router and feature maps for every layer, from a text, by the recipe that is the commands' default. Run again,
     it goes on."""
     from sparsekv.capture.run import CaptureConfig, run_capture
+    from sparsekv.runtime.attach import writing
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
@@ -78,7 +79,7 @@ def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
                                   context_length=options.train_length, num_documents=options.documents,
                                   queries_per_document=max(256, options.train_length // 64),
                                   generated_documents=options.documents // 3, device=options.device),
-                    model=model, tokenizer=tokenizer)
+                    model=model, tokenizer=tokenizer, generator=writing)
     if not (out / "router" / CONFIG).is_file():
         train_router(RouterConfig(capture=captured, output=str(out / "router"), resume=True,
                                   num_buckets=options.buckets, device=options.device))
@@ -131,8 +132,7 @@ def chosen_requests(options: argparse.Namespace, requests: Sequence[Question]) -
 def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: float) -> bool:
     """Fill this shard's cells; whether all are."""
     shard, shards = options.shard
-    names = ["full", *(m for tried in SWEEP.values() for m in tried)]
-    methods = parse_methods(names if options.methods == "sweep" else options.methods.split(","), options.budgets)
+    methods = parse_methods(options.methods.split(","), options.budgets)
     kinds = {kind for m in methods for kind in m.artifacts}
     router = RouterArtifact.load(options.router or options.output / "router") if "router" in kinds else None
     phi = PhiArtifact.load(options.phi or options.output / "phi") if "phi" in kinds else None
@@ -165,7 +165,7 @@ def write_tables(options: argparse.Namespace) -> None:
         lengths = options.lengths or sorted({int(c["case"].rpartition("@")[2]) for c in cells})
         cells = first_cells(cells, by_length(lengths, options.samples))
     rows = score_rows(cells)
-    (options.output / "quality.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    (options.output / "quality.json").write_text(as_text(rows), encoding="utf-8")
     (options.output / "quality.md").write_text(page(rows), encoding="utf-8")
     figures(rows, options.output)
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
@@ -227,8 +227,7 @@ def main() -> None:
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)
     parser.add_argument("--methods", default=METHODS,
-                        help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi; sweep: "
-                             "full attention and every setting of the rivals")
+                        help="also with options of the selector, as lfps:alpha=0.03 or router:scores=mlp+phi")
     parser.add_argument("--budgets", type=numbers(float), default=[0.01, 0.02, 0.05])
     parser.add_argument("--tasks", type=lambda text: text.split(","), help="only these")
     parser.add_argument("--lengths", type=numbers(int), help="only these")

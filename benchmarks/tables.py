@@ -10,16 +10,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
+from benchmarks._rows import RESULTS
+from sparsekv.evaluation.tables import markdown
 
 
 def load(name: str) -> list[dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def steps(rows: list[dict[str, Any]]) -> str:
@@ -35,11 +31,8 @@ def steps(rows: list[dict[str, Any]]) -> str:
         dense = [values[case, m] for m in peers if (case, m) in values]
         return f"{min(dense) / values[case, 'sparse']:.1f} ×" if dense and (case, "sparse") in values else "–"
 
-    def cell(case: str, method: str) -> str:
-        return f"{values[case, method]:.1f}" if (case, method) in values else "–"
-
     return markdown(["shape", *methods, "faster"],
-                    [[c, *(cell(c, m) for m in methods), faster(c)]
+                    [[c, *(_cell(values, c, m, digits=1) for m in methods), faster(c)]
                      for c in dict.fromkeys(r["case"] for r in rows) if c[0].isdigit()])
 
 
@@ -80,9 +73,6 @@ def generate() -> str:
         peers = [values[case, m, "loop_ms"] for m in dense if (case, m, "loop_ms") in values]
         return f"{min(peers) / values[case, method, 'loop_ms']:.2f} ×" if (case, method, "loop_ms") in values else "–"
 
-    def cell(*key: str) -> str:
-        return f"{values[key]:.2f}" if key in values else "–"
-
     metrics = ("loop_ms", "generate_ms", "first_s", "index_s", "capture_ms", "peak_gb")
     return "\n".join([
         f"# A token in a user's hands\n\n{rows[0]['machine']}; `{rows[0]['command']}` at {rows[0]['commit']}. Models "
@@ -95,8 +85,9 @@ def generate() -> str:
         "copies the cache at 512k and in four rows of 128k) or were not run.\n",
         *(f"## {case}" + (f"\n\nPrefill {values[case, 'dense', 'prefill_s']:.2f} s."
                           if (case, "dense", "prefill_s") in values else "") + "\n\n" + markdown(
-              ["method", *metrics, "faster"], [[m, *(cell(case, m, x) for x in metrics), faster(case, m)]
-                                               for m in methods if (case, m, "loop_ms") in values]) + "\n"
+              ["method", *metrics, "faster"],
+              [[m, *(_cell(values, case, m, x, digits=2) for x in metrics), faster(case, m)]
+               for m in methods if (case, m, "loop_ms") in values]) + "\n"
           for case in cases)])
 
 
@@ -117,53 +108,38 @@ def training() -> str:
     origin = quality[0]
     parts = [
         "# Trained routers and feature maps\n",
-        f"{origin['machine']}; `{origin['command']}` at {origin['commit']}."
-        + (f" Options: {origin['options']}." if "options" in origin else "") + "\n",
+        f"{origin['machine']}; `{origin['command']}` at {origin['commit']}. Options: {origin['options']}.\n",
         "SmolLM2-135M at 8192 tokens, layers 1, 6, 11, 16, 21, 26, queries past 4096, anchors 4 + 16; trained on the "
         "first 80 % of the text, measured on its last 20 % and, out of domain (`ood:`), on Python's documentation. "
         "Error: relative L2 of a head's output against full attention, by what is read exactly (rows) and what stands "
         "for the keys that are not read (columns). Mass: share of the mid region's attention that is read. Routers and "
-        "oracles share buckets. φ is calibrated and gated per head on training text."
-        + (" `router` is what `train-router` makes: buckets scored by the means of the request's own keys; `sketch` "
-           "its second stage on the artifact's own basis; `topk_group` exact top-k by group."
-           if ("router@0.05", "none", "rel_err") in values else "")
-        + (f" Estimators are as large as φ's cache ({reads['phi_gated']:.0f} tokens), but for identity softmax, whose "
-           "map fixes twice the features, and the last column; maps without a scale of their own are shifted on "
-           "training text." if "phi_gated" in reads else "") + "\n"]
+        "oracles share buckets. φ is calibrated and gated per head on training text. `router` is what `train-router` "
+        "makes: buckets scored by the means of the request's own keys; `sketch` its second stage on the artifact's own "
+        f"basis; `topk_group` exact top-k by group. Estimators are as large as φ's cache ({reads['phi_gated']:.0f} "
+        "tokens), but for identity softmax, whose map fixes twice the features, and the last column; maps without a "
+        "scale of their own are shifted on training text.\n"]
     for prefix, title in (("", "Held-out text"), ("ood:", "Out of domain")):
         cases = [c for c in dict.fromkeys(r["case"] for r in quality) if (c, "none", "rel_err") in values
-                 and c.startswith("ood:") == bool(prefix) and not c.startswith("request:")]
+                 and c.startswith("ood:") == bool(prefix)]
         table = [[c, _cell(values, c, "none", "mass_share"), *(_cell(values, c, m, "rel_err") for m in methods)]
                  for c in cases]
         parts.append(f"## {title}\n\n" + markdown(["read exactly", "mass", *(METHODS[m] for m in methods)], table)
                      + "\n")
-    fitted = [c for c in dict.fromkeys(r["case"] for r in quality) if c.startswith("request:")]
-    if fitted:
-        columns = {"none": "nothing", "phi": "φ, calibrated", "phi_request": "φ, fitted to the request",
-                   "centroid": "bucket centroids"}
-        table = [[c.removeprefix("request:"), *(_cell(values, c, m, "rel_err") for m in columns)] for c in fitted]
-        parts.append("## Right after a prefill\n\nAs the runtime has it: errors of the 256 tokens that follow a "
-                     "prefill of half and of three quarters of every window, φ as calibrated and with its mass fitted "
-                     "to the prefill's last 32 queries.\n\n"
-                     + markdown(["read exactly", *columns.values()], table) + "\n")
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))
-    if metrics:
-        table = [[p + "calibration", *(_cell(values, p + "calibration", "phi", m) for m in metrics)]
-                 for p in ("", "ood:")]
-        parts.append("## Calibration of φ\n\nQuantiles of `ŝ − s` over the mid keys [nats], its mean under the true "
-                     "attention, and `Σŵ / Σw`; means over heads.\n\n" + markdown(["", *metrics], table) + "\n")
+    table = [[p + "calibration", *(_cell(values, p + "calibration", "phi", m) for m in metrics)] for p in ("", "ood:")]
+    parts.append("## Calibration of φ\n\nQuantiles of `ŝ − s` over the mid keys [nats], its mean under the true "
+                 "attention, and `Σŵ / Σw`; means over heads.\n\n" + markdown(["", *metrics], table) + "\n")
     times = [r for r in rows if r["metric"] == "seconds"]
-    if times:
-        table = [[r["case"], f"{r['value']:.1f}", r["options"]] for r in times]
-        parts.append(f"## Time of a layer\n\n{times[0]['machine']}; `{times[0]['command']}` at {times[0]['commit']}. "
-                     "One layer of an 8B-shaped model (8 KV heads, 32 query heads, d = 128), one prompt of synthetic "
-                     "keys, the whole command: reading, training, card, artifact.\n\n"
-                     + markdown(["", "seconds", "options"], table) + "\n")
+    table = [[r["case"], f"{r['value']:.1f}", r["options"]] for r in times]
+    parts.append(f"## Time of a layer\n\n{times[0]['machine']}; `{times[0]['command']}` at {times[0]['commit']}. "
+                 "One layer of an 8B-shaped model (8 KV heads, 32 query heads, d = 128), one prompt of synthetic "
+                 "keys, the whole command: reading, training, card, artifact.\n\n"
+                 + markdown(["", "seconds", "options"], table) + "\n")
     return "\n".join(parts)
 
 
-def _cell(values: dict[Any, float], *key: Any) -> str:
-    return f"{values[key]:.3f}" if key in values else "–"
+def _cell(values: dict[Any, float], *key: Any, digits: int = 3) -> str:
+    return f"{values[key]:.{digits}f}" if key in values else "–"
 
 
 def quality() -> None:
