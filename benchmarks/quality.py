@@ -37,7 +37,7 @@ from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
-from sparsekv.evaluation.evaluator import Evaluator, digest
+from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
 from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
 from sparsekv.evaluation.methods import parse_methods, plain
 from sparsekv.evaluation.own_tasks import continuations, spread_windows
@@ -141,7 +141,7 @@ def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: flo
     evaluator = Evaluator(model, tokenizer, requests, output=options.output, router=router, phi=phi,
                           resume=options.resume, part=f"-{shard}of{shards}" if shards > 1 else "",
                           accounting=options.accounting, batch_tokens=options.batch_tokens,
-                          said={"requests": digest(every)})
+                          said={"requests": digest_of_prompts(every)})
     with progress("quality", len(requests) * len(methods), "answers") as advance:
         return evaluator.run(methods, advance, until)
 

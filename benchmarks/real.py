@@ -44,7 +44,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import collect
-from sparsekv.evaluation.evaluator import Evaluator, digest
+from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import as_text, origin
@@ -167,7 +167,7 @@ def work(options: argparse.Namespace) -> None:
     router = RouterArtifact.load(options.router or options.artifacts / "router")
     phi = PhiArtifact.load(options.phi or options.artifacts / "phi")
     every = load_requests(options.prompts)
-    own, said = shard_of(every, shard, shards), {"requests": digest(every)}
+    own, said = shard_of(every, shard, shards), {"requests": digest_of_prompts(every)}
     folder = options.output / card()
     lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
     placed = {"router": router.to(model.device), "phi": phi.to(model.device)}

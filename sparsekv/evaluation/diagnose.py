@@ -54,7 +54,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
     from sparsekv.evaluation.report import write_pngs, write_report
-    from sparsekv.evaluation.rows import provenance
+    from sparsekv.evaluation.rows import origin_line
     from sparsekv.evaluation.tables import markdown
     from sparsekv.sources.hub import resolve_device
     from sparsekv.store.store import CaptureStore
@@ -80,7 +80,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     write_text(output / "table.md", f"{text}\n\n{more}\n")
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {store.num_documents} windows of "
              f"{made.context_length} tokens of {next(iter(made.tasks))}, {config.requests} requests a window. "
-             f"{provenance()}")
+             f"{origin_line()}")
     write_report(output / "report.html", "sparsekv eval diagnostics", intro, tables, figures, details)
     write_pngs(output, figures)
     return DiagnosticsResult(made, text, output)

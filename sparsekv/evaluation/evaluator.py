@@ -59,7 +59,7 @@ class Evaluator:
         self._tokens: dict[int, list[int]] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
-            "requests": digest(self.requests), "accounting": accounting,
+            "requests": digest_of_prompts(self.requests), "accounting": accounting,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
             **(said or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
@@ -291,7 +291,7 @@ def _score(request: Question, text: str) -> float | None:
     return None if request.metric == "lm-eval" else score(request, text)
 
 
-def digest(requests: Sequence[Question]) -> str:
+def digest_of_prompts(requests: Sequence[Question]) -> str:
     """A hash of all prompts: cells of other prompts are not mixed in."""
     text = json.dumps([[r.case, r.index, r.prompt, r.targets] for r in requests])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -94,7 +94,7 @@ def recommend(
         raise SparseKVError(f"the diagnostics have no selector {selector!r}; they have {', '.join(have)}")
     menu = {layer: choices(d, row, selector) for row, layer in enumerate(d.layers)
             if layer not in (dense_layers or [])}
-    picked = allocate(menu, max_error=max_error, min_mass=min_mass)
+    picked = pick_choices(menu, max_error=max_error, min_mass=min_mass)
     layers = {layer: LayerSetting(c.budget, c.gate) for layer, c in picked.items() if c.budget is not None}
     completed = any(s.gate is not None for s in layers.values())
     count = max(len(picked), 1)
@@ -127,7 +127,7 @@ def choices(d: Diagnostics, row: int, selector: str) -> list[Choice]:
     return made
 
 
-def allocate(
+def pick_choices(
     menu: dict[int, list[Choice]], *, max_error: float | None = None, min_mass: float | None = None,
 ) -> dict[int, Choice]:
     """One choice a layer: greedy on the hull of every layer's choices, which is the optimum up to the last step."""

@@ -45,7 +45,7 @@ def origin() -> dict[str, str]:
     return {"machine": machine(), "command": command, "commit": commit()}
 
 
-def provenance() -> str:
+def origin_line() -> str:
     """The same as a sentence under a report's title."""
     here = origin()
     return f"{here['machine']}; commit {here['commit']}; {here['command']}"

@@ -195,7 +195,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     """table.md, report.html and its figures; returns what stands in table.md."""
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.result_figures import result_figures
-    from sparsekv.evaluation.rows import provenance
+    from sparsekv.evaluation.rows import origin_line
     from sparsekv.evaluation.tables import markdown, methods_table, report_tables
 
     tables, details = report_tables(rows)
@@ -207,7 +207,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
                     "install 'sparsekv[eval]'` and the same command with --resume; no answer is lost.")
     write_text(output / "table.md", "\n\n".join(text) + "\n")
     figures = result_figures(rows)
-    write_report(output / "report.html", "sparsekv eval", provenance(), tables, figures,
+    write_report(output / "report.html", "sparsekv eval", origin_line(), tables, figures,
                  [*details, methods_table(rows)])
     write_pngs(output, figures)
     return "\n\n".join(text)

@@ -16,7 +16,7 @@ TWIN_KEYS = 8192
 def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
     """Count and sum of what falls into every bucket: x `[B, H, n, w]`, bucket `[B, H, n]`, used (broadcastable to it;
     what is not used counts nowhere) -> `[B, H, C]` and `[B, H, C, w]`, float32 at least."""
-    return (launch_sums if on_device(x) else bucket_sums_reference)(x, bucket, used, num_buckets)
+    return (launch_bucket_sums if on_device(x) else bucket_sums_reference)(x, bucket, used, num_buckets)
 
 
 def square_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> Tensor:
@@ -37,7 +37,7 @@ def bucket_sums_reference(x: Tensor, bucket: Tensor, used: Tensor | None, num_bu
     return counts[..., :-1], sums[..., :-1, :]
 
 
-def launch_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
+def launch_bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
     """`bucket_sums` through Triton: keys sorted by bucket, one program a bucket."""
     from sparsekv.kernels.bucket_sums_triton import sums_kernel
 

@@ -25,7 +25,7 @@ from sparsekv.runtime.layerwise import Layerwise
 from sparsekv.runtime.loop import decode_loop
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.prefix import load_prefix, save_prefix
-from sparsekv.runtime.settings import beside, load_settings
+from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.supported import check_model, load_artifacts
 from sparsekv.sources.hub import attention_modules, decoder
 
@@ -70,7 +70,8 @@ def attach(
                  "window_size": window_size, "dense_layers": dense_layers, **options}
         settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
         if artifacts is None:
-            router, phi = router or beside(settings.router), phi or beside(settings.phi)
+            # what settings name is a path, never a name on the hub
+            router, phi = (x or (path and Path(path)) for x, path in ((router, settings.router), (phi, settings.phi)))
         selector, completion, layers = settings.selector, settings.completion, settings.layers
         sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
     router, phi = load_artifacts(artifacts, router, phi)

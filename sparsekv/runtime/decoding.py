@@ -20,7 +20,7 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
-from sparsekv.runtime.numbers import check_options, layer_numbers, whole
+from sparsekv.runtime.numbers import check_selector, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
 PLACEMENTS = ("gpu", "offload", "cpu")
@@ -170,7 +170,7 @@ def choose_selector(
         if made.name == "sketch" and router.sketch is None:
             warnings.warn("this router was trained without sketches and decodes by buckets alone; train it again for "
                           "selector sketch", stacklevel=2)
-    check_options(made)
+    check_selector(made)
     return made
 
 

@@ -22,7 +22,7 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.generate_hook import with_cache
-from sparsekv.runtime.model_pass import PLANNED, Layers, decode_layer, why_not
+from sparsekv.runtime.model_pass import PLANNED, Layers, decode_layer
 from sparsekv.runtime.process import NOW, known, seat_for, seats
 from sparsekv.runtime.supported import check_cache
 
@@ -69,10 +69,6 @@ class Seat:
             self.attachments.remove(attachment)
         if not self.attachments:
             self._give_back()
-
-    def why_not(self, cache: SparseCache) -> str | None:
-        """Why no step of this cache can be planned, or None."""
-        return why_not(cache, self.layers, self.model, self.hooks)
 
     def _take(self) -> None:
         for name in (NAME, PLANNED):

@@ -19,6 +19,7 @@ from sparsekv.kernels import dense_attention
 from sparsekv.runtime.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
+from sparsekv.runtime.model_pass import why_not_planned
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.sliding import SlidingLayer
@@ -133,7 +134,7 @@ class Layerwise:
         if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
                 torch.is_grad_enabled()):
             return None
-        reason = seat.why_not(cache)
+        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks)
         if reason is not None:
             self.counters.not_replayed = reason
             return None

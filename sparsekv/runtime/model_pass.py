@@ -136,7 +136,7 @@ class Layers:
             self._compiled = False
 
 
-def why_not(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
+def why_not_planned(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
     """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id."""
     layers_of_cache: list[Any] = cache.layers
     if layers.failed is not None:

@@ -26,7 +26,7 @@ def layer_numbers(value: Any) -> None:
         raise SparseKVError(f"dense_layers must be layer numbers such as (0, 1), found {brief(value)}")
 
 
-def check_options(selector: Selector) -> None:
+def check_selector(selector: Selector) -> None:
     """Raises SparseKVError for an option that is not of its field's type, that the selector refuses, or that is out of
     the range that the field says."""
     hints, options = get_type_hints(type(selector)), [f for f in fields(selector) if f.metadata]

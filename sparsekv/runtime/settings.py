@@ -124,11 +124,6 @@ class Settings:
             raise SparseKVError(f"{where} names completion {self.completion!r}; expected none or phi")
 
 
-def beside(folder: str | None) -> Path | None:
-    """An artifact's folder that settings name: a path, never a name on the hub."""
-    return None if folder is None else Path(folder)
-
-
 def load_settings(settings: Any, model: Any, conflicts: list[str]) -> Settings:
     """The settings for this model, from a file or an object; `conflicts` names arguments that they replace.
 

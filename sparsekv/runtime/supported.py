@@ -54,11 +54,11 @@ def load_artifacts(artifacts: Any, router: Any, phi: Any) -> tuple[Any, Any]:
         if not any(kind in ARTIFACTS and given[kind] is None for kind in found):
             raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(found)}; expected what is not given by router "
                                 "and phi")
-    return (load_artifact(found.get("router") if router is None else router, "router"),
-            load_artifact(found.get("phi") if phi is None else phi, "phi"))
+    return (as_artifact(found.get("router") if router is None else router, "router"),
+            as_artifact(found.get("phi") if phi is None else phi, "phi"))
 
 
-def load_artifact(artifact: Any, kind: str) -> Any:
+def as_artifact(artifact: Any, kind: str) -> Any:
     """An artifact from its folder or by its name on the hub, or the object itself; None for None. Raises SparseKVError
     for anything else."""
     wanted = ARTIFACTS[kind]

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
-from sparsekv.serving.checks import check_engine, head_slice, shape_of
+from sparsekv.serving.checks import check_engine, head_slice, served_shape
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, bytes_of, heads_of
 from sparsekv.serving.seats import Places, Seats, StepRows
@@ -46,7 +46,7 @@ def plan_for(config: Any) -> ServedModel:
         raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
                             "settings file (docs/serving.md), or choose another backend")
     check_engine(config)
-    shape = shape_of(config.model_config)
+    shape = served_shape(config.model_config)
     if (path, shape) not in _PLANS:
         _PLANS[path, shape] = served_model(Serving.load(path), shape)
     return _PLANS[path, shape]

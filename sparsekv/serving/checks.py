@@ -28,7 +28,7 @@ def check_engine(config: Any) -> None:
         raise SparseKVError("batches are cut in two (dual batch overlap); expected whole ones; leave out --enable-dbo")
 
 
-def shape_of(model: Any) -> ServedShape:
+def served_shape(model: Any) -> ServedShape:
     """What the settings must fit, of a `ModelConfig`."""
     text = model.hf_text_config
     names = getattr(model.hf_config, "architectures", None) or [type(text).__name__]

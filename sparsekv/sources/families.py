@@ -22,7 +22,7 @@ def check_family(model: Any) -> None:
     reason = _of_model(model, modules)
     if reason is None:
         config = model.config.get_text_config()
-        found = {layer: why_not(module, config, layer) for layer, module in modules.items()}
+        found = {layer: why_dense(module, config, layer) for layer, module in modules.items()}
         if all(why is not None for why in found.values()):
             reason = "; ".join(sorted({why for why in found.values() if why is not None}))
     if reason is not None:
@@ -49,7 +49,7 @@ def _of_model(model: Any, modules: dict[int, Any]) -> str | None:
     return f"layers of {' and '.join(others)}, which sparsekv's cache does not hold" if others else None
 
 
-def why_not(module: Any, config: Any, layer: int) -> str | None:
+def why_dense(module: Any, config: Any, layer: int) -> str | None:
     """Why a layer keeps its own attention: it does not look at the whole cache, or not by a plain softmax."""
     if (window := window_of(module, config, layer)) is not None:
         return f"sliding-window attention over {window} tokens"

@@ -13,7 +13,7 @@ from typing import Any
 from sparsekv.artifacts.checks import parse_object
 from sparsekv.foundation.disk import free_bytes, write_text
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest
+from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest_all
 
 
 def place(path: str | Path) -> Place:
@@ -157,7 +157,7 @@ class RemotePlace(Place):
         with self.fs.open(self._at(name), "rb") as handle:
             while block := handle.read(HASH_BLOCK):
                 blocks.append(hashlib.sha256(block).digest())
-        return digest(blocks)
+        return digest_all(blocks)
 
     def open_shard(self, name: str) -> LocalShard | RemoteShard:
         return RemoteShard(self.fs.open(self._at(name), "rb"))

@@ -101,12 +101,12 @@ def checksum(file: Path) -> str:
     handle = os.open(file, os.O_RDONLY)
     try:
         starts = range(0, os.fstat(handle).st_size, HASH_BLOCK)
-        return digest(hashers().map(lambda at: hashlib.sha256(os.pread(handle, HASH_BLOCK, at)).digest(), starts))
+        return digest_all(hashers().map(lambda at: hashlib.sha256(os.pread(handle, HASH_BLOCK, at)).digest(), starts))
     finally:
         os.close(handle)
 
 
-def digest(blocks: Iterable[bytes]) -> str:
+def digest_all(blocks: Iterable[bytes]) -> str:
     """The checksum of a file from the digests of its blocks, in order."""
     return hashlib.sha256(b"".join(blocks)).hexdigest()
 

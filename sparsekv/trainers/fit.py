@@ -68,7 +68,7 @@ def fit(
     found = checkpoint if resume and checkpoint.is_file() else None
     if found:
         check_checkpoint(found)
-    module = Heads(task, lr, name)
+    module = HeadsInTraining(task, lr, name)
     size = max(1, min(BLOCK, steps // 100))
     blocks = -(-steps // size)
     every = max(1, blocks // VALIDATIONS)
@@ -157,7 +157,7 @@ class WholeCheckpoints(TorchCheckpointIO):
                 raise disk_error(OSError(errno.ENOSPC, "not all of it was taken"), path) from error
 
 
-class Heads(LightningModule):
+class HeadsInTraining(LightningModule):
     """A task, its optimisers, and every head's best weights."""
 
     def __init__(self, task: Task, lr: float, part: str):

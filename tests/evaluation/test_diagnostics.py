@@ -16,7 +16,7 @@ from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.measure import coverage
-from sparsekv.evaluation.recommend import Choice, RecommendConfig, allocate, recommend, run_recommend
+from sparsekv.evaluation.recommend import Choice, RecommendConfig, pick_choices, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.store import CaptureStore
@@ -144,7 +144,7 @@ def test_allocation_is_nearly_the_cheapest_there_is() -> None:
             errors = torch.rand(4, generator=generator).sort(descending=True).values.tolist()
             menu[layer] = [Choice(1.0, 0.0, 1.0), *(Choice(c, e, 1 - e, c) for c, e in zip(costs, errors, strict=True))]
         for goal in (0.1, 0.3):
-            picked = allocate(menu, max_error=goal)
+            picked = pick_choices(menu, max_error=goal)
             assert sum(c.error for c in picked.values()) <= 3 * goal + 1e-9
             every = [sum(c.cost for c in p) for p in itertools.product(*menu.values())
                      if sum(c.error for c in p) <= 3 * goal]

@@ -13,7 +13,7 @@ from tiny_artifacts import artifacts
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
-from sparsekv.serving.checks import check_engine, shape_of
+from sparsekv.serving.checks import check_engine, served_shape
 from sparsekv.serving.settings import ServedShape, Serving, served_model
 
 SHAPE = ServedShape("LlamaForCausalLM", 3, 4, 2, 16)
@@ -135,4 +135,4 @@ def test_the_shape_of_a_model() -> None:
     text = SimpleNamespace(num_hidden_layers=3, num_attention_heads=4)
     model = SimpleNamespace(hf_text_config=text, hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
                             get_total_num_kv_heads=lambda: 2, get_head_size=lambda: 16)
-    assert shape_of(model) == SHAPE
+    assert served_shape(model) == SHAPE
