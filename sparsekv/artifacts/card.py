@@ -3,8 +3,9 @@ left dense. Its page draws it: `sources/quality.py`."""
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import Any
+
+from sparsekv.artifacts.checks import is_number
 
 DENSE_BELOW = 0.5
 DENSE_ABOVE = 0.5
@@ -13,16 +14,13 @@ JUDGED = "mass_share@0.05"
 
 def sound(quality: dict[str, Any], layers: int) -> dict[str, Any]:
     """What of a card is one: finite means, and tables of numbers with a row a layer. A file may say anything."""
-    def number(value: Any) -> bool:
-        return type(value) in (int, float) and isfinite(value)
-
     def table(rows: Any) -> bool:
         return isinstance(rows, list) and len(rows) == layers and all(
-            isinstance(row, list) and row and all(map(number, row)) for row in rows)
+            isinstance(row, list) and row and all(map(is_number, row)) for row in rows)
 
     heads = quality.get("per_head")
     tables = {k: rows for k, rows in heads.items() if table(rows)} if isinstance(heads, dict) else {}
-    return {**{k: float(v) for k, v in quality.items() if number(v)}, **({"per_head": tables} if tables else {})}
+    return {**{k: float(v) for k, v in quality.items() if is_number(v)}, **({"per_head": tables} if tables else {})}
 
 
 def describe(quality: dict[str, Any]) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import MISSING, fields
-from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -17,6 +17,8 @@ from sparsekv.foundation.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
+MOST = 2**31 - 1
+"""The largest size, and option of a selector, that is taken."""
 FINGERPRINT: dict[str, type] = {
     "architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int, "rope": dict,
     "weights": str}
@@ -115,8 +117,13 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, dict)
     if hint is float:
-        return type(value) in (int, float) and isfinite(value)
+        return is_number(value)
     return value is None if hint is NoneType else type(value) is hint
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold: JSON has larger integers, and NaN."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_model_record(model: dict[str, Any], where: str) -> None:
@@ -137,15 +144,15 @@ def check_model_record(model: dict[str, Any], where: str) -> None:
 
 
 def check_scope(made: Any, where: str, **least: int) -> None:
-    """What router and feature maps have in common: the model, layers that ascend, each once, and sizes no smaller than
-    `least`."""
+    """What router and feature maps have in common: the model, layers that ascend, each once, and sizes from `least` to
+    `MOST`."""
     check_model_record(made.model, where)
     layers, count = made.layers, made.model["num_layers"]
     if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < count:
         raise damaged(where, f"its layers are {brief(layers)}, expected some of 0 to {count - 1}, each once, ascending")
     for name, low in {"sink_size": 0, "window_size": 0, **least}.items():
-        if getattr(made, name) < low:
-            raise damaged(where, f"{name} is {getattr(made, name)}, expected at least {low}")
+        if not low <= getattr(made, name) <= MOST:
+            raise damaged(where, f"{name} is {brief(getattr(made, name))}, expected {low} to {MOST}")
 
 
 def said(error: Any) -> str:

@@ -6,11 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from sparsekv.artifacts.checks import brief
+from sparsekv.artifacts.checks import MOST, brief
 from sparsekv.core.selectors import Selector
 from sparsekv.foundation.errors import SparseKVError
 
-MOST = 2**31 - 1
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.checks import (
+    MOST,
     brief,
     check_model_record,
     check_version,
@@ -108,14 +109,14 @@ class Settings:
         """Refuse values that mean nothing. Raises SparseKVError."""
         check_model_record(self.model, where)
         heads, count = self.model["num_query_heads"], self.model["num_layers"]
-        if min(self.sink_size, self.window_size) < 0:
-            raise damaged(where, f"sink_size is {self.sink_size} and window_size {self.window_size}, expected none "
-                                 "below 0")
+        for name in ("sink_size", "window_size"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise damaged(where, f"{name} is {brief(getattr(self, name))}, expected 0 to {MOST}")
         for layer, s in self.layers.items():
             if not 0 <= layer < count:
                 raise SparseKVError(f"{where} names layer {layer}; their model has layers 0 to {count - 1}")
             if not 0 <= s.budget <= 1:
-                raise SparseKVError(f"{where} gives layer {layer} the budget {s.budget}; expected a share "
+                raise SparseKVError(f"{where} gives layer {layer} the budget {brief(s.budget)}; expected a share "
                                     "of the context between 0 and 1")
             if s.gate is not None and (len(s.gate) != heads or not all(0 <= g <= 1 for g in s.gate)):
                 raise SparseKVError(f"{where} has a gate of {len(s.gate)} values in layer {layer}; "

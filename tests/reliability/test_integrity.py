@@ -139,14 +139,16 @@ VERSIONS = [("format_version", value) for value in (
     0, -1, "2", "x", None, float("nan"), float("inf"), 1.0, True, [1], 10**400, 99)]
 LAYERS = [("layers", value) for value in (
     None, "01", 7, {}, [], [1, 0], [0, 0], [0, 2], [-1, 0], [0], [0.0, 1.0], ["0", "1"], [0, 10**400], [[0], [1]])]
-SIZES = [(name, value) for name in ("sink_size", "window_size") for value in (None, -1, 2.5, "4", float("nan"), True)]
+SIZES = [(name, value) for name in ("sink_size", "window_size") for value in (
+    None, -1, 2.5, "4", float("nan"), True, 2**31, 10**400)]
 OWN = {
     "router": [("num_buckets", 0), ("num_buckets", "5"), ("num_buckets", 6), ("num_buckets", 10**400),
                ("key_space", "post"), ("key_space", []), ("scores", None), ("scores", "best"), ("scores", ["mlp"])],
     "phi": [("num_features", 0), ("num_features", 7.0), ("num_features", 8), ("width", -4), ("width", None),
             ("width", 5), ("key_width", 5), ("key_width", "4"), ("query_blocks", 2),
             ("centred", "yes"), ("centred", True), ("capped", 1), ("read_shares", []),
-            ("read_shares", [0.0, 0.1]), ("read_shares", [float("nan")]), ("read_shares", [2]), ("read_shares", 0.0)],
+            ("read_shares", [0.0, 0.1]), ("read_shares", [float("nan")]), ("read_shares", [2]), ("read_shares", 0.0),
+            ("read_shares", [0, 10**400])],
 }
 ARTIFACT = [("kind", None), ("kind", []), ("kind", "other"), ("provenance", []), ("quality", None), *VERSIONS, *MODELS,
             *LAYERS, *SIZES]
@@ -308,7 +310,8 @@ def test_damaged_settings_are_refused(tmp_path) -> None:
     del good["sha256"]  # as a person who edits the file
     layers = [{"1": value} for value in (None, [], {}, {"budget": None}, {"budget": "x"}, {"budget": float("nan")}, {
         "budget": True}, {"budget": 0.1, "gate": 1}, {"budget": 0.1, "gate": [1, 1]}, {"budget": 0.1, "gate": [
-            1, 1, "1", 1]}, {"budget": 0.1, "gate": [1, 1, 1, float("nan")]})]
+            1, 1, "1", 1]}, {"budget": 0.1, "gate": [1, 1, 1, float("nan")]}, {
+            "budget": 10**400}, {"budget": 0.1, "gate": [1, 1, 1, 10**400]})]
     keys = [{key: {"budget": 0.1}} for key in ("", "x", "-1", "01", " 1", "1.0", "2", "9" * 5000, "\u0661")]
     values = [("layers", value) for value in (None, [], 3, *layers, *keys)]
     values += [("selector", None), ("selector", 3), ("completion", []), ("completion", "best"), ("router", 5),

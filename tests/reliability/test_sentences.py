@@ -96,6 +96,7 @@ def test_a_card_is_words_whatever_a_file_says(what: str, tmp_path) -> None:
 
 def test_quality_that_is_none_is_left_out(tmp_path, monkeypatch, capsys) -> None:
     for quality in ({"mass_share@x": 1.0}, {"per_head": []}, {"per_head": {"mass_share@0.05": [["a"]]}},
+                    {"mass_share@0.05": 10**400, "per_head": {"mass_share@0.05": [[10**400] * 4] * 3}},
                     {"mass_share@0.05": float("1e308"), "per_head": {"mass_share@0.05": [[0.1] * 4] * 2}}):
         router, _ = artifacts(make_model())
         router.config.quality.update(quality)
