@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,10 +23,20 @@ from sparsekv.runtime.generate_hook import roomy_cache
 from sparsekv.runtime.graph import raised_by_user, take_step
 from sparsekv.runtime.layerwise import Layerwise
 from sparsekv.runtime.loop import decode_loop
+from sparsekv.runtime.numbers import whole
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.prefix import load_prefix, save_prefix
+from sparsekv.runtime.prompts import (
+    check_cache_rows,
+    check_chunk,
+    check_ids,
+    check_mask,
+    end_tokens,
+    pad_token,
+    vocabulary_of,
+)
 from sparsekv.runtime.settings import load_settings
-from sparsekv.runtime.supported import check_model, load_artifacts
+from sparsekv.runtime.supported import check_cache, check_model, load_artifacts
 from sparsekv.sources.hub import attention_modules, decoder
 
 __all__ = ["Attachment", "RunOptions", "attach", "writing"]
@@ -163,9 +173,13 @@ class Attachment:
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
         """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
-        densely, but by a selector that reads prompts sparsely (`selectors.base.ReadsPrompts`)."""
-        cache = self.cache() if cache is None else cache
-        with hooks.seat_of(self).lock:
+        densely, but by a selector that reads prompts sparsely (`selectors.base.ReadsPrompts`). attention_mask: of what
+        the cache holds and the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
+        seat = hooks.seat_of(self)
+        check_ids(input_ids, vocabulary_of(self.model))
+        check_chunk(chunk_size)
+        cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
+        with seat.lock:
             return self._prefill(input_ids, attention_mask, chunk_size, cache)
 
     def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
@@ -174,8 +188,8 @@ class Attachment:
         run = decoder(self.model)
         try:
             self.layerwise.prefilling = True
-            past = cache.get_seq_length()
-            for part in input_ids.split(chunk_size or max(input_ids.shape[1], 1), dim=1):
+            past, tokens = cache.get_seq_length(), input_ids.shape[1]
+            for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                 past += part.shape[1]
                 mask = None if attention_mask is None else attention_mask[:, :past]
                 # a padded row counts from its first real token on, as `generate` does
@@ -196,20 +210,36 @@ class Attachment:
 
         temperature: 0 takes the likeliest token, above it samples, by `seed` if given. eos_token_id, pad_token_id:
         without them the model's; rows that have ended are padded. streamer: as transformers' (`put`, `end`). cache: of
-        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError where
-        the device has too little memory for prompt and answer.
+        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError for
+        arguments that no answer can be made of, and where the device has too little memory for prompt and answer.
         """
-        if cache is None and getattr(input_ids, "ndim", 0) == 2 and type(max_new_tokens) is int:
-            cache = roomy_cache(self, input_ids.shape[0], input_ids.shape[1], max_new_tokens)
+        vocabulary = vocabulary_of(self.model)
+        check_ids(input_ids, vocabulary)
+        whole("max_new_tokens", max_new_tokens, least=1, most=2**63 - 1)
+        rows, tokens = input_ids.shape
+        cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
+        self._checked(input_ids, attention_mask, cache, ends=True)
         config = self.model.generation_config
-        eos = config.eos_token_id if eos_token_id is None else eos_token_id
+        eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
         pad = config.pad_token_id if pad_token_id is None else pad_token_id
+        fill = pad_token((eos or [0])[0] if pad is None else pad, rows, vocabulary)
         return decode_loop(self._logits, self._step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
-                           temperature=temperature, eos=eos, pad=pad, seed=seed, streamer=streamer)
+                           temperature=temperature, eos=eos, fill=fill, seed=seed, streamer=streamer)
+
+    def _checked(self, ids: Tensor, mask: Tensor | None, cache: Any, *, ends: bool = False) -> SparseCache:
+        """The cache, where it and the mask are of these rows. Raises SparseKVError."""
+        check_cache(cache)
+        check_cache_rows(cache, ids.shape[0])
+        if mask is not None:
+            check_mask(mask, ids.shape[0], cache.get_seq_length() + ids.shape[1], ends=ends)
+        return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` of what follows ids `[B, n]`, which join the cache's tokens; overwritten by the next step.
-        For loops of one's own, without padding."""
+        For loops of one's own, without padding. Raises SparseKVError for anything but a tensor of rows and tokens."""
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            raise SparseKVError(f"a step takes a tensor of rows and tokens, found "
+                                f"{list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")
         return self._step(ids, None, None, cache) if ids.shape[1] == 1 else self._logits(ids, None, None, cache)
 
     def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:

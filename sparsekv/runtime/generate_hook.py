@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache
+from sparsekv.runtime.prompts import check_ids, check_mask, vocabulary_of
 from sparsekv.runtime.supported import check_cache
 
 MOST_NEW = 4096
@@ -25,9 +26,13 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                             "brings its own cache")
     if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
         raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
+    ids, mask = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)), kwargs.get("attention_mask")
+    if isinstance(ids, Tensor) and ids.dim() == 2 and kwargs.get("inputs_embeds") is None:
+        check_ids(ids, vocabulary_of(attachment.model))
+        if mask is not None:
+            check_mask(mask, *ids.shape)
     if kwargs.get("past_key_values") is not None:
         check_cache(kwargs["past_key_values"])
-        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         held = kwargs["past_key_values"].get_seq_length()
         if isinstance(ids, Tensor) and ids.dim() == 2 and 0 < ids.shape[1] <= held:
             raise SparseKVError(f"the cache holds {held} tokens and the prompt has {ids.shape[1]}; give all tokens so "

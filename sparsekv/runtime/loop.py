@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime.numbers import whole
 
 LIKELIEST = 1e-4
 """Up to this temperature the likeliest token is taken: logits divided by less overflow."""
@@ -18,22 +19,20 @@ LIKELIEST = 1e-4
 
 def decode_loop(
     prefill: Callable[..., Tensor], step: Callable[..., Tensor], cache: Any, ids: Tensor, mask: Tensor | None, *,
-    max_new_tokens: int, temperature: float, eos: int | Sequence[int] | None, pad: int | None, seed: int | None,
-    streamer: Any,
+    max_new_tokens: int, temperature: float, eos: list[int], fill: int, seed: int | None, streamer: Any,
 ) -> Tensor:
-    """Prompt and answer `[B, N + n]`: ids `[B, N]` after what the cache holds, mask `[B, M + N]` of all. prefill and
-    step take ids, mask, positions `[B, n]` (None: those of the cache) and the cache, and give logits `[B, 1, V]`; those
-    of a step may be overwritten by the next."""
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        found = f"{list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise SparseKVError(f"input_ids must be a tensor of rows and tokens, found {found}")
-    if type(max_new_tokens) is not int or max_new_tokens < 1:
-        raise SparseKVError(f"max_new_tokens must be a whole number from 1 on, found {brief(max_new_tokens)}")
+    """Prompt and answer `[B, N + n]`: ids `[B, N]` after what the cache holds, mask `[B, M + N]` of all. eos: what ends
+    a row, which then has `fill`. prefill and step take ids, mask, positions `[B, n]` (None: those of the cache) and the
+    cache, and give logits `[B, 1, V]`; those of a step may be overwritten by the next."""
     if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise SparseKVError(f"temperature must be a finite number from 0 on, found {brief(temperature)}")
+    if seed is not None:
+        whole("seed", seed, most=2**64 - 1)
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise SparseKVError(f"a streamer has `put` and `end`, as transformers' TextStreamer; found "
+                            f"{type(streamer).__name__}")
     rows, device = ids.shape[0], ids.device
-    ends = torch.tensor([eos] if isinstance(eos, int) else list(eos or ()), dtype=torch.long, device=device)
-    fill = pad if pad is not None else int(ends[0]) if len(ends) else 0
+    ends = torch.tensor(eos, dtype=torch.long, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     places = None
     if mask is not None:

@@ -435,8 +435,8 @@ def test_a_model_is_not_kept_alive() -> None:
 
 @pytest.mark.parametrize(("ids", "given", "message"), [
     (prompt(20)[0], {}, r"rows and tokens, found \[20\]"), ([[1, 2]], {}, "rows and tokens, found list"),
-    (prompt(20), {"max_new_tokens": 2.5}, "whole number from 1 on, found 2.5"),
-    (prompt(20), {"max_new_tokens": 0}, "whole number from 1 on, found 0"),
+    (prompt(20), {"max_new_tokens": 2.5}, "whole number from 1 to 9223372036854775807, found 2.5"),
+    (prompt(20), {"max_new_tokens": 0}, "whole number from 1 to 9223372036854775807, found 0"),
     (prompt(20), {"temperature": float("nan")}, "finite number from 0 on, found nan")])
 def test_what_cannot_be_generated_is_one_sentence(ids, given: dict, message: str) -> None:
     with attached(make_model(), True, "streaming") as attachment, pytest.raises(SparseKVError, match=message):
