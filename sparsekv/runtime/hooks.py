@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -25,11 +26,15 @@ from sparsekv.runtime.generate_hook import with_cache
 from sparsekv.runtime.model_pass import PLANNED, Layers, decode_layer
 from sparsekv.runtime.process import NOW, known, seat_for, seats
 from sparsekv.runtime.supported import check_cache
+from sparsekv.sources.hub import decoder
 
 NAME = "sparsekv"
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
                           "logits_to_keep"})
+PATIENCE = 300
+"""How long a thread that enters waits for another's pass [s]."""
 _ABSENT = object()
+_CALL = torch.nn.Module._wrapped_call_impl.__code__
 
 
 class Seat:
@@ -38,7 +43,7 @@ class Seat:
     holds `lock`, so that none comes or goes in the middle of it."""
 
     def __init__(self, model: Any, modules: dict[int, Any]):
-        self.model, self.modules = model, modules
+        self.model, self.modules, self.decoder = model, modules, decoder(model)
         self.attachments: list[Any] = []
         self.lock = threading.RLock()
         self.thread = 0
@@ -74,15 +79,42 @@ class Seat:
         for name in (NAME, PLANNED):
             AttentionInterface.register(name, _attention)
         AttentionMaskInterface.register(NAME, flash_attention_mask)
+        self._wrap("forward", self._forward)
+        self._wait()
         handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
         handles += [d.register_forward_pre_hook(self._see_tables, with_kwargs=True)
                     for d in self.layers.first_of_kind]
         self.hooks = frozenset(h.id for h in handles)
-        self._wrap("forward", self._forward)
         if hasattr(self.model, "generate"):
             self._wrap("generate", self._generate)
         for config, _ in self._names:
             config._attn_implementation = NAME
+
+    def _wait(self) -> None:
+        """Until no other thread is in a pass that began before `forward` was wrapped, which waits for the lock: mask
+        and layers of a pass must come from the same attention function. Raises SparseKVError after `PATIENCE`."""
+        given_up = time.monotonic() + PATIENCE
+        while self._others_pass():
+            if time.monotonic() > given_up:
+                raise SparseKVError(f"another thread has been in a forward pass of this model for {PATIENCE} s; attach "
+                                    "when it has ended, or load the model once a thread")
+            time.sleep(0.0005)
+
+    def _others_pass(self) -> bool:
+        """Whether another thread is in a pass of this model, and not waiting for the lock."""
+        frames, mine = sys._current_frames(), threading.get_ident()
+        for frame in (f for thread, f in frames.items() if thread != mine):
+            at: Any = frame
+            while at is not None and at.f_code not in (_CALL, Seat._forward.__code__):
+                at = at.f_back
+            while at is not None:  # most threads have no such frame, and are not looked into
+                own = at.f_locals.get("self")
+                if at.f_code is Seat._forward.__code__ and own is self:
+                    break
+                if at.f_code is _CALL and (own is self.model or own is self.decoder):
+                    return True
+                at = at.f_back
+        return False
 
     def _give_back(self) -> None:
         """The model as it was."""

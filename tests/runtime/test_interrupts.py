@@ -15,6 +15,8 @@ import torch
 from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.runtime import hooks
 from sparsekv.runtime.attach import Attachment, RunOptions
 from sparsekv.runtime.process import NOW, known
 
@@ -177,6 +179,38 @@ def test_a_plain_generate_of_another_thread_stays_what_it_is(implementation: str
     thread.join()
     assert not failed and len(found) == 4
     assert all(torch.equal(x, wanted) for x in found)
+
+
+def test_a_pass_that_another_thread_began_ends_before_the_model_is_attached_to(model: Any, monkeypatch: Any) -> None:
+    """Its mask is of the model's own attention, and so must its layers be."""
+    ids, inside, go, found = prompt(30, 2), threading.Event(), threading.Event(), []
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        wanted = model(ids, attention_mask=mask).logits
+
+    def held(*_: Any) -> None:
+        inside.set()
+        go.wait(30)
+
+    def plain() -> None:
+        with torch.no_grad():
+            found.append(model(ids, attention_mask=mask).logits)
+
+    hook = model.model.layers[0].register_forward_hook(held)
+    thread = threading.Thread(target=plain)
+    thread.start()
+    assert inside.wait(30)
+    with monkeypatch.context() as patch, pytest.raises(SparseKVError, match=r"forward pass of this model for 0\.05 s"):
+        patch.setattr(hooks, "PATIENCE", 0.05)
+        attach(model, selector="topk", token_budget=8).__enter__()
+    assert "forward" not in model.__dict__ and known(model).seat is None and not found
+    threading.Timer(0.2, go.set).start()
+    with attach(model, selector="topk", token_budget=8):
+        assert go.is_set() and len(found) <= 1
+        thread.join(30)
+    hook.remove()
+    assert torch.equal(found[0], wanted)
 
 
 def test_how_steps_run_is_said_once() -> None:
