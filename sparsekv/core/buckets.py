@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +55,26 @@ def moved(keys: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor
     return torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1).to(centroids.dtype), centroids)
 
 
-def fit_buckets(keys: Tensor, centroids: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+def spacing(tokens: Any, buckets: int) -> Any:
+    """Every which of a request's keys its buckets move to: of a number of them, or of every row's `[B]`."""
+    return tokens // (FITTED_TO * buckets)
+
+
+def fit_buckets(
+    keys: Tensor, centroids: Tensor, used: Tensor, some: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
 
     keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, none
-    without a key while there are keys, and the bucket of every key `[H, n]` int32. This project's own.
+    without a key while there are keys, and the bucket of every key `[H, n]` int32. some: those that are iterated on
+    `[H, m, d]`, and which of them are used `[H, m]`; without it every so-manieth. This project's own.
     """
     centroids = centroids.to(keys.dtype)
-    step = max(1, keys.shape[1] // (FITTED_TO * centroids.shape[1]))
+    if some is None:
+        step = max(1, spacing(keys.shape[1], centroids.shape[1]))
+        some = keys[:, ::step], used[:, ::step]
     for _ in range(ITERATIONS if keys.shape[1] else 0):
-        centroids = moved(keys[:, ::step], centroids, used[:, ::step])
+        centroids = moved(some[0], centroids, some[1])
     return restart_empty(keys, centroids, RESTARTS, used)
 
 

@@ -7,13 +7,16 @@ ask for them by their places in a request, and list tokens by the numbers that t
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.buckets import fit_buckets
-from sparsekv.core.moments import key_covariance, key_mean
+from sparsekv.core.buckets import fit_buckets, spacing
+from sparsekv.core.layer import choose_rows
+from sparsekv.core.moments import edges_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
@@ -61,8 +64,8 @@ class Keys(Protocol):
         """Codes of `width` bytes by number, `[B or 1, Hkv, N, w]`, with those of all tokens before `last`; known: those
         of the same sketch that were given last."""
 
-    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
-        """Of such codes those of every `step`-th token before `last`, `[B, Hkv, n, w]`."""
+    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
+        """Of such codes those of every `step`-th token of `first … last − 1`, `[B, Hkv, n, w]`."""
 
 
 class TrainedBuckets(Protocol):
@@ -137,14 +140,16 @@ def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: 
     """Buckets of the mid region. by_means: bucket means are the scores; moves: trained buckets move to these keys, and
     none stays empty (`core.buckets.fit_buckets`)."""
     regions, heads = keys.regions, keys.num_kv_heads
-    end, rows = int(regions.mid_last.max()), regions.starts.shape[0]
+    spaced = spaced_by(regions, partial(spacing, buckets=trained.centroids.shape[-2]))
+    end, rows = spaced.end, regions.starts.shape[0]
     held = _held(keys, trained, 0, end)
     centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
     if moves:
         # every row has its own buckets: its heads are heads of one long row
-        used = regions.mid_mask(0, end).repeat_interleave(heads, dim=0).to(held.device)
+        used, some_used = (x.repeat_interleave(heads, dim=0).to(held.device) for x in (
+            regions.mid_mask(0, end), spaced.used(regions)))
         centroids, bucket = (x.unflatten(0, (rows, heads)) for x in fit_buckets(
-            held.flatten(0, 1), centroids.flatten(0, 1), used))
+            held.flatten(0, 1), centroids.flatten(0, 1), used, (spaced.take(held).flatten(0, 1), some_used)))
     else:
         bucket = assign_buckets(held, centroids)
     order, offsets = build_index(bucket, centroids.shape[2], regions.mid_first, regions.mid_last)
@@ -185,6 +190,27 @@ def one_bucket(keys: Keys, like: Buckets) -> Buckets:
     return Buckets(torch.zeros_like(like.centroids[:1]), order, offsets, *rest)
 
 
+def list_whole(buckets: Buckets, regions: Regions, rows: Tensor) -> Buckets:
+    """The same with all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others
+    empty: with as many candidates as tokens they choose as without buckets. Of keys that are read by their place."""
+    order, offsets = buckets.order, buckets.offsets
+    places = torch.arange(order.shape[2], device=order.device)
+    first, sizes, rows = (x.to(order.device)[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
+    listed = torch.where(places < sizes, first + places, -1).to(order.dtype)
+    begins = sizes.to(offsets.dtype) * (torch.arange(offsets.shape[2], device=order.device) > 0)
+    return buckets._replace(order=torch.where(rows[..., None], listed[:, None], order),
+                            offsets=torch.where(rows[..., None], begins[:, None].to(offsets.dtype), offsets))
+
+
+def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
+    """The new buckets of these rows `[B]` and the old of the others."""
+    width = max(new.order.shape[2], old.order.shape[2])
+    made: Buckets = choose_rows(rows, *(
+        x._replace(order=torch.nn.functional.pad(x.order, (0, width - x.order.shape[2]), value=-1))
+        for x in (new, old)))
+    return made
+
+
 def _held(keys: Keys, trained: TrainedBuckets, first: int, last: int) -> Tensor:
     """Keys in the space of the buckets."""
     return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
@@ -206,30 +232,82 @@ def _summed(buckets: Buckets, keys: Keys, bucket: Tensor, first: Tensor, low: in
                             spread=half_variance(squares, sums, buckets.counts))
 
 
+class Spaced(NamedTuple):
+    """Some keys of every row, evenly spaced from its first token to the end of its mid region: a row's are the same
+    whatever is padded before it. Those of all rows lie in one stretch from `low` to `end`, `stride` apart; or they are
+    at `places [B, n]`, a row's own `steps [B]` apart, and past its end where it has fewer."""
+
+    low: int
+    end: int
+    stride: int
+    steps: Tensor | None = None
+    places: Tensor | None = None
+
+    def take(self, x: Tensor) -> Tensor:
+        """Of all keys, or codes, by place `[B, Hkv, N, d]`: `[B, Hkv, n, d]`."""
+        if self.places is None:
+            return x[:, :, self.low:self.end:self.stride]
+        index = self.places.clamp(max=max(self.end - 1, 0)).to(x.device)
+        return x[torch.arange(x.shape[0], device=x.device)[:, None, None],
+                 torch.arange(x.shape[1], device=x.device)[:, None], index[:, None]]
+
+    def used(self, regions: Regions) -> Tensor:
+        """Which of them are in the mid region, `[B, n]`."""
+        if self.places is None:
+            return regions.mid_mask(self.low, self.end)[:, ::self.stride]
+        return (self.places >= regions.mid_first[:, None]) & (self.places < regions.mid_last[:, None])
+
+    def of(self, regions: Regions) -> tuple[Tensor, Tensor]:
+        """The first of them in the mid region, and the first behind it, `[B]`."""
+        start, step = (self.low, self.stride) if self.steps is None else (regions.starts, self.steps)
+        return -(-(regions.mid_first - start) // step), -(-(regions.mid_last - start) // step)
+
+
+def spaced_by(regions: Regions, spacing: Callable[[Any], Any]) -> Spaced:
+    """spacing: how far apart keys are taken of a number of tokens, rising with it; of less than 1, all. Waits for the
+    device once."""
+    low, latest, earliest, end = edges_of(regions.starts, regions.mid_last)
+    low = min(low, end)
+    stride = max(1, int(spacing(end - low)))
+    if stride == 1 or (low == latest and earliest == end):
+        return Spaced(low, end, stride)
+    steps = spacing(regions.mid_last - regions.starts).clamp(min=1)
+    most = int((-(-(regions.mid_last - regions.starts) // steps)).max())
+    places = regions.starts[:, None] + steps[:, None] * torch.arange(most, device=steps.device)
+    return Spaced(low, end, stride, steps, places)
+
+
+def fitted_spacing(tokens: Any) -> Any:
+    """Every which of a request's keys a sketch is fitted to."""
+    return -(-tokens // FITTED_KEYS)
+
+
 def fit_basis(keys: Keys, fixed: Sketch, width: int) -> Sketch | None:
     """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
     artifact's `fixed` has; None where no such query is known."""
     moment = recent_moment(keys)
     if moment is None:
         return None
-    end, step = _spaced(keys)
-    some = keys.keys_at(0, end, step)
-    first, last = (-(-edge // step) for edge in (keys.regions.mid_first, keys.regions.mid_last))
+    spaced = spaced_by(keys.regions, fitted_spacing)
+    some, (first, last) = _some_keys(keys, spaced), spaced.of(keys.regions)
     mean = key_mean(some, first, last)
     return fit_sketch(moment, mean, key_covariance(some, first, last, mean), width, 2 * width - fixed.rank)
 
 
 def fit_side(keys: Keys, fixed: Sketch, codes: Tensor) -> Tensor:
     """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
-    end, step = _spaced(keys)
-    used = keys.regions.mid_mask(0, end)[:, ::step].to(codes.device)
-    return fit_queries(fixed, keys.codes_at(codes, end, step), keys.keys_at(0, end, step), used)
+    spaced = spaced_by(keys.regions, fitted_spacing)
+    if spaced.places is None:
+        some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)
+    else:
+        some = spaced.take(keys.codes_at(codes, 0, spaced.end, 1))
+    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions).to(codes.device))
 
 
-def _spaced(keys: Keys) -> tuple[int, int]:
-    """Where the mid region ends, and the distance of the keys that something is fitted to."""
-    end = int(keys.regions.mid_last.max())
-    return end, max(1, -(-end // FITTED_KEYS))
+def _some_keys(keys: Keys, spaced: Spaced) -> Tensor:
+    if spaced.places is None:
+        return keys.keys_at(spaced.low, spaced.end, spaced.stride)
+    return spaced.take(keys.keys_at(0, spaced.end))
 
 
 def recent_moment(keys: Keys) -> Tensor | None:

@@ -175,9 +175,9 @@ class LayerView:
         new = encode_keys(self.keys[:, :, 0 if known is None else known.shape[2]:last], sketch, width)
         return new if known is None else torch.cat([known, new], dim=2)
 
-    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
-        """Codes of every `step`-th token before `last`, `[B, Hkv, n, w]`."""
-        return codes[:, :, :last:step]
+    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
+        """Codes of every `step`-th token of `first … last − 1`, `[B, Hkv, n, w]`."""
+        return codes[:, :, first:last:step]
 
     def bounds(self, queries: Queries) -> dict[str, Any]:
         """Scale and anchors of every query, as the kernels take them."""

@@ -100,9 +100,9 @@ class RequestKeys(LayerView):
         self.store.complete(self.slots[:last])
         return self.store.codes
 
-    def codes_at(self, codes: Tensor, last: int, step: int) -> Tensor:
+    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
         assert self.slots is not None
-        return codes[:, :, self.slots[:last:step]]
+        return codes[:, :, self.slots[first:last:step]]
 
 
 class LayerIndex:

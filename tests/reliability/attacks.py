@@ -342,9 +342,10 @@ def pad(count: int, seed: int = 0) -> Outcome:
             "dense_below": 0}
         if SELECTORS[name].is_trained():
             given["router"] = router
-        if name == "sketch":  # without it a short row beside long ones chooses by buckets, and alone by all its codes
-            given["candidates"] = rng.choice((1.0, 0.3))
-        rows = [prompt(rng.choice((17, 40, 64, 90)), seed=1000 * case + i) for i in range(rng.choice((1, 2, 3)))]
+        if name == "sketch":
+            given |= {"candidates": rng.choice((None, 1.0, 0.3)), "fit": rng.choice(("fixed", "fitted"))}
+        lengths = (17, 26, 40, 64, 90, 90, 600) if rng.random() < 0.2 else (17, 26, 40, 64, 90)
+        rows = [prompt(rng.choice(lengths), seed=1000 * case + i) for i in range(rng.choice((1, 2, 3)))]
         longest = max(row.shape[1] for row in rows) + rng.choice((0, 1, 7, 23))
         padded = torch.stack([torch.cat([row.new_zeros(longest - row.shape[1]), row[0]]) for row in rows])
         mask = torch.stack([torch.arange(longest) >= longest - row.shape[1] for row in rows]).long()
@@ -353,7 +354,7 @@ def pad(count: int, seed: int = 0) -> Outcome:
         if alone is not None and (error := float((together - alone).norm() / alone.norm())) > 1e-3:
             problem = f"logits differ by {error:.2g}"
         if problem:
-            shown = {k: v if isinstance(v, int | float | str) else v is not None for k, v in given.items()}
+            shown = {k: v if isinstance(v, int | float | str | None) else True for k, v in given.items()}
             failed.append(f"{shown} on {[row.shape[1] for row in rows]} of {longest} tokens: {problem}")
     return Outcome(count, failed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -217,3 +218,35 @@ def test_a_prefix_has_the_codes_it_was_saved_with(tmp_path) -> None:
             model(ids[:, 80:81], past_key_values=held, use_cache=True)
         for a, b in zip(cache.layers[1:], again.layers[1:], strict=True):
             assert torch.equal(a.state.selector.codes, b.state.selector.codes)
+
+
+@pytest.mark.parametrize("scores", ["mean_key", "mlp"])
+@pytest.mark.parametrize("fit", ["fixed", "fitted"])
+def test_a_padded_row_chooses_as_it_does_alone(fit: str, scores: str, monkeypatch) -> None:
+    """Up to 25 tokens of the mid region all codes are scored: rows that stay short, outgrow that, and are long; keys
+    that something is fitted to are spaced apart."""
+    monkeypatch.setattr(sparsekv.core.index, "FITTED_KEYS", 16)
+    monkeypatch.setattr(sparsekv.core.buckets, "FITTED_TO", 2)
+    model = copy.deepcopy(make_model()).double()
+    router, _ = artifacts(model, scores=scores, space="rot")
+    rows = [prompt(length, seed=length) for length in (9, 24, 90, 41)]
+    new = prompt(14, seed=5)
+
+    def logits(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        options = {"router": router, "fit": fit, "token_budget": 3, "sink_size": 0, "window_size": 0}
+        with torch.no_grad(), attach(model, decode_window=2, **options) as attachment:
+            cache, found = attachment.prefill(ids, mask), []
+            for token in new[0]:
+                places = {}
+                if mask is not None:
+                    mask = torch.cat([mask, mask.new_ones(len(ids), 1)], dim=1)
+                    places = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
+                found.append(model(token.expand(len(ids), 1), past_key_values=cache, use_cache=True, **places).logits)
+        return torch.cat(found, dim=1)
+
+    for batch in (rows, rows[:2], rows[:1], rows[1:2]):
+        width = max(row.shape[1] for row in batch) + 3
+        mask = torch.stack([torch.arange(width) >= width - row.shape[1] for row in batch]).long()
+        padded = torch.stack([torch.cat([row.new_zeros(width - row.shape[1]), row[0]]) for row in batch])
+        alone = torch.cat([logits(row, None) for row in batch])
+        torch.testing.assert_close(logits(padded, mask), alone, rtol=1e-6, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.core.index import Index, fit_basis, fit_side
+from sparsekv.core.index import Index, choose_buckets, fit_basis, fit_side, list_whole
 from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
@@ -59,7 +59,9 @@ class SketchRouter(Router):
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
         wanted = tokens_of_budget(float(CANDIDATES if self.candidates is None else self.candidates), view.regions)
-        self.pool = torch.maximum(wanted, LEAST_CANDIDATES * self.budget).clamp(max=view.regions.mid_sizes)
+        wanted = torch.maximum(wanted, LEAST_CANDIDATES * self.budget)
+        self.pool = torch.where(self._scores_all(view.regions), view.regions.mid_sizes, wanted).clamp(
+            max=view.regions.mid_sizes)
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
 
     def build(self, view: LayerView) -> None:
@@ -69,16 +71,22 @@ class SketchRouter(Router):
         """Of the request; None: the artifact's."""
         self.side: Tensor | None = None
         self.fitted_sizes: Tensor | None = None
-        if self._needs_buckets(view):
+        if not bool(self._scores_all(view.regions).all()):
             super().build(view)
+            self._list_short(view)
         if self.trained.sketch is not None:
             self._fit(view)
 
     def extend(self, view: LayerView, old: Regions) -> None:
+        grown = self._scores_all(old) & ~self._scores_all(view.regions)
         if self.buckets is not None:
             super().extend(view, old)
-        elif self._needs_buckets(view):
+        if bool(grown.any()):  # these have buckets from here on
+            others = self.buckets
             super().build(view)
+            if others is not None and self.buckets is not None:
+                self.buckets = choose_buckets(grown, self.buckets, others)
+        self._list_short(view)
         if self.codes is None or self.fitted_sizes is None:
             return
         doubled = view.regions.mid_sizes > 2 * self.fitted_sizes
@@ -132,14 +140,21 @@ class SketchRouter(Router):
         assert trained is not None
         return trained if self.side is None else trained._replace(queries=self.side)
 
-    def _needs_buckets(self, view: LayerView) -> bool:
-        """Whether buckets choose the candidates: not where scoring every code reads less than scoring the buckets."""
+    def _scores_all(self, regions: Regions) -> Tensor:
+        """Rows whose codes are all scored, `[B]`: where that reads less than scoring the buckets."""
+        sizes = regions.mid_sizes
         if self.trained.sketch is None:
-            return True
+            return torch.zeros_like(sizes, dtype=torch.bool)
         if self.candidates is not None:
-            return self.candidates < 1
+            return torch.full_like(sizes, self.candidates == 1, dtype=torch.bool)
         buckets, dim = self.trained.centroids.shape[-2:]
-        return int(view.regions.mid_sizes.max()) > most_by_codes(self.trained.sketch_bytes, buckets, dim)
+        return sizes <= most_by_codes(self.trained.sketch_bytes, buckets, dim)
+
+    def _list_short(self, view: LayerView) -> None:
+        """Rows whose codes are all scored beside others' buckets: all of their tokens, in order, are in one bucket."""
+        short = self._scores_all(view.regions)
+        if self.buckets is not None and bool(short.any()):
+            self.buckets = list_whole(self.buckets, view.regions, short)
 
     def _fit(self, view: LayerView) -> None:
         """Codes of the mid region as it now is, and what queries multiply them by."""
