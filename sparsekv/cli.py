@@ -163,11 +163,7 @@ def _command_function(row: Command) -> Callable[..., None]:
     hints = typing.get_type_hints(config_type)
     parameters = []
     for field in dataclasses.fields(config_type):
-        default: Any = inspect.Parameter.empty
-        if field.default is not dataclasses.MISSING:
-            default = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
+        default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
         shown = default is not inspect.Parameter.empty and default is not None

@@ -85,11 +85,7 @@ class RouterArtifact:
             tensors |= {f"sketch.{name}": x for name, x in self.sketch._asdict().items()}
         save_artifact(path, asdict(self.config), tensors)
 
-    def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
-                    message: str | None = None, license: str | None = None) -> str:
-        """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
-        of the commit. Raises SparseKVError as `sparsekv.sources.push.push`."""
-        return push_object(self, name, private=private, revision=revision, message=message, license=license)
+    push_to_hub = push_object
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:

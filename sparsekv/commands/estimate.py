@@ -51,10 +51,6 @@ class ModelShape:
     intermediate: int
     elements: int
 
-    @property
-    def group(self) -> int:
-        return self.heads_q // self.heads_kv
-
 
 @dataclass(frozen=True)
 class Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -267,6 +267,22 @@ def choose_rows(rows: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, tuple):
         return type(new)(*(choose_rows(rows, a, b) for a, b in zip(new, old, strict=True)))
     return torch.where(rows.to(new.device).reshape(-1, *[1] * (new.dim() - 1)), new, old)
+
+
+class RowState:
+    """State of a batch that is replaced and never changed in place, so that `fork` is a shallow copy."""
+
+    row_state: ClassVar[tuple[str, ...]] = ()
+    """Attributes whose tensors, or tuples of tensors, have the batch as first dimension."""
+
+    def fork(self) -> Self:
+        """An independent copy that shares tensors."""
+        return copy.copy(self)
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        for name in self.row_state:
+            setattr(self, name, take_rows(getattr(self, name), index))
 
 
 def take_rows(value: Any, index: Tensor) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.checks import damaged, from_record, parse_object, said
 from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
 
@@ -24,13 +25,12 @@ class Diagnostics:
     alone); the outer key of errors is the method (`topk+phi`).
 
     errors: mean relative L2 error of the head's output. mass: share of the head's attention that is read exactly,
-    anchors included. share, true_share: of the attention that exact top-k leaves unread, what φ puts there and what is
-    there. recall: mid mass the router's buckets reach over what the best buckets reach; overlap: share of exact top-k's
-    keys among the router's. heads: entropy of the mid region (0..1), cover75 and cover95 (fewest keys with that mass),
-    mass_mid, imbalance of the router's buckets (`C Σ n² / (Σ n)²`), gap_mean and gap_std of `ŝ − s` [nats]. curves:
-    share of the mid mass in the best `fractions` of the mid keys, `[L, Hq, P]`. gaps: counts of `ŝ − s` between
-    GAP_EDGES. scatter: pairs (s, ŝ), both minus the query's largest s. tasks: means by layer of
-    every capture.
+    anchors included; read: share of the context. completion: of the attention, what φ puts where exact top-k reads
+    nothing. recall: mid mass the router's buckets reach over what the best buckets reach, and the share of exact
+    top-k's keys among the router's. heads: entropy of the mid region (0..1), cover75 and cover95 (fewest keys with that
+    mass), mass_mid, imbalance of the router's buckets (`C Σ n² / (Σ n)²`), gap_mean and gap_std of `ŝ − s` [nats].
+    curves: share of the mid mass in the best `fractions` of the mid keys, `[L, Hq, P]`. gaps: counts of `ŝ − s` between
+    GAP_EDGES. scatter: pairs (s, ŝ), both minus the query's largest s. tasks: means by layer of every capture.
     """
 
     model: dict[str, Any]
@@ -67,27 +67,20 @@ class Diagnostics:
     def load(cls, path: str | Path) -> Diagnostics:
         """Raises SparseKVError for a file that is missing, damaged, of another kind or version."""
         path = Path(path)
+        where = f"the diagnostics {str(path)!r}"
         if not path.is_file():
             raise SparseKVError(f"no diagnostics at {str(path)!r}; make them with `sparsekv eval diagnostics`")
+        raw = parse_object(path.read_bytes(), where)
+        found = (raw.get("format"), raw.get("format_version"))
+        if found != (FORMAT, FORMAT_VERSION):
+            raise SparseKVError(f"{str(path)!r} has format {found[0]} {found[1]}, this version reads {FORMAT} "
+                                f"{FORMAT_VERSION}; run `sparsekv eval diagnostics` again")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            if raw.pop("format") != FORMAT:
-                raise ValueError("another format")
-            version = raw.pop("format_version")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise SparseKVError(f"{str(path)!r} is no diagnostics file ({error}); expected one of `sparsekv eval "
-                                "diagnostics`") from error
-        if version != FORMAT_VERSION:
-            raise SparseKVError(f"{str(path)!r} has format {version}, this version reads {FORMAT_VERSION}; run "
-                                "`sparsekv eval diagnostics` again")
-        try:
-            for name in TABLES:
-                raw[name] = {k: _table(v) for k, v in raw[name].items()}
-            for name in ("router", "phi"):
-                raw[name] = None if raw[name] is None else str(path.parent / raw[name])
-            return cls(**raw)
-        except (KeyError, TypeError, ValueError) as error:
-            raise SparseKVError(f"the diagnostics {str(path)!r} are damaged ({error}); make them again") from error
+            raw |= {name: {k: _table(v) for k, v in raw[name].items()} for name in TABLES}
+            raw |= {k: None if raw[k] is None else str(path.parent / raw[k]) for k in ("router", "phi")}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise damaged(where, said(error)) from error
+        return from_record(cls, raw, where)
 
 
 TABLES = ("errors", "mass", "read", "recall", "completion", "heads", "curves")

@@ -22,6 +22,4 @@ def option(
     metadata = {"help": help, "typer": {"rich_help_panel": group, **extra} if group else extra}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=metadata)
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

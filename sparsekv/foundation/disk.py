@@ -40,12 +40,17 @@ def disk_error(error: Exception, path: str | Path, verb: str = "write") -> Spars
                          "exists, is yours to write to and has room")
 
 
-def free_bytes(path: Path) -> int:
-    """Of the nearest folder that there is."""
+def nearest(path: str | Path) -> Path:
+    """The path, or where nothing is there yet the nearest one above."""
     place = Path(path).absolute()
     while not place.exists():
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
+
+
+def free_bytes(path: Path) -> int:
+    """Of the nearest folder that there is."""
+    return shutil.disk_usage(nearest(path)).free
 
 
 def free_space(path: Path) -> str:
@@ -135,9 +140,7 @@ def _sweep(path: Path) -> None:
 def check_place(path: str | Path) -> None:
     """Raises SparseKVError where a file cannot be written: a folder stands there, or its own folder takes no file."""
     path = Path(path).absolute()
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
+    folder = nearest(path.parent)
     reason = (errno.EISDIR if path.is_dir() else errno.ENOTDIR if not folder.is_dir() else
               0 if os.access(path if path.exists() else folder, os.W_OK) else errno.EACCES)
     if reason:

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from sparsekv.core.estimators.base import take_rows
-from sparsekv.core.layer import OBSERVED
+from sparsekv.core.layer import OBSERVED, take_rows
 from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.sliding import SlidingLayer
-from sparsekv.runtime.storage import Growing
+from sparsekv.runtime.storage import Growing, StoredLayer
 
 
 class GrowingRope(RopeTable):
@@ -78,7 +77,7 @@ class GrowingRope(RopeTable):
                 store.replace(take_rows(store.view, index))
 
 
-class SparseLayer(DynamicLayer):
+class SparseLayer(StoredLayer, DynamicLayer):
     """Keys and values `[B, Hkv, N, d]` of a full-attention layer, the last queries of its prefill, and the state of the
     attachment that decodes with it (index, completion cache, regions)."""
 
@@ -88,30 +87,6 @@ class SparseLayer(DynamicLayer):
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
         self.recent_end = 0
-
-    @property
-    def keys(self) -> Any:
-        """What is stored; None before the first token."""
-        return None if self._keys.data is None else self._keys.view
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """transformers' layers begin with None here."""
-
-    @property
-    def values(self) -> Any:
-        """As keys."""
-        return None if self._values.data is None else self._values.view
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """As for keys."""
-
-    @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """All of the storage of keys and of values, `[B, Hkv, room, d]`."""
-        assert self._keys.data is not None and self._values.data is not None
-        return self._keys.data, self._values.data
 
     @property
     def room(self) -> int:

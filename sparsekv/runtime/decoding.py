@@ -233,11 +233,7 @@ def chosen_size(
 
 
 def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:
-    """Layers with full softmax attention over the whole cache. Raises SparseKVError if there is none."""
+    """Layers with full softmax attention over the whole cache; `sources.families.check_family` has seen some."""
     layers = SparseCache(model.config).layers
-    good = {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
+    return {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
             and getattr(m, "attn_logit_softcapping", None) is None}
-    if not good:
-        raise SparseKVError(f"{type(model).__name__} has no layer with full softmax attention; sparsekv supports "
-                            "decoders such as Llama, Qwen, Mistral, Phi-3, Gemma 3 and GLM-4")
-    return good

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from sparsekv.runtime.storage import Growing
+from sparsekv.runtime.storage import Growing, StoredLayer
 
 ROOM = 512
 """Tokens that storage of a sliding window has room for beside the window: a plan lasts as many steps, about as long as
@@ -67,37 +67,16 @@ class Trailing(Growing):
         self.first = 0
 
 
-class SlidingLayer(DynamicSlidingWindowLayer):
+class SlidingLayer(StoredLayer, DynamicSlidingWindowLayer):
     """Keys and values of a sliding-window layer: what transformers' own keeps, the last `window − 1` tokens, in storage
     that a planned step can write into. Slot 0 has the token at `offset`."""
+
+    _keys: Trailing
+    _values: Trailing
 
     def __init__(self, sliding_window: int) -> None:
         self._keys, self._values = Trailing(), Trailing()
         super().__init__(sliding_window=sliding_window)
-
-    @property
-    def keys(self) -> Any:
-        """What the next token sees, `[B, Hkv, n, d]`; None before the first token."""
-        return None if self._keys.data is None else self._keys.view
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        _put(self._keys, value)
-
-    @property
-    def values(self) -> Any:
-        """As keys."""
-        return None if self._values.data is None else self._values.view
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        _put(self._values, value)
-
-    @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """All of the storage of keys and of values, `[B, Hkv, slots, d]`."""
-        assert self._keys.data is not None and self._values.data is not None
-        return self._keys.data, self._values.data
 
     @property
     def offset(self) -> int:
@@ -134,16 +113,15 @@ class SlidingLayer(DynamicSlidingWindowLayer):
         other._keys, other._values = self._keys.fork(), self._values.fork()
         return other
 
+    def _put(self, store: Trailing, value: Any) -> None:
+        """transformers' layers begin with None, then with an empty tensor of one dimension."""
+        if value is None or value.dim() < 2:
+            store.clear()
+        else:
+            store.replace(value)
+
     def _let_go(self) -> None:
         """Of what no later token sees, unless transformers asks for the past, to crop it."""
         if not getattr(self, "record_past", False):
             for store in (self._keys, self._values):
                 store.keep(self.sliding_window - 1)
-
-
-def _put(store: Trailing, value: Any) -> None:
-    """transformers' layers begin with None, then with an empty tensor of one dimension."""
-    if value is None or value.dim() < 2:
-        store.clear()
-    else:
-        store.replace(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,3 +60,36 @@ class Growing:
 
     def clear(self) -> None:
         self.data, self.length, self.shared = None, 0, False
+
+
+class StoredLayer:
+    """Keys and values `[B, Hkv, n, d]` of a layer of a cache in storage of ours, by the names that transformers' layers
+    have; None before the first token."""
+
+    _keys: Growing
+    _values: Growing
+
+    @property
+    def keys(self) -> Any:
+        return None if self._keys.data is None else self._keys.view
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self._put(self._keys, value)
+
+    @property
+    def values(self) -> Any:
+        return None if self._values.data is None else self._values.view
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self._put(self._values, value)
+
+    def _put(self, store: Any, value: Any) -> None:
+        """transformers' layers begin with None here."""
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """All of the storage of keys and of values, `[B, Hkv, slots, d]`."""
+        assert self._keys.data is not None and self._values.data is not None
+        return self._keys.data, self._values.data

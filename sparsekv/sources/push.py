@@ -98,11 +98,15 @@ def push(
         raise refused(error, name, revision, "push to") from error
 
 
-def push_object(artifact: Any, name: str, **options: Any) -> str:
-    """`push` of an artifact as it is in memory."""
+def push_object(
+    self: Any, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
+    license: str | None = None,
+) -> str:
+    """Push the artifact with its page to the repository `user/name` of the hub, made where there is none; returns the
+    address of the commit. Raises SparseKVError as `sparsekv.sources.push.push`."""
     with tempfile.TemporaryDirectory() as folder:
-        artifact.save(folder)
-        return push(folder, name, **options)
+        self.save(folder)
+        return push(folder, name, private=private, revision=revision, message=message, license=license)
 
 
 def _refuse_others(name: str, revision: str | None, there: set[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.checks import parse_object
-from sparsekv.foundation.disk import free_bytes, write_text
+from sparsekv.foundation.disk import free_bytes, nearest, write_text
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest_all
 
@@ -85,18 +85,11 @@ class Place:
 
     def writable(self) -> bool:
         """False where it is certain that nothing can be written."""
-        return os.access(self._nearest(), os.W_OK)
+        return os.access(nearest(self.root), os.W_OK)
 
     def free(self) -> int | None:
         """Free bytes, or None where that is unknown."""
         return free_bytes(self.root)
-
-    def _nearest(self) -> Path:
-        """The folder, or where it is not there yet the nearest one above."""
-        folder: Path = self.root.absolute()
-        while not folder.exists():
-            folder = folder.parent
-        return folder
 
 
 class RemotePlace(Place):

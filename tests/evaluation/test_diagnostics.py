@@ -112,8 +112,8 @@ def test_diagnostics_come_back_from_their_file(made, tmp_path) -> None:
     d.errors["topk"][0, 0, 0], before = float("nan"), d.errors["topk"][0, 0, 0].clone()
     assert torch.isnan(Diagnostics.load(d.save(tmp_path / "d.json")).errors["topk"][0, 0, 0])
     d.errors["topk"][0, 0, 0] = before
-    for text, message in (("{", "no diagnostics file"), ('{"format": "x"}', "another format"),
-                          ('{"format": "sparsekv-diagnostics", "format_version": 0}', "format 0"),
+    for text, message in (("{", "it is no JSON"), ('{"format": "x"}', "has format x None"),
+                          ('{"format": "sparsekv-diagnostics", "format_version": 0}', "diagnostics 0, this version"),
                           ('{"format": "sparsekv-diagnostics", "format_version": 2}', "damaged")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(SparseKVError, match=message):

@@ -67,11 +67,9 @@ def added(parts: list[dict[int, float]]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_streaming_and_dense(case):
+def test_streaming(case):
     _, step, queries, nothing = run("streaming", case)
-    _, _, _, everything = run("dense", case)
-    for row, b, _ in each(step, queries):
-        assert not chosen(nothing, row, 0) and chosen(everything, row, 1) == set(mid(step, b))
+    assert all(not chosen(nothing, row, 0) for row, _, _ in each(step, queries))
 
 
 @pytest.mark.parametrize("case", CASES)

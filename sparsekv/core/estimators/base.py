@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from typing import ClassVar, Self
-
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, Selection, take_rows
+from sparsekv.core.layer import LayerView, Queries, RowState, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import CompletionQuery
 
 
-class Estimator:
-    """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it.
-
-    State is replaced and never changed in place, so that `fork` is a shallow copy; `row_state` names the tensors (or
-    tuples of tensors) whose first dimension is the batch.
-    """
-
-    row_state: ClassVar[tuple[str, ...]] = ()
+class Estimator(RowState):
+    """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it."""
 
     def build(self, view: LayerView) -> None:
         """Summarise the mid region."""
@@ -55,11 +46,3 @@ class Estimator:
     def cost_bytes(self, view: LayerView) -> Tensor | float:
         """Bytes that a step of a layer reads for it, of one row, in the precision of the keys. Waits for no device."""
         return self.cost_tokens(view) * 2 * view.keys.shape[-1] * view.keys.element_size() * view.num_kv_heads
-
-    def fork(self) -> Self:
-        return copy.copy(self)
-
-    def take_rows(self, index: Tensor) -> None:
-        """Keep the chosen rows of the batch, in that order."""
-        for name in self.row_state:
-            setattr(self, name, take_rows(getattr(self, name), index))

@@ -3,14 +3,13 @@ and one row of the methods."""
 
 from __future__ import annotations
 
-import copy
 import enum
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, Selection, take_rows
+from sparsekv.core.layer import LayerView, Queries, RowState, Selection
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError
@@ -25,18 +24,16 @@ class Spends(enum.Enum):
 
 
 @dataclass(eq=False)
-class Selector:
+class Selector(RowState):
     """Chooses the mid tokens that a query reads exactly. The fields are the options; `build` makes one layer's state.
 
-    State is held in attributes that are replaced, never changed in place, so that `fork` is a shallow copy. A class
-    that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: TrainedBuckets`). A class
-    declares the four things below and overrides `validate`, `build`, `extend`, `select` and `cost_bytes`.
+    A class that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: TrainedBuckets`). A
+    class declares `row_state` and the three things below and overrides `validate`, `build`, `extend`, `select` and
+    `cost_bytes`.
     """
 
     name: ClassVar[str] = ""
 
-    row_state: ClassVar[tuple[str, ...]] = ()
-    """Attributes whose tensors have the batch as first dimension."""
     spends: ClassVar[Spends] = Spends.AT_BUILD
     replayable: ClassVar[bool] = False
     """A step is the same work on the device every time: it decides nothing on the host and keeps nothing for the next,
@@ -112,14 +109,9 @@ class Selector:
             return budget
         return (budget / view.regions.context.clamp(min=1).double()).clamp(max=1.0)
 
-    def fork(self) -> Self:
-        """An independent copy that shares tensors."""
-        return copy.copy(self)
-
     def take_rows(self, index: Tensor) -> None:
-        """Keep the chosen rows of the batch, in that order."""
-        for name in ("budget", *self.row_state):
-            setattr(self, name, take_rows(getattr(self, name), index))
+        super().take_rows(index)
+        self.budget = self.budget[index]
 
     def statistics(self) -> dict[str, float]:
         """Numbers of this layer for the report."""
@@ -133,10 +125,6 @@ class Selector:
     def is_trained(cls) -> bool:
         """Whether it takes a layer of a router artifact."""
         return any(f.name == "layer" for f in fields(cls))
-
-    def options(self) -> dict[str, Any]:
-        """The options as a plain dict."""
-        return {name: getattr(self, name) for name in self.option_names()}
 
 
 class ReadsPrompts(Protocol):
