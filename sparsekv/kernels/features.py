@@ -18,7 +18,8 @@ BLOCK, WARPS = 64, 4
 """Keys at once, the rows of one product of a warp group, and its warps."""
 SUM_WARPS = 8
 BESIDE_BYTES = 34_816
-"""Shared memory that the kernels of features want beside the map, of keys of 128 numbers."""
+"""Shared memory that the kernels of features want beside the map, of keys of 128 numbers in half precision; in float32 twice
+that."""
 PROGRAMS = 264
 """Programs wanted of the sums."""
 SLICE = 1024
@@ -57,8 +58,8 @@ def for_request(maps: KeyMap, mean: Tensor) -> KeyFeatures:
 
 
 def fused(maps: KeyMap | KeyFeatures) -> bool:
-    """Whether the kernels run this map: half precision on CUDA, and both matrices in a program's shared memory."""
-    return on_device(maps.w_in) and maps.w_in.element_size() == 2 and room_beside(maps) >= BESIDE_BYTES
+    """Whether the kernels run this map: on CUDA, not float64, both matrices in a program's shared memory."""
+    return on_device(maps.w_in) and room_beside(maps) >= BESIDE_BYTES * maps.w_in.element_size() // 2
 
 
 def room_beside(maps: KeyMap | KeyFeatures) -> int:
@@ -109,7 +110,7 @@ def launch_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
 
 
 def block_of(maps: KeyFeatures) -> int:
-    """Keys at once of a map of such sizes: fewer where they are of four bytes, as under the interpreter alone."""
+    """Keys at once of a map of such sizes: fewer where they are of four bytes."""
     return BLOCK if maps.w_in.element_size() == 2 else 16
 
 
