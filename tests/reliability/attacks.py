@@ -22,7 +22,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_families import captured
@@ -30,7 +29,7 @@ from test_integrity import loaded, prefix_parts, written
 from test_training import sharp
 from tiny import make_model, prompt
 from tiny_artifacts import artifacts
-from training_child import train
+from training_child import stopped, train
 
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.format import CONFIG, TENSORS
@@ -88,10 +87,8 @@ def targets(folder: Path) -> list[Target]:
     for method, kind, pattern in (("keep", "phi", "checkpoints/*"), ("finish", "phi", "parts/*"),
                                   ("fit", "router", "parts/*")):
         output = folder / f"{kind}-{method}"
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
-            patch.setattr(work.Run, method, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-            with contextlib.suppress(KeyboardInterrupt):
-                train(kind, str(place), str(output), max_steps=5)
+        with stopped(method), contextlib.redirect_stderr(io.StringIO()):
+            train(kind, str(place), str(output), max_steps=5)
         file = sorted(output.glob(pattern))[0]
         found.append(Target(f"{kind} {file.parent.name}", file, lambda f=file, o=output, s=store: _resumed(f, o, s)))
     return found

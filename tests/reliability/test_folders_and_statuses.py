@@ -20,14 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from test_families import captured
 from test_training import sharp
 from tiny import make_model, prompt
-from training_child import train
+from training_child import stopped, train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.cli import COMMANDS, main
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
 from sparsekv.sources.hub import load_config, load_model
-from sparsekv.trainers import work
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,10 +125,8 @@ def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monk
     with pytest.raises(SparseKVError, match=r"holds something else than a router artifact: README.md, config.json"):
         train("router", str(store.path), str(output), max_steps=4, overwrite=True)
     for _ in range(2):  # the second replaces what the first left unfinished
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(work.Run, "keep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                train("phi", str(store.path), str(output), max_steps=5, overwrite=True)
+        with stopped("keep"):
+            train("phi", str(store.path), str(output), max_steps=5, overwrite=True)
         assert content(old) == first and PhiArtifact.load(old) and not (output / "config.json").exists()
     resumed = train("phi", str(store.path), str(output), max_steps=5, resume=True)  # from its last step's checkpoint
     again = train("phi", str(store.path), str(tmp_path / "b"), max_steps=5)
@@ -147,10 +144,8 @@ def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monk
 
 
 def test_damaged_parts_of_an_interrupted_training_are_named(store, tmp_path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.Run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4)
+    with stopped("finish"):
+        train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4)
     part = next((tmp_path / "phi" / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-8])
     with pytest.raises(SparseKVError, match=rf"{part.name}' is damaged .*; delete it"):

@@ -21,7 +21,7 @@ from test_folders_and_statuses import call
 from test_training import sharp
 from tiny import make_model, make_tokenizer, prompt, save_model
 from tiny_artifacts import artifacts
-from training_child import train
+from training_child import stopped, train
 
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture import document as documents
@@ -34,7 +34,6 @@ from sparsekv.runtime.settings import Settings
 from sparsekv.sources.hub import load_model
 from sparsekv.sources.modelcard import card_files
 from sparsekv.store.store import CaptureStore
-from sparsekv.trainers import work
 from sparsekv.trainers.metrics import read_rows
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b1m\r"
@@ -209,17 +208,8 @@ def store(tmp_path_factory) -> Path:
 def test_metrics_after_an_interruption_are_those_of_a_clean_run_as_text(store, tmp_path) -> None:
     options: dict[str, Any] = {"max_steps": 25, "layer_group": 2}
     train("phi", str(store), str(tmp_path / "one"), **options)
-    keep = work.Run.keep
-
-    def cut(run: work.Run, parts: list[Any], result: dict[str, Any]) -> None:
-        if parts[0].layer == run.store.layers[-1]:
-            raise KeyboardInterrupt
-        keep(run, parts, result)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.Run, "keep", cut)
-        with pytest.raises(KeyboardInterrupt):
-            train("phi", str(store), str(tmp_path / "cut"), **options)
+    with stopped("keep", lambda run, parts, _: parts[0].layer == run.store.layers[-1]):
+        train("phi", str(store), str(tmp_path / "cut"), **options)
     train("phi", str(store), str(tmp_path / "cut"), resume=True, **options)
 
     def text(folder: Path) -> list[list[str]]:

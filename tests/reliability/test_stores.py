@@ -17,14 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
 
 from test_families import captured
 from test_training import sharp
-from training_child import train
+from training_child import stopped, train
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store import manifest as manifests
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.shard import checksum
 from sparsekv.store.store import CaptureStore
-from sparsekv.trainers import work
 from sparsekv.trainers.fit import check_checkpoint
 
 SIZES = {"num_documents": 3, "context_length": 120, "queries_per_document": 24}
@@ -161,10 +160,8 @@ def test_a_large_store_is_sampled_and_verified_whole_where_asked(store, capsys, 
 def test_flipped_parts_of_an_interrupted_training_are_named(store) -> None:
     def interrupted(kind: str, method: str, **options: Any) -> Path:
         output = store.parent / f"{kind}-{method}"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(work.Run, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                train(kind, str(store), str(output), max_steps=4, **options)
+        with stopped(method):
+            train(kind, str(store), str(output), max_steps=4, **options)
         return output
 
     for output, kind in ((interrupted("phi", "finish"), "phi"), (interrupted("router", "fit"), "router")):
@@ -190,10 +187,8 @@ def test_flipped_parts_of_an_interrupted_training_are_named(store) -> None:
 
 def test_flipped_checkpoints_are_found(store) -> None:
     output = store.parent / "phi"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.Run, "keep", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            train("phi", str(store), str(output), max_steps=5)
+    with stopped("keep"):
+        train("phi", str(store), str(output), max_steps=5)
     checkpoint = next((output / "checkpoints").iterdir())
     good = checkpoint.read_bytes()
     held = torch.load(checkpoint, weights_only=True)

@@ -133,13 +133,18 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def little_room(monkeypatch) -> None:
+    """Storage of a window is moved every 16 tokens."""
+    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
+
+
+@pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 @pytest.mark.parametrize("name", ["router+phi", "sketch", "dense"])
 @pytest.mark.parametrize(("after", "padded"), [(7, 0), (100, 0), (100, 37), (30, 26)])
-def test_layers_with_a_window_are_planned(device: str, family: str, name: str, after: int, padded: int,
-                                          monkeypatch) -> None:
+def test_layers_with_a_window_are_planned(device: str, family: str, name: str, after: int, padded: int) -> None:
     """From before a window of 24 is full, and across several moves of its storage; padding inside the window."""
-    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
     model = model_on(device, family)
     ids = ids_on(model, after + STEPS, batch=2)
     mask = torch.ones_like(ids)
@@ -154,10 +159,10 @@ def test_layers_with_a_window_are_planned(device: str, family: str, name: str, a
         assert report[key] == before[key]
 
 
+@pytest.mark.usefixtures("little_room")
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_a_window_is_the_models_own_whatever_happens_to_the_cache(device: str, family: str, monkeypatch) -> None:
+def test_a_window_is_the_models_own_whatever_happens_to_the_cache(device: str, family: str) -> None:
     """Against the model alone on the whole text: a fork, other rows, rows repeated, and a crop that was announced."""
-    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
     model, length = model_on(device, family), 60
     ids = ids_on(model, 140, batch=2)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from test_families import captured, tiny
 from test_training import sharp
-from training_child import train
+from training_child import stopped, train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -175,12 +175,8 @@ def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str
     whole = train(kind, str(store.path), str(tmp_path / "a"), layer_group=1)
     from sparsekv.trainers import work
 
-    kept = work.Run.finish
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work.Run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            train(kind, str(store.path), str(tmp_path / "b"), layer_group=1)
-    assert work.Run.finish is kept
+    with stopped("finish"):
+        train(kind, str(store.path), str(tmp_path / "b"), layer_group=1)
     (tmp_path / "b" / "parts" / "layer002-heads000-001.safetensors").unlink()
     mark = tmp_path / "b" / work.MARK
     held = json.loads(mark.read_text())

@@ -2,12 +2,16 @@
 
 Arguments: router, phi or both, capture store, output (of both: their folder), `name=value` options."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 
 from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.router import RouterConfig, RouterRecipe, train_router
+from sparsekv.trainers.work import Run
 
 OPTIONS = {
     "router": {"scores": "mlp", "num_buckets": 12},
@@ -20,6 +24,25 @@ COMMON = {"max_steps": 60, "device": "cpu"}
 def train(kind: str, capture: str, output: str, **options: object):
     config, work = {"router": (RouterConfig, train_router), "phi": (PhiConfig, train_phi)}[kind]
     return work(config(**{"capture": capture, "output": output, **COMMON, **OPTIONS[kind], **options}), *RECIPES[kind])
+
+
+@contextlib.contextmanager
+def stopped(method: str, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """A training of this process is stopped, as by Ctrl-C, where its run comes to a method (and, of its arguments,
+    `when`); that it was is asserted."""
+    own = getattr(Run, method)
+
+    def comes(*args: object, **options: object) -> object:
+        if when(*args):
+            raise KeyboardInterrupt
+        return own(*args, **options)
+
+    try:
+        with patch.object(Run, method, comes):
+            yield
+    except KeyboardInterrupt:
+        return
+    raise AssertionError(f"the training never came to {method}")
 
 
 if __name__ == "__main__":
