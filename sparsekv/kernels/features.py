@@ -18,8 +18,8 @@ BLOCK, WARPS = 64, 4
 """Keys at once, the rows of one product of a warp group, and its warps."""
 SUM_WARPS = 8
 BESIDE_BYTES = 34_816
-"""Shared memory that the kernels of features want beside the map, of keys of 128 numbers in half precision; in float32 twice
-that."""
+"""Shared memory that the kernels of features want beside the map, of keys of 128 numbers in half precision; in float32
+twice that."""
 PROGRAMS = 264
 """Programs wanted of the sums."""
 SLICE = 1024
