@@ -5,7 +5,6 @@ import json
 import shutil
 from pathlib import Path
 
-import datasets
 import pytest
 import tokenizers
 import transformers
@@ -13,6 +12,8 @@ from test_families import Words, captured, tiny
 
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.corpus import Document, make_windows, read_dataset, read_documents
+
+datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"document {i} " + "abc " * (10 + i) for i in range(12)]
 
