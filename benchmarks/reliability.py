@@ -32,6 +32,8 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
         word for name in families.FAMILIES if (word := families.wrong(name))]),
     "padded batches against unpadded": lambda folder: attacks.pad(1000),
     "sizes beyond all memory": lambda folder: attacks.ask_for_too_much(folder),
+    "sizes of commands beyond all memory": lambda folder: attacks.ask_commands_for_too_much(
+        folder, (10**9, 2**31 - 1, 10**12, 10**30)),
     "command lines": lambda folder: attacks.type_anything(folder, 800),
     "numbers": lambda folder: attacks.decode_hard_numbers(400),
     "kills at random moments": lambda folder: attacks.kill(folder, 60),

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from sparsekv.foundation.disk import FAILS, disk_error
-from sparsekv.foundation.errors import Interrupted, SparseKVError, printable
+from sparsekv.foundation.errors import Interrupted, SparseKVError, first_line, printable
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -228,11 +228,20 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
+        if _out_of_memory(error):
+            _fail(f"memory ran out ({first_line(error)[:200]}); ask for smaller sizes, or use a machine with more of "
+                  "it", 1)
         _fail(f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", 1)
     finally:
         sys.stdout = out
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """torch says so of a CPU's memory by a RuntimeError."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 
 def _stop(number: int, _: Any) -> None:

@@ -13,12 +13,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from sparsekv.foundation.config import MOST
 from sparsekv.foundation.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
-MOST = 2**31 - 1
-"""The largest size, and option of a selector, that is taken."""
 FINGERPRINT: dict[str, type] = {
     "architecture": str, "num_layers": int, "num_query_heads": int, "num_kv_heads": int, "head_dim": int, "rope": dict,
     "weights": str}

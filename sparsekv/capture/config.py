@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import SEEDS, check_ranges, option
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.corpus import SPLITS
 
 TEXT, STORED, MACHINE = "Model and text", "What is stored", "Machine"
+MOST_LAYERS = 10_000
 NOT_CONTENT = ("output", "overwrite", "device", "devices")
 
 
@@ -69,6 +70,7 @@ class CaptureConfig:
 
 def check_options(config: CaptureConfig) -> None:
     """Raises SparseKVError for options that no model and no corpus could satisfy."""
+    check_ranges(config)
     if config.split not in SPLITS:
         raise SparseKVError(f"unknown split {config.split!r}: expected one of {', '.join(SPLITS)}")
     if config.generated_documents >= config.num_documents:
@@ -103,18 +105,27 @@ def parse_layers(text: str) -> list[int]:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
+            if not 0 <= int(first) <= int(last or first) <= MOST_LAYERS:
+                raise ValueError
             numbers.update(range(int(first), int(last or first) + 1))
     except ValueError as error:
         raise SparseKVError(f"layers {text!r} not understood; expected for example 0-3,8,11") from error
-    if not numbers:
-        raise SparseKVError(f"layers {text!r} names none; expected for example 0-3,8,11")
     return sorted(numbers)
 
 
 def query_positions(config: CaptureConfig, document: int) -> torch.Tensor:
     """Rising positions `[T]` of the queries that are stored of a document, past its first eighth."""
-    length = config.context_length
-    first = min(max(config.sink_size + config.window_size, length // 8), length - 1)
+    length, first = config.context_length, _first_query(config)
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + document)
     order = torch.randperm(length - first, generator=generator)[:config.queries_per_document]
     return (order + first).sort().values
+
+
+def stored_queries(config: CaptureConfig) -> int:
+    """How many these are."""
+    return min(config.queries_per_document, config.context_length - _first_query(config))
+
+
+def _first_query(config: CaptureConfig) -> int:
+    length = config.context_length
+    return min(max(config.sink_size + config.window_size, length // 8), length - 1)

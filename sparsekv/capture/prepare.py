@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
-from sparsekv.capture.config import CaptureConfig, parse_layers, query_positions
+from sparsekv.capture.config import CaptureConfig, parse_layers, stored_queries
 from sparsekv.core.rope import LayerRope
 from sparsekv.foundation.disk import disk_error, temporary_of
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, read_marker, refuse_others, strangers
+from sparsekv.sources.hub import cache_bytes, resolve_device
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
 from sparsekv.store.store import storage_bytes
@@ -85,7 +87,8 @@ def _manifest(place: Place) -> dict[str, Any] | None:
 
 
 def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
-    """Say how many bytes the store will take; raises SparseKVError where the disk has fewer. Returns the bytes.
+    """Say how many bytes the store will take; raises SparseKVError where the disk has fewer, or the device too little
+    memory for the keys and values of one window. Returns the bytes.
 
     model: its transformers configuration (decoder part)."""
     heads_q = model.num_attention_heads
@@ -94,8 +97,10 @@ def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
     layers = parse_layers(config.layers) if config.layers else [k for k in kinds if k == "full_attention"]
     needed = storage_bytes(
         num_documents=config.num_documents, num_layers=len(layers), heads_kv=heads_kv, heads_q=heads_q,
-        length=config.context_length, queries=len(query_positions(config, 0)),
+        length=config.context_length, queries=stored_queries(config),
         dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q)
+    check_memory(cache_bytes(model, config.context_length), resolve_device(config.device),
+                 f"keys and values of a window of {config.context_length} tokens", "use a shorter --context-length")
     free, done = place.free(), 0 if config.overwrite else _stored(place)
     print(f"the store takes {needed / 1e9:.2f} GB" + ("" if free is None else f" ({free / 1e9:.1f} GB free)"),
           file=sys.stderr)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, check_place, only_writer, write_text
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
@@ -36,7 +36,8 @@ class DemoConfig:
                               min=1)
     num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
     num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
-    phi_steps: int = option(220, group="Sizes", help="Training steps of the feature maps [steps].", min=1)
+    phi_steps: int = option(220, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
+                            max=MOST_STEPS)
     phi_width: int = option(64, group="Sizes", help="Hidden width of a feature map [units].", min=8)
     dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", group="Running", help="auto, cpu or cuda.")
@@ -62,9 +63,12 @@ def run_demo(config: DemoConfig) -> DemoResult:
 
     Raises SparseKVError for an existing output without `overwrite`, a missing model or a corpus that is too short.
     """
+    from sparsekv.evaluation.own_tasks import check_prompts
     from sparsekv.sources.corpus import check_corpus
 
+    check_ranges(config)
     check_corpus(config.corpus)
+    check_prompts([config.context_length], config.num_needles)
     if config.save_results is not None:
         check_place(config.save_results)
     with only_writer(config.output):

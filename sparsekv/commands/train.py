@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write_text
 from sparsekv.foundation.errors import Interrupted, SparseKVError
+from sparsekv.foundation.memory import memory_of
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import stages
 from sparsekv.sources.corpus import check_corpus
@@ -69,7 +69,7 @@ class TrainConfig:
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
     phi_steps: int | None = option(None, help="Training steps of the feature maps, nearly all of the time [steps].",
-                                   group="Sizes", min=1)
+                                   group="Sizes", min=1, max=MOST_STEPS)
     dtype: str = option("auto", help="Arithmetic of the model: auto, float32, bfloat16 or float16.", group="Running")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",
                          group="Running")
@@ -113,6 +113,7 @@ def run_train(config: TrainConfig) -> Trained:
     Raises SparseKVError for bad options, a missing model or corpus, another training's folder and too small a disk,
     before a model is loaded; and Interrupted after Ctrl-C or SIGTERM, from where the same command goes on.
     """
+    check_ranges(config)
     out = Path(config.output)
     going_on = _going_on(config, out)
     plan, said = plan_training(config, _kept_plan(going_on["plan"], out) if going_on else None)
@@ -337,11 +338,7 @@ def _element(dtype: str, about: Any, gpu: bool) -> int:
 
 def _memory(gpu: bool) -> int:
     """Of the first GPU, or of the machine [bytes]."""
-    import torch
-
-    if gpu:
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return memory_of("cuda:0" if gpu else "cpu")
 
 
 def _threads() -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
-from sparsekv.foundation.config import option
+from sparsekv.foundation.config import check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, write_text
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.output import OutputKind, read_marker
@@ -59,6 +59,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.sources.hub import resolve_device
     from sparsekv.store.store import CaptureStore
 
+    check_ranges(config)
     output = Path(config.output)
     OutputKind("the results of eval diagnostics", (FILE, "table.md", "report.html", "figures/*.png", TEMPORARIES),
                lambda folder: read_marker(folder / FILE).get("format") == FORMAT).found(output, config.overwrite)

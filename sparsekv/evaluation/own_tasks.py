@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsekv.evaluation.requests import Question
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.memory import check_memory
 from sparsekv.sources.corpus import make_windows, read_documents
 
 NEEDLE = "\n\nThe secret number of the lighthouse keeper is {number}. Remember it.\n\n"
@@ -17,6 +18,13 @@ CONTINUATION = 64
 """Tokens at the end of a window that are scored given all before."""
 SPARE_TOKENS = 8192
 """How much longer than a prompt the text is that needles are hidden in."""
+
+
+def check_prompts(lengths: Sequence[int], samples: int) -> None:
+    """Raises SparseKVError for prompts that the machine could not hold, even as one number a token."""
+    tokens = samples * sum(lengths)
+    check_memory(8 * tokens, "cpu", f"{samples} prompts of every length ({', '.join(map(str, lengths))} tokens)",
+                 "ask for fewer or shorter ones")
 
 
 def own_requests(

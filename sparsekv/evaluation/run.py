@@ -23,9 +23,10 @@ from sparsekv.evaluation.requests import (
     score_answers,
     task_names,
 )
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import MOST, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, files_below
 from sparsekv.foundation.progress import progress
 
@@ -123,9 +124,11 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
-    from sparsekv.sources.hub import load_model
+    from sparsekv.sources.hub import cache_bytes, load_config, load_model, resolve_device
 
     if config.requests is None:
+        check_memory(cache_bytes(load_config(config.model), max(checked.lengths)), resolve_device(config.device),
+                     f"keys and values of a prompt of {max(checked.lengths)} tokens", "use shorter --lengths")
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         requests = _requests(config, checked, tokenizer)
     else:
@@ -215,8 +218,10 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
+    check_ranges(config)
     from sparsekv.core.regions import ACCOUNTINGS
     from sparsekv.evaluation.methods import check_methods, parse_methods, usual_methods
+    from sparsekv.evaluation.own_tasks import check_prompts
     from sparsekv.foundation.disk import check_place
     from sparsekv.runtime.supported import load_artifacts
     from sparsekv.sources.corpus import check_corpus
@@ -227,7 +232,10 @@ def _check(config: EvalConfig) -> Checked:
     public = [t for t in tasks if t not in OWN_TASKS]
     if public and config.requests is None:
         check_names(public)
-    lengths = numbers(config.lengths, int, lambda n: n >= 128, "lengths", "numbers of tokens from 128 on, as 4096,8192")
+    lengths = numbers(config.lengths, int, lambda n: 128 <= n <= MOST, "lengths",
+                      f"numbers of tokens from 128 to {MOST}, as 4096,8192")
+    if config.requests is None:
+        check_prompts(lengths, config.samples)
     depths = None if config.needle_depths is None else numbers(
         config.needle_depths, float, lambda x: 0 <= x <= 1, "depths of needles", "shares of the text from 0 to 1")
     budgets = numbers(config.budgets, float, lambda b: 0 < b <= 1, "budgets",

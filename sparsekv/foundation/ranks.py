@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from sparsekv.foundation.errors import SparseKVError
 
 T = TypeVar("T")
+LEAST_PROCESSES = 8
+"""Processes that a CPU takes, however few cores it has."""
 
 
 class Ranks:
@@ -51,6 +53,9 @@ class FabricRanks(Ranks):
         if cuda and torch.cuda.device_count() < devices:
             raise SparseKVError(f"--devices {devices} was asked for; this machine has {torch.cuda.device_count()} "
                                 "CUDA devices")
+        if not cuda and devices > max(LEAST_PROCESSES, os.cpu_count() or 1):
+            raise SparseKVError(f"--devices {devices} was asked for; this machine has {os.cpu_count()} CPU cores, and "
+                                f"takes {max(LEAST_PROCESSES, os.cpu_count() or 1)} processes at most")
         try:
             self.fabric: Any = Fabric(
                 accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,

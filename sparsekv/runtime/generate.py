@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.core.registry import SELECTOR_ROWS
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import SEEDS, check_ranges, option
 from sparsekv.foundation.errors import SparseKVError, first_line
 
 
@@ -56,9 +56,8 @@ def generate(config: GenerateConfig) -> None:
     from sparsekv.runtime.supported import load_artifacts
     from sparsekv.sources.hub import load_model
 
+    check_ranges(config)
     text = read_prompt(config)
-    if not math.isfinite(config.temperature):
-        raise SparseKVError(f"--temperature must be a finite number from 0 on, found {config.temperature}")
     tokens = budget(config.token_budget)
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     choose_selector(config.selector, router, tokens, {"probes": config.probes})

@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from sparsekv.artifacts.checks import MOST, brief
+from sparsekv.artifacts.checks import brief
 from sparsekv.core.selectors import Selector
+from sparsekv.foundation.config import MOST
 from sparsekv.foundation.errors import SparseKVError
 
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}

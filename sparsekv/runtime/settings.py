@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.checks import (
-    MOST,
     brief,
     check_model_record,
     check_version,
@@ -24,6 +23,7 @@ from sparsekv.artifacts.checks import (
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
+from sparsekv.foundation.config import MOST
 from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
 

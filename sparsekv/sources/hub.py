@@ -103,6 +103,17 @@ def _load(
     return model.eval().requires_grad_(False), tokenizer
 
 
+def cache_bytes(config: Any, tokens: int) -> int:
+    """Keys and values of so many tokens in 16 bits, of the layers with full attention: the least that a model of this
+    transformers configuration keeps of a prompt [bytes]."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    layers = sum(kind == "full_attention" for kind in kinds)
+    return int(4 * layers * (getattr(text, "num_key_value_heads", None) or heads) * dim * tokens)
+
+
 def resolve_device(device: str) -> str:
     """`auto` becomes `cuda` or `cpu`; anything else must exist on this machine."""
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from sparsekv.foundation.config import SEEDS, option
+from sparsekv.foundation.config import SEEDS, check_ranges, option
 from sparsekv.foundation.errors import SparseKVError
 
 DEFAULT = "default"
@@ -35,7 +35,8 @@ class TrainingOptions:
                           "dealt out [processes].")
 
     def check(self) -> None:
-        """Raises SparseKVError for options that contradict each other or cannot be read."""
+        """Raises SparseKVError for options that contradict each other or cannot be read, and sizes that cannot be."""
+        check_ranges(self)
         if self.resume and self.overwrite:
             raise SparseKVError("--resume goes on with the output, --overwrite replaces it; use one of them")
         self.seconds()

@@ -13,7 +13,7 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig, PhiLayer
 from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.step import two_parts
-from sparsekv.foundation.config import option
+from sparsekv.foundation.config import MOST_STEPS, option
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps, log_kernel
@@ -31,7 +31,7 @@ from sparsekv.trainers.calibrate import (
     watched_requests,
 )
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
-from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
+from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
 
@@ -84,7 +84,8 @@ RECIPES = {DEFAULT: PhiRecipe(),
 @dataclass(frozen=True)
 class PhiConfig(TrainingOptions):
     preset: str = option(DEFAULT, help="default, or completion: the paper's losses and maps alone.")
-    max_steps: int | None = recipe_option(RECIPES, "max_steps", help="Training steps [steps].", min=1)
+    max_steps: int | None = recipe_option(RECIPES, "max_steps", help="Training steps [steps].", min=1,
+                                          max=MOST_STEPS)
     width: int | None = recipe_option(RECIPES, "width", help="Hidden width of a map of queries [units].", min=8)
     key_width: int | None = recipe_option(RECIPES, "key_width", min=8, help="Hidden units of a map of keys, twice as "
                                           "many with a centred half; it runs again for every key that a step reads "
@@ -119,8 +120,22 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     if store.context_length <= sink + window:
         raise SparseKVError(f"windows of {store.context_length} tokens have nothing between a sink of {sink} and a "
                             f"tail of {window}; capture longer contexts")
-    with Run("phi", config, recipe, store) as run:
+    sizes = (f"--width {recipe.width}, --key-width {recipe.key_width}, --batch-size {recipe.batch_size}, "
+             f"--keys-per-step {recipe.keys_per_step} and {len(train)} windows")
+    with Run("phi", config, recipe, store, lambda heads: phi_memory(recipe, store, len(train), heads), sizes) as run:
         return _train(run, config, recipe, store, train, validation)
+
+
+def phi_memory(recipe: PhiRecipe, store: CaptureStore, documents: int, heads: int) -> int:
+    """Bytes that the training of so many KV heads holds for certain: the captured tensors; weights, gradients and an
+    optimiser's moments; one hidden layer of each map, and teacher and student of a step."""
+    dim, width, group = store.head_dim, recipe.width, store.group
+    features, key_width = recipe.features or dim, recipe.key_width * (2 if recipe.centred else 1)
+    keys = min(recipe.keys_per_step, store.context_length - store.config["sink_size"] - store.config["window_size"])
+    weights = (group * (width * (dim + features) + 2 * recipe.query_blocks * width**2)
+               + key_width * (dim + features))
+    step = group * recipe.batch_size * (width + 2 * keys // min(WINDOWS, documents)) + keys * key_width
+    return pool_bytes(store, documents, heads) + 4 * heads * (3 * weights + step)
 
 
 def _train(

@@ -124,6 +124,13 @@ def load_pool(
                 sink_size=store.config["sink_size"], window_size=store.config["window_size"])
 
 
+def pool_bytes(store: CaptureStore, documents: int, heads: int, *, values: bool = True) -> int:
+    """What `load_pool` makes of so many documents and KV heads [bytes]."""
+    rows = (2 if values else 1) * store.context_length + store.group * min(
+        store.context_length, store.config["queries_per_document"])
+    return 2 * documents * heads * rows * store.head_dim
+
+
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
     """Windows to train on and to validate on: the last `validation` (0: a tenth, 1 to 4) are for validation, and those
     before that share a source document with them are left out, unless that would cost more than half of those cut from

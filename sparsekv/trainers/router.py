@@ -15,7 +15,7 @@ from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, r
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.sketch import check_sketch
-from sparsekv.foundation.config import option
+from sparsekv.foundation.config import MOST_STEPS, option
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.progress import progress
 from sparsekv.kernels import QueryModel, Sketch, assign_buckets, bucket_mass
@@ -24,7 +24,7 @@ from sparsekv.models.router import BucketRouter
 from sparsekv.sources.modelcard import write_card
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
-from sparsekv.trainers.pool import Part, Pool, load_pool, provenance, split_documents
+from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
 from sparsekv.trainers.sketch import closed_form, code_size
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
@@ -80,7 +80,7 @@ class RouterConfig(TrainingOptions):
     key_space: str | None = recipe_option(
         RECIPES, "key_space", group="Training", help="Keys that are clustered: rot (with RoPE), pre (RoPE removed, as "
                                                      "the paper), or auto: pre from 65536 tokens of context on.")
-    max_steps: int | None = recipe_option(RECIPES, "max_steps", group="Training", min=1,
+    max_steps: int | None = recipe_option(RECIPES, "max_steps", group="Training", min=1, max=MOST_STEPS,
                                           help="Training steps of the query model [steps].")
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
                                      help="Peak learning rate (Adam, warm-up, cosine to zero; saap: constant).")
@@ -112,8 +112,18 @@ def train_router(config: RouterConfig, recipe: RouterRecipe | None = None) -> Ro
     recipe = replace(recipe, sketch_bytes=width, sketch_wide=wide, sink_size=sink, window_size=window)
     if width:
         check_sketch(width, wide, store.head_dim)
-    with Run("router", config, recipe, store) as run:
+    sizes = f"--num-buckets {recipe.num_buckets} and {len(train)} windows"
+    with Run("router", config, recipe, store, lambda heads: router_memory(recipe, store, len(train), heads),
+             sizes) as run:
         return _train(run, config, recipe, store, train, validation, (width, wide))
+
+
+def router_memory(recipe: RouterRecipe, store: CaptureStore, documents: int, heads: int) -> int:
+    """Bytes that the training of so many KV heads holds for certain: captured keys and queries, centroids, and of a
+    query model the weights, gradients and moments."""
+    buckets, dim, hidden = recipe.num_buckets, store.head_dim, recipe.hidden_size
+    weights = 3 * hidden * (dim + buckets) if recipe.scores == "mlp" else 0
+    return pool_bytes(store, documents, heads, values=False) + 4 * heads * (buckets * dim + weights)
 
 
 def _train(

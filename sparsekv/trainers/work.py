@@ -26,6 +26,7 @@ from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
 from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of, write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.ranks import Ranks, join
 from sparsekv.sources.modelcard import FIGURE, README
@@ -57,7 +58,10 @@ class Run:
     """One training command, the only one that writes to its output until its block ends. `groups` are the parts this
     rank trains, those of a group at once."""
 
-    def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore):
+    def __init__(self, kind: str, options: TrainingOptions, recipe: Any, store: CaptureStore,
+                 least: Callable[[int], int] = lambda heads: 0, sizes: str = ""):
+        """least: bytes that so many KV heads take at the least when they are trained at once, by the options `sizes`.
+        Raises SparseKVError where the device has fewer, before the output is touched."""
         from sparsekv.sources.hub import resolve_device
 
         self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
@@ -69,11 +73,14 @@ class Run:
         self._mark: dict[str, Any] = json.loads(json.dumps(
             {"kind": kind, "options": chosen, "model": store.model, "documents": documents}))
         self._held = contextlib.ExitStack()
-        self.ranks.first_does(self._begin)
         self.pieces = pieces(len(store.layers), store.num_kv_heads, self.ranks.size)
-        mine = self.parts()[self.ranks.rank::self.ranks.size]
+        mine, most = (self.parts()[rank::self.ranks.size] for rank in (self.ranks.rank, 0))
         size = options.layer_group * self.pieces or max(1, len(mine))
         self.groups = [mine[i:i + size] for i in range(0, len(mine), size)]
+        heads = sum(part.heads for part in most[:options.layer_group * self.pieces or None])
+        check_memory(least(heads), self.device, f"{heads} KV heads at once, with {sizes},",
+                     "use smaller ones, or fewer layers at once (--layer-group)")
+        self.ranks.first_does(self._begin)
         self._ends = None if options.seconds() is None else time.monotonic() + (options.seconds() or 0)
 
     def parts(self) -> list[Part]:

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from test_families import captured
 from test_integrity import loaded, prefix_parts, written
 from test_training import sharp
-from tiny import make_model, prompt
+from tiny import make_model, prompt, save_model
 from tiny_artifacts import artifacts
 from training_child import stopped, train
 
@@ -39,6 +39,7 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.requests import Question, load_requests, save_requests
+from sparsekv.foundation.config import MOST_STEPS
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
 from sparsekv.runtime.settings import Settings
@@ -409,6 +410,44 @@ def ask_for_too_much(folder: Path) -> Outcome:
         problem = _alone(lambda generate=generate: refused(generate)[0], 30.0, 2 << 30)
         if problem:
             failed.append(f"{name}: {problem}")
+    return Outcome(len(cases), failed)
+
+
+def ask_commands_for_too_much(folder: Path, sizes: tuple[int, ...]) -> Outcome:
+    """Every number among the options of every command that trains, captures or measures, as large as these sizes, in a
+    process that may take 2 GB more: one sentence, or the work is done, in 40 s."""
+    model = save_model(folder / "model")
+    store = captured(sharp(), folder / "store", num_documents=3, context_length=160, queries_per_document=32).path
+    text = folder / "text.txt"
+    text.write_text("some words of a text, not all of them the same. " * 400)
+    source, short = f"--model {model} --corpus {text}", "--context-length 256 --num-documents 4"
+    training = f"--capture {store} --max-steps 2 --max-time 00:00:02"
+    commands = {
+        "capture": f"{source} --context-length 128 --num-documents 2", "train-router": f"{training} --num-buckets 4",
+        "train-phi": f"{training} --width 8 --key-width 8 --batch-size 4 --keys-per-step 8",
+        "train": f"{model} {text} {short} --phi-steps 1",
+        "eval": f"{source} --lengths 128 --samples 1 --methods topk --budgets 0.1 --tasks needle",
+        "eval diagnostics": f"--capture {store} --requests 1",
+        "demo": f"{source} {short} --num-heldout 1 --num-needles 1 --num-buckets 4 --phi-steps 1 --phi-width 8"}
+    cases = []
+    for command, usual in commands.items():
+        row = COMMANDS[command]
+        for field in dataclasses.fields(getattr(importlib.import_module(row.module), row.config)):
+            flag = f"--{field.name.replace('_', '-')}"
+            endless = field.name == "phi_steps"  # nothing but their number
+            for size in sizes if "int" in str(field.type) or field.name == "lengths" else ():
+                words = f"{usual} --device cpu --output {folder / f'out{len(cases)}'}".split()
+                if flag in words:
+                    words[words.index(flag) + 1] = str(size)
+                else:
+                    words += [flag, str(size)]
+                if not endless or size > MOST_STEPS:
+                    cases.append([*command.split(), *words])
+    failed = []
+    for words in cases:
+        problem = _alone(lambda words=words: "; ".join(_typed(words)), 40.0, 2 << 30)
+        if problem:
+            failed.append(f"{' '.join(words)}: {problem}")
     return Outcome(len(cases), failed)
 
 

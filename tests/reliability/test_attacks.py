@@ -42,6 +42,11 @@ def test_sizes_beyond_all_memory(tmp_path) -> None:
     whole(attacks.ask_for_too_much(tmp_path))
 
 
+@pytest.mark.parametrize("sizes", [(10**9,), pytest.param((2**31 - 1, 10**12, 10**30), marks=LONG)])
+def test_sizes_of_commands_beyond_all_memory(sizes: tuple[int, ...], tmp_path) -> None:
+    whole(attacks.ask_commands_for_too_much(tmp_path, sizes))
+
+
 @pytest.mark.parametrize("count", [60, pytest.param(800, marks=LONG)])
 def test_command_lines(count: int, tmp_path) -> None:
     whole(attacks.type_anything(tmp_path, count))

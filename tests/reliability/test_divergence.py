@@ -66,7 +66,7 @@ def test_diverged_weights_stop_training_before_their_checkpoint(tmp_path) -> Non
 def test_learning_rates_that_could_only_diverge_are_refused(store, tmp_path, kind: str, lr: float) -> None:
     with pytest.raises(SparseKVError, match=r"--lr must be (above 0 and up to 10|a finite number), found"):
         train(kind, str(store.path), str(tmp_path / "a"), lr=lr)
-    with pytest.raises(SparseKVError, match=r"--output-weight must be a finite number, found nan"):
+    with pytest.raises(SparseKVError, match=r"--output-weight must be a finite number from 0 on, found nan"):
         train("phi", str(store.path), str(tmp_path / "a"), output_weight=float("nan"))
     assert not (tmp_path / "a").exists()
 

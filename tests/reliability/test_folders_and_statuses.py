@@ -222,7 +222,7 @@ def test_lfps_on_short_prompts(length: int, batch: int) -> None:
 
 @pytest.mark.parametrize(("words", "status", "message"), [
     (["--prompt-file", "latin.txt"], 1, "is not UTF-8 text (byte 3)"),
-    (["--prompt", "x", "--token-budget", "inf"], 1, "a whole number of tokens, found inf"),
+    (["--prompt", "x", "--token-budget", "inf"], 1, "must be a finite number from 0 on, found inf"),
     (["--prompt", "x", "--temperature", "inf"], 1, "must be a finite number from 0 on, found inf"),
     (["--prompt", "x", "--seed", str(2**70)], 2, "less than or equal to 4294967295"),
 ])
