@@ -31,6 +31,7 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "families": lambda folder: attacks.Outcome(len(families.FAMILIES), [
         word for name in families.FAMILIES if (word := families.wrong(name))]),
     "padded batches against unpadded": lambda folder: attacks.pad(1000),
+    "interrupts at random moments": lambda folder: attacks.interrupt(2000),
     "sizes beyond all memory": lambda folder: attacks.ask_for_too_much(folder),
     "sizes of commands beyond all memory": lambda folder: attacks.ask_commands_for_too_much(
         folder, (10**9, 2**31 - 1, 10**12, 10**30)),

@@ -18,6 +18,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import captured
 from test_integrity import loaded, prefix_parts, written
+from test_interrupts import Interrupt, Interrupting, state_of
 from test_training import sharp
 from tiny import make_model, prompt, save_model
 from tiny_artifacts import artifacts
@@ -42,6 +44,7 @@ from sparsekv.evaluation.requests import Question, load_requests, save_requests
 from sparsekv.foundation.config import MOST_STEPS
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
+from sparsekv.runtime.process import _GATE, known
 from sparsekv.runtime.settings import Settings
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.store import CaptureStore, finished_document
@@ -368,6 +371,80 @@ def _logits(model: Any, given: dict[str, Any], ids: torch.Tensor, mask: torch.Te
                 step = {"attention_mask": mask, "position_ids": mask.sum(-1, keepdim=True) - 1}
             got.append(model(torch.full((len(ids), 1), token), past_key_values=cache, use_cache=True, **step).logits)
     return torch.cat(got, dim=1)
+
+
+def interrupt(count: int, seed: int = 0) -> Outcome:
+    """Interrupts at random moments of entering, reading a prompt, stepping and leaving: half of them at a line of the
+    runtime's own code, half by a timer, wherever it finds the process. The model is as it was, no lock is held, and it
+    writes what it wrote before."""
+    rng, failed = random.Random(seed), []
+    model, ids = copy.deepcopy(make_model()), prompt(40, 2)
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    before, wanted = state_of(model), model.generate(ids, **how)
+    router, phi = artifacts(model)
+    known(model).compiled = {type(d): type(d).forward for d in model.model.layers}  # what a pass changes is the same
+    ways = [{"selector": "topk", "token_budget": 8}, {"router": router, "phi": phi, "token_budget": 0.2},
+            {"selector": "quest", "token_budget": 0.3}, {"router": router, "token_budget": 8, "placement": "cpu"},
+            {"selector": "snapkv", "token_budget": 6, "completion": "centroid"}]
+    lengths: dict[tuple[int, bool], tuple[int, float]] = {}
+
+    def work(way: int, ours: bool) -> None:
+        with attach(model, dense_below=0, decode_window=2, **ways[way]) as attachment:
+            if ours:
+                attachment.generate(ids, max_new_tokens=5)
+            else:
+                model.generate(ids, **how)
+
+    armed = [False]
+
+    def late(*_: Any) -> None:
+        if armed[0]:
+            raise Interrupt
+
+    kept = signal.signal(signal.SIGALRM, late)
+    try:
+        cases, tries = 0, 0
+        while cases < count:
+            tries += 1
+            way, ours = rng.randrange(len(ways)), rng.random() < 0.5
+            if (way, ours) not in lengths:
+                work(way, ours)  # what is done once
+                began, lines = time.perf_counter(), Interrupting(10**9)
+                work(way, ours)
+                seconds = time.perf_counter() - began
+                with lines:
+                    work(way, ours)
+                lengths[way, ours] = 10**9 - lines.left, seconds
+            most, seconds = lengths[way, ours]
+            where = ""
+            try:
+                try:
+                    if tries % 2:
+                        with Interrupting(rng.randint(1, most)):
+                            work(way, ours)
+                    else:
+                        armed[0] = True
+                        signal.setitimer(signal.ITIMER_REAL, max(1e-5, rng.random() * seconds))
+                        work(way, ours)
+                finally:
+                    armed[0] = False
+            except Interrupt as error:
+                where = str(error) or "a moment"
+                cases += 1
+            sys.settrace(None)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            problem = "the model is not as it was" if state_of(model) != before else (
+                "a lock is held" if _GATE._is_owned() else
+                None if torch.equal(model.generate(ids, **how), wanted) else "the model writes something else")
+            if problem:
+                failed.append(f"{ {k: v for k, v in ways[way].items() if isinstance(v, str)} }, {where}: {problem}")
+                if "lock" not in problem:
+                    model = copy.deepcopy(make_model())
+                    known(model).compiled = {type(d): type(d).forward for d in model.model.layers}
+                    before = state_of(model)
+    finally:
+        signal.signal(signal.SIGALRM, kept)
+    return Outcome(count, failed)
 
 
 def ask_for_too_much(folder: Path) -> Outcome:

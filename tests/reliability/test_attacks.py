@@ -38,6 +38,11 @@ def test_padding_changes_nothing(count: int) -> None:
     whole(attacks.pad(count))
 
 
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=LONG)])
+def test_interrupts_at_random_moments(count: int) -> None:
+    whole(attacks.interrupt(count))
+
+
 def test_sizes_beyond_all_memory(tmp_path) -> None:
     whole(attacks.ask_for_too_much(tmp_path))
 
