@@ -67,8 +67,7 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
     read = context - int(x.view.regions.mid_sizes[0]) + float((lists >= 0).sum()) / HEADS_KV
     estimate = 0.0
     if completion == "phi":
-        listed = x.estimator.share * x.view.length * PHI
-        estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM + listed) * SIZE * HEADS_KV
+        estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM) * SIZE * HEADS_KV  # features of what is read are made anew
     elif completion == "centroid":
         estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV
     elif completion == "uniform":
