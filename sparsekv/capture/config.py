@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsekv.foundation.config import SEEDS, check_ranges, option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.sources.corpus import SPLITS
 
 TEXT, STORED, MACHINE = "Model and text", "What is stored", "Machine"
@@ -71,8 +71,7 @@ class CaptureConfig:
 def check_options(config: CaptureConfig) -> None:
     """Raises SparseKVError for options that no model and no corpus could satisfy."""
     check_ranges(config)
-    if config.split not in SPLITS:
-        raise SparseKVError(f"unknown split {config.split!r}: expected one of {', '.join(SPLITS)}")
+    check_choice("split", config.split, SPLITS)
     if config.generated_documents >= config.num_documents:
         raise SparseKVError(f"--generated-documents {config.generated_documents} leaves none of the "
                             f"{config.num_documents} windows to the corpus; ask for fewer, or for more --num-documents")

@@ -39,6 +39,7 @@ def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
     """The table, its rows in the order of `shown`. rows: result rows of one length; heldout: for the sizes of sink and
     window."""
     from sparsekv.evaluation.report import Table
+    from sparsekv.evaluation.tables import hits, measured
 
     known = {(r["method"], r["budget"], r["metric"]): r for r in rows}
     lines = []
@@ -46,10 +47,8 @@ def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
         texts, needles, loss = (known.get((method.name, method.budget, metric))
                                 for metric in ("rel_err", "score", "perplexity"))
         lines.append([
-            _words(method, heldout.config), _cell(texts, "read", "{:.1%}"),
-            _cell(texts, "bytes_share", "{:.1%}"),
-            "–" if needles is None else f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}",
-            _cell(loss, "value", "{:.2f}"), _cell(texts, "value", "{:.3f}")])
+            _words(method, heldout.config), measured(texts, "{:.1%}", "read"), measured(texts, "{:.1%}", "bytes_share"),
+            hits(needles), measured(loss, "{:.2f}"), measured(texts, "{:.3f}")])
     return Table("What was read, what was found, what it cost", COLUMNS, lines, READING)
 
 
@@ -120,10 +119,6 @@ def _words(method: Method, config: dict[str, Any]) -> str:
     words = (row.demo_words if row is not None else "") or f"{method.selector}, {{budget}}"
     said = words.format(budget=percent(method.budget or 0.0), sink=config["sink_size"], window=config["window_size"])
     return said + ("" if estimator is None else f" + {estimator.symbol or estimator.name}")
-
-
-def _cell(row: dict[str, Any] | None, name: str, form: str) -> str:
-    return "–" if row is None or row.get(name) is None else form.format(row[name])
 
 
 def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
 from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write_text
-from sparsekv.foundation.errors import Interrupted, SparseKVError
+from sparsekv.foundation.errors import Interrupted, SparseKVError, check_choice
 from sparsekv.foundation.memory import memory_of
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import stages
@@ -201,9 +201,9 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     """Sizes for this machine and model, or those `kept`, and what they will take, in words. Loads no weights."""
     from sparsekv.capture.config import parse_layers
     from sparsekv.capture.prepare import check_layers
-    from sparsekv.sources.hub import check_dtype, load_config, resolve_device
+    from sparsekv.sources.hub import DTYPES, load_config, resolve_device
 
-    check_dtype(config.dtype)
+    check_choice("dtype", config.dtype, DTYPES)
     device = resolve_device(config.device)
     gpu = not device.startswith("cpu")
     about = load_config(config.model)

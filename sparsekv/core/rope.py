@@ -95,27 +95,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
     Computed in float32 at least; returns the dtype of `x`. Channels past `rotary_dim` pass through.
     """
-    return _turn(x, cos, sin, layout)
-
-
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Remove RoPE, the inverse of `rotate` for the same tables, attention scaling included."""
-    return _turn(x, *inverse(cos, sin), layout)
-
-
-def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables with which `rotate` undoes a rotation by these, float32 at least."""
-    cos, sin = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (cos, sin))
-    norm = cos.square() + sin.square()
-    return cos / norm, -sin / norm
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """`x·cos + rot(x)·sin`, where `rot` is the quarter turn of every pair: half-split `[−x₂, x₁]`, interleaved
-    `[−x₁, x₀, −x₃, x₂, …]`."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
     width = cos.shape[-1]
     part, sin = x[..., :width].to(dtype), sin.to(dtype)
+    # the quarter turn of every pair: half-split `[−x₂, x₁]`, interleaved `[−x₁, x₀, −x₃, x₂, …]`
     first, second = ((slice(width // 2), slice(width // 2, width)) if layout == "half" else
                      (slice(0, width, 2), slice(1, width, 2)))
     turned = part * cos.to(dtype)
@@ -124,3 +107,15 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     if width == x.shape[-1]:
         return turned.to(x.dtype)
     return torch.cat([turned.to(x.dtype), x[..., width:]], dim=-1)
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Remove RoPE, the inverse of `rotate` for the same tables, attention scaling included."""
+    return rotate(x, *inverse(cos, sin), layout)
+
+
+def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables with which `rotate` undoes a rotation by these, float32 at least."""
+    cos, sin = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (cos, sin))
+    norm = cos.square() + sin.square()
+    return cos / norm, -sin / norm

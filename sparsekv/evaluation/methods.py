@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, NONE, SELECTOR_ROWS, method_names, row_of
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method
         words, _, completion = name.partition("+")
         selector, *given = words.split(":")
         found = _selector(selector)
-        if (completion or NONE) not in (*ESTIMATOR_ROWS, NONE):
-            raise SparseKVError(f"unknown completion {completion!r} in {name!r}: expected one of "
-                                f"{', '.join((*ESTIMATOR_ROWS, NONE))}")
+        check_choice("completion", completion or NONE, (*ESTIMATOR_ROWS, NONE))
         own = [n for n in found.option_names() if n not in shared]
         options = tuple(_option(word, selector, own) for word in given)
         methods += [Method(selector, completion or NONE, b, options)
@@ -103,8 +101,7 @@ def plain(name: str) -> str:
 def _selector(name: str) -> Any:
     from sparsekv.core.selectors import SELECTORS
 
-    if name not in method_names():
-        raise SparseKVError(f"unknown selector {name!r}: expected some of {', '.join(method_names())}")
+    check_choice("selector", name, method_names())
     return SELECTORS["dense" if name == FULL else name]
 
 

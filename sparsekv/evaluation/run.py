@@ -25,7 +25,7 @@ from sparsekv.evaluation.requests import (
 )
 from sparsekv.foundation.config import MOST, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, only_writer, write_text
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, files_below
 from sparsekv.foundation.progress import progress
@@ -240,8 +240,7 @@ def _check(config: EvalConfig) -> Checked:
         config.needle_depths, float, lambda x: 0 <= x <= 1, "depths of needles", "shares of the text from 0 to 1")
     budgets = numbers(config.budgets, float, lambda b: 0 < b <= 1, "budgets",
                       "fractions such as 0.01,0.05, above 0 and up to 1")
-    if config.accounting not in ACCOUNTINGS:
-        raise SparseKVError(f"unknown accounting {config.accounting!r}: expected some of {', '.join(ACCOUNTINGS)}")
+    check_choice("accounting", config.accounting, ACCOUNTINGS)
     names = [] if config.methods is None else [n.strip() for n in config.methods.split(",") if n.strip()]
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     if config.methods is None:

@@ -44,6 +44,17 @@ def cell_text(found: dict[str, Any] | None, sign: str = "") -> str:
     return f"{found['value']:{sign}.1f} ± {(found['high'] - found['low']) / 2:.1f}"
 
 
+def measured(found: dict[str, Any] | None, form: str, name: str = "value") -> str:
+    return "–" if found is None or found.get(name) is None else form.format(found[name])
+
+
+def hits(needles: dict[str, Any] | None) -> str:
+    """Needles that were found, of how many."""
+    if needles is None or needles["value"] is None:
+        return "–"
+    return f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}"
+
+
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """The same as Markdown."""
     return Table("", header, lines).text()
@@ -78,15 +89,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     known = {(r["method"], r["budget"], r["metric"]): r for r in rows if r["task"] in OWN_TASKS}
     lines = []
     for method, budget in dict.fromkeys((m, b) for m, b, _ in known):
-        def cell(metric: str, form: str, key: tuple[Any, ...] = (method, budget)) -> str:
-            found = known.get((*key, metric))
-            return "–" if found is None or found["value"] is None else form.format(found["value"])
-
-        needles = known.get((method, budget, "score"))
-        hits = "–" if needles is None or needles["value"] is None else (
-            f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}")
-        lines.append([label(method, budget), hits, cell("perplexity", "{:.2f}"), cell("rel_err", "{:.3f}"),
-                      cell("selectivity", "{:.1%}")])
+        needles, *others = (known.get((method, budget, m)) for m in ("score", "perplexity", "rel_err", "selectivity"))
+        lines.append([label(method, budget), hits(needles), *map(measured, others, ("{:.2f}", "{:.3f}", "{:.1%}"))])
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _HIDDEN = re.compile(
     r"(?<=://)[^/@\s'\"]+(?=@)|(?-i:\bhf_[A-Za-z0-9]{8,})|(?<=[?&])((?:\w|-)*(?:token|secret|key|sig|signature|credential|"
@@ -32,6 +33,12 @@ class Interrupted(SparseKVError):
     def __init__(self, message: str, signal: int):
         super().__init__(message)
         self.signal = signal
+
+
+def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raises SparseKVError for a word that is not one of the allowed."""
+    if value not in (allowed := tuple(allowed)):
+        raise SparseKVError(f"unknown {name} {value!r}: expected one of {', '.join(allowed)}")
 
 
 def first_line(error: BaseException) -> str:

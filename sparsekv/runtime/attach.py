@@ -180,23 +180,19 @@ class Attachment:
         check_chunk(chunk_size)
         cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
         with seat.lock:
-            return self._prefill(input_ids, attention_mask, chunk_size, cache)
-
-    def _prefill(self, input_ids: Tensor, attention_mask: Tensor | None, chunk_size: int | None, cache: SparseCache,
-                 ) -> SparseCache:
-        cache.belongs_to(self.model)
-        run = decoder(self.model)
-        try:
-            self.layerwise.prefilling = True
+            cache.belongs_to(self.model)
             past, tokens = cache.get_seq_length(), input_ids.shape[1]
-            for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
-                past += part.shape[1]
-                mask = None if attention_mask is None else attention_mask[:, :past]
-                # a padded row counts from its first real token on, as `generate` does
-                place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
-                run(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True)
-        finally:
-            self.layerwise.prefilling = False
+            try:
+                self.layerwise.prefilling = True
+                for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
+                    past += part.shape[1]
+                    mask = None if attention_mask is None else attention_mask[:, :past]
+                    # a padded row counts from its first real token on, as `generate` does
+                    place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                    decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
+                                        use_cache=True)
+            finally:
+                self.layerwise.prefilling = False
         return cache
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, P
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.numbers import check_selector, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
@@ -131,8 +131,7 @@ def make_decoding(
     trained = router if chosen.is_trained() else None
     dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
               or (trained is not None and trained.layer(i) is None)}
-    if placement not in PLACEMENTS:
-        raise SparseKVError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
     if placement == "offload" and chosen.scores_keys:
         raise SparseKVError(f"selector {chosen.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload; use placement='cpu', or a selector with an index such as router")
@@ -155,8 +154,7 @@ def choose_selector(
         if not isinstance(selector, str | None):
             raise SparseKVError(f"a selector is a name or a Selector, found {brief(selector)}")
         name = selector or _default(router, options)
-        if name not in SELECTORS:
-            raise SparseKVError(f"unknown selector {name!r}: expected one of {', '.join(sorted(SELECTORS))}")
+        check_choice("selector", name, sorted(SELECTORS))
         made = SELECTORS[name]()
     names = made.option_names()
     for key, value in {**options, "token_budget": token_budget}.items():
@@ -200,9 +198,7 @@ def _estimator(
     if not isinstance(completion, str | None):
         raise SparseKVError(f"a completion is a name or an Estimator, found {brief(completion)}")
     completion = completion or (NONE if phi is None else "phi")
-    if completion not in (*ESTIMATOR_ROWS, NONE):
-        raise SparseKVError(f"unknown completion {completion!r}: expected one of "
-                            f"{', '.join((*ESTIMATOR_ROWS, NONE))}")
+    check_choice("completion", completion, (*ESTIMATOR_ROWS, NONE))
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
     if completion in (NONE, "phi"):

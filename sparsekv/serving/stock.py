@@ -3,7 +3,7 @@ layout of its own, attention over the pages in plain torch. What differs between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -56,16 +56,6 @@ def full_graphs() -> Any:
     return CUDAGraphMode.FULL
 
 
-@dataclass
-class PlainMetadata:
-    """Rows of a step: starts `[R + 1]`, lengths `[R]`, table `[R, blocks]`."""
-
-    num_actual_tokens: int
-    starts: Tensor
-    lengths: Tensor
-    table: Tensor
-
-
 class PlainBackend(AttentionBackend):
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -103,14 +93,11 @@ class PlainBackend(AttentionBackend):
 
 
 class PlainBuilder(AttentionMetadataBuilder):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.page = kv_cache_spec.block_size
+    def __init__(self, *given: Any):  # vLLM's own is abstract
+        super().__init__(*given)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PlainMetadata:
-        common = common_attn_metadata
-        return PlainMetadata(common.num_actual_tokens, common.query_start_loc, common.seq_lens,
-                             common.block_table_tensor)
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return copy.copy(common_attn_metadata)
 
 
 class PlainImpl(AttentionImpl):
@@ -140,11 +127,12 @@ class PlainImpl(AttentionImpl):
     ) -> Tensor:
         if attn_metadata is None:
             return output.fill_(0)
-        rows: PlainMetadata = attn_metadata
+        rows: CommonAttentionMetadata = attn_metadata
         count = rows.num_actual_tokens
         keys, values = by_slot(kv_cache)
-        output[:count] = attend_pages(query[:count], keys, values, rows.starts, rows.lengths, rows.table,
-                                      kv_cache.shape[2], scale=self.scale, window=self.window, softcap=self.softcap)
+        output[:count] = attend_pages(
+            query[:count], keys, values, rows.query_start_loc, rows.seq_lens, rows.block_table_tensor,
+            kv_cache.shape[2], scale=self.scale, window=self.window, softcap=self.softcap)
         return output
 
 

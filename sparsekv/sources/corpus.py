@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.checks import brief
-from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.foundation.errors import SparseKVError, check_choice, first_line
 from sparsekv.foundation.progress import still
 from sparsekv.sources.network import failed_request, in_time
 
@@ -133,13 +133,9 @@ def read_documents(
     `split` keeps training and held-out text apart: by a hash of the document's name (20 % held out), or, where a local
     corpus has fewer than ten documents, by cutting each at 80 % of its characters. The two parts never overlap.
     """
-    _check_split(split)
-    if corpus == "embedded":
-        documents: Iterator[Document] = iter(_embedded())
-    elif files := _local_files(corpus):
-        documents = (d for f in files for d in _read_file(f, text_column))
-    else:
-        documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
+    check_choice("split", split, SPLITS)
+    documents, is_local = _documents(corpus, text_column, dataset_options)
+    if not is_local:
         yield from (d for d in documents if split == "all" or _held_out(d) == (split == "heldout"))
         return
     documents = (d for d in documents if not d.empty)
@@ -159,21 +155,22 @@ def check_corpus(
     corpus: str, *, split: str = "all", text_column: str | None = None, dataset_options: dict[str, Any] | None = None,
 ) -> None:
     """Look for the corpus and read its first text, as `read_documents` would. Raises SparseKVError."""
-    _check_split(split)
-    if corpus == "embedded":
-        return
-    files = _local_files(corpus)
-    documents: Iterator[Document] = (d for f in files for d in _read_file(f, text_column))
-    if not files:
-        documents = read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})})
+    check_choice("split", split, SPLITS)
+    documents, _ = _documents(corpus, text_column, dataset_options)
     with still(f"looking for text in {corpus!r}"):
         if all(d.empty for d in documents):
             raise _no_text(corpus)
 
 
-def _check_split(split: str) -> None:
-    if split not in SPLITS:
-        raise SparseKVError(f"unknown split {split!r}: expected one of {', '.join(SPLITS)}")
+def _documents(
+    corpus: str, text_column: str | None, dataset_options: dict[str, Any] | None,
+) -> tuple[Iterator[Document], bool]:
+    """All of a corpus, and whether it lies on this machine, in files of known form."""
+    if corpus == "embedded":
+        return iter(_embedded()), True
+    if files := _local_files(corpus):
+        return (d for f in files for d in _read_file(f, text_column)), True
+    return read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})}), False
 
 
 def _no_text(corpus: str) -> SparseKVError:

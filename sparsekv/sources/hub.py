@@ -13,17 +13,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.foundation.errors import SparseKVError, check_choice, first_line
 from sparsekv.sources.network import failed_request, in_time
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-def check_dtype(dtype: str) -> None:
-    """Raises SparseKVError for a dtype that no model is loaded in."""
-    if dtype not in DTYPES:
-        raise SparseKVError(f"unknown dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
 
 
 def load_model(
@@ -38,7 +32,7 @@ def load_model(
 
     Raises SparseKVError for a model that cannot be found or read.
     """
-    check_dtype(dtype)
+    check_choice("dtype", dtype, DTYPES)
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:

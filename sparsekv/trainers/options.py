@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from sparsekv.foundation.config import SEEDS, check_ranges, option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 
 DEFAULT = "default"
 HIGHEST_RATE = 10.0
@@ -61,8 +61,7 @@ def recipe_option(recipes: Mapping[str, Any], name: str, *, help: str, **extra: 
 
 def chosen(options: Any, recipes: Mapping[str, R], recipe: R | None = None) -> R:
     """The preset's recipe, or `recipe`, with the options that were given in place of its own. Raises SparseKVError."""
-    if options.preset not in recipes:
-        raise SparseKVError(f"unknown preset {options.preset!r}: expected one of {', '.join(recipes)}")
+    check_choice("preset", options.preset, recipes)
     given = {f.name: getattr(options, f.name, None) for f in fields(recipes[DEFAULT])}  # type: ignore[arg-type]
     for name, value in given.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -72,9 +71,3 @@ def chosen(options: Any, recipes: Mapping[str, R], recipe: R | None = None) -> R
         raise SparseKVError(f"--lr must be above 0 and up to {HIGHEST_RATE:g}, found {lr:g}")
     return replace(recipe or recipes[options.preset],  # type: ignore[type-var]
                    **{name: value for name, value in given.items() if value is not None})
-
-
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises SparseKVError for a word that is not one of the allowed."""
-    if value not in allowed:
-        raise SparseKVError(f"unknown {name} {value!r}: expected one of {', '.join(allowed)}")

@@ -14,7 +14,7 @@ from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.step import two_parts
 from sparsekv.foundation.config import MOST_STEPS, option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
@@ -30,7 +30,7 @@ from sparsekv.trainers.calibrate import (
     shifted_errors,
     watched_requests,
 )
-from sparsekv.trainers.options import DEFAULT, TrainingOptions, check_choice, chosen, recipe_option
+from sparsekv.trainers.options import DEFAULT, TrainingOptions, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView, Queries, RowState, Selection
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 
 
 class Spends(enum.Enum):
@@ -50,8 +50,7 @@ class Selector(RowState):
 
     def validate(self) -> None:
         """Refuse impossible options; changes nothing. Raises SparseKVError."""
-        if self.accounting not in ACCOUNTINGS:
-            raise SparseKVError(f"unknown accounting {self.accounting!r}: expected one of {', '.join(ACCOUNTINGS)}")
+        check_choice("accounting", self.accounting, ACCOUNTINGS)
         if self.spends is not Spends.NOTHING and self.spent_budget is None and not self.reads_without_budget:
             raise SparseKVError(f"selector {self.name} needs token_budget: tokens (an integer) or a share of the "
                                 "context (a float)")

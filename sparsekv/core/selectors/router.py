@@ -12,7 +12,7 @@ from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import QueryModel, route
 
 SCORES = ("mlp", "mean_key")
@@ -51,8 +51,8 @@ class Router(Selector):
 
     def validate(self) -> None:
         super().validate()
-        if self.scores not in (None, *SCORES):
-            raise SparseKVError(f"unknown scores {self.scores!r}: expected one of {', '.join(SCORES)}")
+        if self.scores is not None:
+            check_choice("scores", self.scores, SCORES)
         buckets = self.trained.centroids.shape[-2]
         if self.probes is not None and self.token_budget is not None:
             raise SparseKVError(f"selector {self.name} takes probes or token_budget, found both; leave one out")

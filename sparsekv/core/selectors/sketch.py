@@ -13,7 +13,7 @@ from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import Sketch
 
 FITS = ("fixed", "fitted")
@@ -48,8 +48,7 @@ class SketchRouter(Router):
 
     def validate(self) -> None:
         super().validate()
-        if self.fit not in FITS:
-            raise SparseKVError(f"unknown fit {self.fit!r}: expected one of {', '.join(FITS)}")
+        check_choice("fit", self.fit, FITS)
         if self.candidates is not None and (isinstance(self.candidates, bool) or not 0 <= self.candidates <= 1):
             raise SparseKVError(f"candidates are a share of the context between 0 and 1, found {self.candidates!r}")
         if self.probes is not None:

@@ -12,7 +12,7 @@ from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
 from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.errors import check_choice
 from sparsekv.kernels import soft_vote
 
 VOTES = ("soft", "hard", "topk")
@@ -70,8 +70,7 @@ class TokenSelect(Selector):
 
     def validate(self) -> None:
         super().validate()
-        if self.vote not in VOTES:
-            raise SparseKVError(f"unknown vote {self.vote!r}: expected one of {', '.join(VOTES)}")
+        check_choice("vote", self.vote, VOTES)
 
     @property
     def chunk(self) -> int:
