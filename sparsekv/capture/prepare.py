@@ -16,7 +16,7 @@ from sparsekv.foundation.disk import disk_error, temporary_of
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, read_marker, refuse_others, strangers
-from sparsekv.sources.hub import cache_bytes, resolve_device
+from sparsekv.sources.hub import attention_sizes, cache_bytes, resolve_device
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
 from sparsekv.store.place import Place
 from sparsekv.store.store import storage_bytes
@@ -91,14 +91,10 @@ def check_space(config: CaptureConfig, model: Any, place: Place) -> int:
     memory for the keys and values of one window. Returns the bytes.
 
     model: its transformers configuration (decoder part)."""
-    heads_q = model.num_attention_heads
-    heads_kv = getattr(model, "num_key_value_heads", None) or heads_q
-    kinds = getattr(model, "layer_types", None) or ["full_attention"] * model.num_hidden_layers
-    layers = parse_layers(config.layers) if config.layers else [k for k in kinds if k == "full_attention"]
+    layers, heads_q, heads_kv, dim = attention_sizes(model)
     needed = storage_bytes(
-        num_documents=config.num_documents, num_layers=len(layers), heads_kv=heads_kv, heads_q=heads_q,
-        length=config.context_length, queries=stored_queries(config),
-        dim=getattr(model, "head_dim", None) or model.hidden_size // heads_q)
+        num_documents=config.num_documents, num_layers=len(parse_layers(config.layers)) if config.layers else layers,
+        heads_kv=heads_kv, heads_q=heads_q, length=config.context_length, queries=stored_queries(config), dim=dim)
     check_memory(cache_bytes(model, config.context_length), resolve_device(config.device),
                  f"keys and values of a window of {config.context_length} tokens", "use a shorter --context-length")
     free, done = place.free(), 0 if config.overwrite else _stored(place)

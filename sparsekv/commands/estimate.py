@@ -97,16 +97,15 @@ def shape_of(config: Any, layers: int | None, elements: int) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from sparsekv.sources.hub import attention_sizes
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    heads = text.num_attention_heads
+    full, heads_q, heads_kv, dim = attention_sizes(config)
     return ModelShape(
-        parameters=sum(p.numel() for p in model.parameters()),
-        layers=layers or sum(kind == "full_attention" for kind in kinds), all_layers=text.num_hidden_layers,
-        heads_q=heads, heads_kv=getattr(text, "num_key_value_heads", None) or heads,
-        dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        parameters=sum(p.numel() for p in model.parameters()), layers=layers or full, all_layers=text.num_hidden_layers,
+        heads_q=heads_q, heads_kv=heads_kv, dim=dim,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size, elements=elements)
 
 

@@ -100,12 +100,17 @@ def _load(
 def cache_bytes(config: Any, tokens: int) -> int:
     """Keys and values of so many tokens in 16 bits, of the layers with full attention: the least that a model of this
     transformers configuration keeps of a prompt [bytes]."""
+    layers, _, heads_kv, dim = attention_sizes(config)
+    return 4 * layers * heads_kv * dim * tokens
+
+
+def attention_sizes(config: Any) -> tuple[int, int, int, int]:
+    """Layers with full attention, query heads, KV heads and head dimension of a transformers configuration."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    layers = sum(kind == "full_attention" for kind in kinds)
-    return int(4 * layers * (getattr(text, "num_key_value_heads", None) or heads) * dim * tokens)
+    return (sum(kind == "full_attention" for kind in kinds), heads, getattr(text, "num_key_value_heads", None) or heads,
+            getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
 def resolve_device(device: str) -> str:

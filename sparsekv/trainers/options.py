@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -63,9 +62,6 @@ def chosen(options: Any, recipes: Mapping[str, R], recipe: R | None = None) -> R
     """The preset's recipe, or `recipe`, with the options that were given in place of its own. Raises SparseKVError."""
     check_choice("preset", options.preset, recipes)
     given = {f.name: getattr(options, f.name, None) for f in fields(recipes[DEFAULT])}  # type: ignore[arg-type]
-    for name, value in given.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise SparseKVError(f"--{name.replace('_', '-')} must be a finite number, found {value}")
     lr = given.get("lr")
     if lr is not None and not 0 < lr <= HIGHEST_RATE:
         raise SparseKVError(f"--lr must be above 0 and up to {HIGHEST_RATE:g}, found {lr:g}")
