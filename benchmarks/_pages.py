@@ -20,7 +20,14 @@ def take_over(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def fill(page: Path, lines: list[str], name: str = "tables") -> None:
     """Replace what stands between the two markers of that name in a page."""
+    page.write_text(filled(page.read_text(encoding="utf-8"), lines, name), encoding="utf-8")
+
+
+def filled(text: str, lines: list[str], name: str = "tables") -> str:
+    """A page's text with these lines between its two markers of that name. Raises ValueError where it has none."""
     first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(first)
-    _, _, after = rest.partition(last)
-    page.write_text("\n".join([f"{before}{first}", *lines, f"{last}{after}"]), encoding="utf-8")
+    before, start, rest = text.partition(first)
+    _, end, after = rest.partition(last)
+    if not start or not end:
+        raise ValueError(f"no place for the table {name!r}; expected {first} and {last}")
+    return "\n".join([f"{before}{first}", *lines, f"{last}{after}"])

@@ -1,4 +1,5 @@
-"""docs/results/real.md and its figures, from the rows of real.json: every model, every length."""
+"""docs/results/real.md and its figures, from the rows of real.json: every model, every length; and the short tables of
+README, docs/evaluation.md and docs/train.md."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekv.core.registry import rivals
+from sparsekv.core.registry import FULL, rivals
 from sparsekv.evaluation.figures import score_by_bytes
 from sparsekv.evaluation.methods import percent, plain
 from sparsekv.evaluation.tables import bytes_read, cell_text, every_method, in_order, markdown, table
@@ -15,6 +16,17 @@ TARGETS = ((0.01, -2.0), (0.02, -1.0))
 """Budget, and points of sketches and φ to full attention at least, at every length."""
 AGREED = (0.05, 85.0)
 """Budget, and agreement with full attention's answers at least."""
+FIRST = ("coder-1.5b", 16_384)
+"""The model and the length of README's figure and tables."""
+SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
+"""Its methods, beside full attention and rivals."""
+LEAST = 60.0
+"""Points at which the axis of README's figure begins."""
+WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
+         "topk+centroid": "exact top-k + untrained centroids", "sketch": "sketches (`sketch`)",
+         "sketch+centroid": "… + untrained centroids", "sketch+phi": "**… + φ**", "router+phi": "buckets alone + φ",
+         "token_select": "TokenSelect, which scores every key", "quest": "Quest", "lfps": "LFPS", "snapkv": "SnapKV",
+         "pyramidkv": "PyramidKV", "streaming_llm": "StreamingLLM", "magicpig": "MagicPIG"}
 NOTES = {
     "score": "Points of 100 ± half the 95 % bootstrap interval; columns are budgets.",
     "difference": "Points above full attention, paired by prompt ± half the 95 % interval.",
@@ -46,8 +58,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
              "attention included."]
     for title, mine in models(rows).items():
         one = mine[0]
+        trained = f" Router and maps were trained on {one['trained']}." if "trained" in one else ""
         parts += [f"## {title}", f"{one['quantisation']}, sha256 `{one['weights_sha256'][:16]}…`; commits "
-                  f"{', '.join(sorted({r['commit'] for r in mine}))}."]
+                  f"{', '.join(sorted({r['commit'] for r in mine}))}.{trained}"]
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
             parts += [f"### {case}", samples(mine, case)]
@@ -123,7 +136,7 @@ def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
     budget."""
     parts = []
     for metric, form, note in (
-            ("perplexity", "{:.2f}", "Perplexity; cells of fewer windows say how many."),
+            ("perplexity", "{:.4g}", "Perplexity; cells of fewer windows say how many."),
             ("perplexity_ratio", "{:+.2%}", "Above full attention's on the same windows ± half the 95 % interval."),
             ("rel_err", "{:.3f}", "Relative error of the sparse layers' attention.")):
         found = [r for r in rows if r["case"] == case and r["metric"] == metric]
@@ -158,8 +171,130 @@ def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
 
 
 def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Score by bytes, full attention a line, a figure a model and length: `real-coder-1.5b-16384.png`."""
+    """Score by bytes, full attention a line: a figure a model and length (`real-coder-1.5b-16384.png`), and README's
+    (`real.png`)."""
     for title, mine in models(rows).items():
         for case in dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@")):
             drawn = score_by_bytes(mine, case, in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
             (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
+    mine, case = first(rows)
+    if mine:
+        shown = [FULL, *SHORT, *best_rivals(mine, case)]
+        (folder / "real.png").write_bytes(score_by_bytes(mine, case, shown, LEAST).png)
+
+
+def first(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The rows of README's model, and their case of RULER."""
+    name, length = FIRST
+    return next((m for title, m in models(rows).items() if title.partition(" ")[0] == name), []), f"ruler@{length}"
+
+
+def rivals_of(rows: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    """The rivals' scores, the best first."""
+    found = [r for r in of_metric(rows, case, "score") if plain(r["method"]) in rivals()]
+    return sorted(found, key=lambda r: r["value"], reverse=True)
+
+
+def best_rivals(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
+    """The rival of the best score, and the best of those that read less than half of a sparse layer's bytes."""
+    found = rivals_of(rows, case)
+    return list(dict.fromkeys(r["method"] for some in (found, [r for r in found if r["bytes_share"] < 0.5])
+                              for r in some[:1]))
+
+
+def paired(rows: Sequence[dict[str, Any]], case: str, method: str, budget: float) -> str:
+    """Points above full attention, with half of the interval."""
+    return minus(cell_text(next((r for r in of_metric(rows, case, "difference")
+                                 if (r["method"], r["budget"]) == (method, budget)), None), "+"))
+
+
+def minus(text: str) -> str:
+    return text.replace("-", "−").replace("+0.0 ± 0.0", "0.0 ± 0.0")
+
+
+def short(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """README's table: points to full attention and bytes of a sparse layer, by budget, rivals behind."""
+    mine, case = first(rows)
+    scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
+    budgets = sorted({b for m, b in scores if b is not None and m in SHORT})
+    others = list(dict.fromkeys(r["method"] for r in rivals_of(mine, case)))
+    lines = []
+    for method in (*(m for m in SHORT if any(m == k for k, _ in scores)), *others):
+        share = [f"{100 * scores[method, b]['bytes_share']:.1f} %" if (method, b) in scores else "–" for b in budgets]
+        lines.append([WORDS[plain(method)], *(paired(mine, case, method, b) for b in budgets), *share])
+    header = ["what a step reads", *(f"points to full attention: {percent(b)}" if not i else percent(b)
+                                     for i, b in enumerate(budgets)),
+              *(f"bytes: {percent(b)}" if not i else percent(b) for i, b in enumerate(budgets))]
+    return ["", markdown(header, lines), ""]
+
+
+def beyond(rows: Sequence[dict[str, Any]], budget: float = 0.01) -> list[str]:
+    """README's second table: perplexity and error of attention on texts, and answers equal to full attention's."""
+    mine, case = first(rows)
+    lines = [[WORDS[m], *text_cells(mine, m, budget),
+              next((cell_text(r) for r in of_metric(mine, case, "same_answers")
+                    if (r["method"], r["budget"]) == (m, budget)), "–")] for m in SHORT]
+    return ["", markdown([f"at {percent(budget)}", *TEXT_COLUMNS, "answers equal to full attention's"], lines), ""]
+
+
+PAIRS = (("topk", "full"), ("sketch", "full"), ("topk+phi", "topk"), ("topk+centroid", "topk"),
+         ("topk+phi", "topk+centroid"), ("sketch+phi", "sketch"), ("sketch+centroid", "sketch"),
+         ("sketch+phi", "sketch+centroid"), ("sketch+phi", "token_select"), ("sketch+phi", "lfps"),
+         ("sketch+phi", "quest"), ("sketch+phi", "snapkv"))
+"""What docs/evaluation.md compares."""
+
+
+def pairs(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """docs/evaluation.md's table: differences between methods, paired by prompt, with their intervals."""
+    mine, case = first(rows)
+    known = {(r["method"], plain(r["against"]), r["budget"]): r for r in mine
+             if r["case"] == case and r["metric"] == "difference"}
+    budgets = sorted({b for *_, b in known})
+
+    def cell(found: dict[str, Any] | None) -> str:
+        return "–" if found is None else minus(f"{found['value']:+.1f} ({found['low']:.1f} to {found['high']:.1f})")
+
+    lines = [[f"`{method}` above `{against}`", *(cell(known.get((method, against, b))) for b in budgets)]
+             for method, against in PAIRS]
+    return ["", markdown(["", *map(percent, budgets)], lines), ""]
+
+
+TEXT_COLUMNS = ("perplexity above full attention's: prose", "program text", "error of attention: prose", "program text")
+
+
+def text_cells(rows: Sequence[dict[str, Any]], method: str, budget: float) -> list[str]:
+    """The ratio of perplexity and the error of attention on prose and on code, at README's length."""
+    cells = []
+    for metric in ("perplexity_ratio", "rel_err"):
+        for text in ("prose", "code"):
+            found = next((r for r in of_metric(rows, f"perplexity_{text}@{FIRST[1]}", metric)
+                          if (r["method"], r["budget"]) == (method, budget)), None)
+            if found is None:
+                cells.append("–")
+            elif metric == "rel_err":
+                cells.append(f"{found['value']:.3f}")
+            else:
+                half = 50 * (found["high"] - found["low"])
+                cells.append(minus(f"{100 * (found['value'] - 1):+.1f} ± {half:.1f} %"))
+    return cells
+
+
+def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """docs/train.md's table: what router and maps were trained on, and what that does to points, perplexity and error;
+    untrained completion before it."""
+    case = f"ruler@{FIRST[1]}"
+    mine, _ = first(rows)
+
+    def line(of: Sequence[dict[str, Any]], trained: str, method: str) -> list[str]:
+        return [trained, f"`{method}`", *(paired(of, case, method, b) for b in (0.01, 0.02, 0.05)),
+                *text_cells(of, method, 0.01)]
+
+    lines = [line(mine, "nothing", "topk"), line(mine, "…", "topk+centroid")]
+    for title, found in models(rows).items():
+        if title.startswith(FIRST[0]):
+            made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]
+            made = [x for x in made if set(x[2:]) != {"–"}]
+            lines += [[found[0]["trained"], *made[0][1:]], *made[1:]]
+    header = ["router and maps trained on", "method", "points to full attention: 1 %", "2 %", "5 %",
+              *(c if i % 2 else c.replace(":", " at 1 %:") for i, c in enumerate(TEXT_COLUMNS))]
+    return ["", markdown(header, lines), ""]

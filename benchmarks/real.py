@@ -1,14 +1,14 @@
 """Real models, everything that is measured of one on one card, in the order of its importance, within a time.
 
-    python3 benchmarks/real.py --model FOLDER --weights FILE --name coder-1.5b --artifacts DIR --prompts FILE \\
-        --output DIR [--back DIR] [--minutes 12] [--processes 2] [--only main16 text16 ...] [--list]
+    python3 benchmarks/real.py --model FOLDER --weights FILE --name coder-1.5b --artifacts DIR --trained "ON WHAT" \\
+        --prompts FILE --output DIR [--back DIR] [--minutes 12] [--processes 2] [--only main16 text16 ...] [--list]
     python3 benchmarks/real.py --collect DIR [DIR ...]
 
 FILE of --prompts is of `quality.py --make-prompts --ruler-data ... --text prose=... --text code=...`. A stage is some
 prompts under some methods; every cell is on disk when it is measured, so that the same command goes on where it
 stopped. Cells of another card go to another folder: a table is of one card, full attention included. --back gets one
-archive of all that, anew every minute. The rows say which model, quantisation and file they are of. --collect writes
-what is there into docs/results/real.json.
+archive of all that, anew every minute. The rows say which model, quantisation and file they are of, and what the
+artifacts were trained on. --collect writes what is there into docs/results/real.json.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def model_record(options: argparse.Namespace) -> dict[str, str]:
 
             number = gguf.GGUFReader(path).fields["general.file_type"].contents()
             kind = gguf.LlamaFileType(number).name.removeprefix("MOSTLY_")
-    return {"model": options.name, "quantisation": kind, "weights_sha256": sha.hexdigest()}
+    trained = {} if options.trained is None else {"trained": options.trained}
+    return {"model": options.name, "quantisation": kind, "weights_sha256": sha.hexdigest(), **trained}
 
 
 def card() -> str:
@@ -294,8 +295,18 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
-        rows += [{**r, "case": f"{said['model']}:{r['case']}", **said} for r in made]
+        rows += [{**r, "case": f"{said['model']}:{r['case']}", "command": without_places(r["command"]), **said}
+                 for r in made]
     return rows
+
+
+def without_places(command: str) -> str:
+    """A process's command as it can be given elsewhere: folders and files by what they are (`--model MODEL`), without
+    where the archive went, the process's share, and the minutes that it had left."""
+    command = re.sub(r" --(?:back|shard) \S+", "", command)
+    command = re.sub(r"( --minutes) (\S+)(.*) --minutes \S+", r"\1 \2\3", command)
+    return re.sub(r" --(model|weights|artifacts|router|phi|prompts|output) \S+",
+                  lambda found: f" --{found[1]} {found[1].upper()}", command)
 
 
 def without_training(method: str) -> str:
@@ -349,6 +360,7 @@ def main() -> None:
     parser.add_argument("--quantisation", help="without it what a .gguf file says")
     parser.add_argument("--name", default="coder-1.5b", help="of the model, before every case")
     parser.add_argument("--artifacts", type=Path, help="folder with router/ and phi/")
+    parser.add_argument("--trained", help="what the artifacts were trained on, in words: for the rows")
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)
     parser.add_argument("--prompts", type=Path)

@@ -1,5 +1,6 @@
-"""Draw docs/results/*.md from the rows beside them, and the tables of methods in README.md and docs/runtime.md, which
-`python benchmarks/tables.py methods` draws alone. No figure is ever typed."""
+"""Draw docs/results/*.md from the rows beside them, tables of rows in README.md and in pages of docs/ (`tables`),
+and the tables of methods in README.md and docs/runtime.md, which `python benchmarks/tables.py methods` draws alone. No
+figure is ever typed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._pages import filled
 from benchmarks._rows import RESULTS
 from sparsekv.evaluation.tables import markdown
+
+ROOT = RESULTS.parent.parent
 
 
 def load(name: str) -> list[dict[str, Any]]:
@@ -160,6 +164,34 @@ def real() -> str:
     return page(load("real"))
 
 
+def phi() -> str:
+    """The page of feature maps of a real model."""
+    from benchmarks._phi_page import page
+
+    return page(load("phi-training"), load("phi-forms"))
+
+
+def tables() -> dict[str, dict[str, list[str]]]:
+    """Tables that stand in other pages: page, and lines by the name of their markers (`_pages.fill`)."""
+    from benchmarks import _phi_page, _real_page
+
+    models, training, forms = load("real"), load("phi-training"), load("phi-forms")
+    return {
+        "README.md": {"real": _real_page.short(models), "real texts": _real_page.beyond(models)},
+        "docs/evaluation.md": {"pairs": _real_page.pairs(models)},
+        "docs/train.md": {"phi": _phi_page.short(training), "texts": _real_page.by_text(models),
+                          "spent": _phi_page.spent(training)},
+        "docs/training.md": {"forms": _phi_page.forms(forms)}}
+
+
+def written(page: str) -> str:
+    """A page of `tables` as the rows are now."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, lines in tables()[page].items():
+        text = filled(text, lines, name)
+    return text
+
+
 if __name__ == "__main__":
     from benchmarks import _methods
 
@@ -167,6 +199,8 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["methods"]:
         raise SystemExit
     quality()
-    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("real", real)):
-        if (RESULTS / f"{name}.json").is_file():
-            (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")
+    for name, draw in (("decode", decode), ("generate", generate), ("training", training), ("real", real),
+                       ("phi", phi)):
+        (RESULTS / f"{name}.md").write_text(draw(), encoding="utf-8")
+    for page in tables():
+        (ROOT / page).write_text(written(page), encoding="utf-8")

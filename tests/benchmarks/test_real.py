@@ -158,6 +158,15 @@ def test_another_package_throws_keys_away(name, tmp_path) -> None:
     assert whole == tokenizer.decode(right.tolist())
 
 
+def test_commands_of_rows_have_no_places() -> None:
+    given = ("real.py --model /a/b --weights /a/b.gguf --artifacts /x --prompts p.gz --output /o --back /r "
+             "--minutes 8.0 --processes 2 --only main16 --shard 0/2 --minutes 7.80")
+    assert real.without_places(given) == (
+        "real.py --model MODEL --weights WEIGHTS --artifacts ARTIFACTS --prompts PROMPTS --output OUTPUT --minutes 8.0 "
+        "--processes 2 --only main16")
+    assert real.without_places("real.py --model M --minutes 8.0") == "real.py --model MODEL --minutes 8.0"
+
+
 def test_the_page_says_what_was_reached(tmp_path) -> None:
     said = {"machine": "Card One, torch 2", "command": "c", "commit": "abc"}
     cells = []
