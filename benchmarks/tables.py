@@ -86,8 +86,8 @@ def generate() -> str:
         "`capture_ms`: mean of the captures, the compiler's run in the first; the ratio is of `loop_ms` to the fastest "
         "method with full attention. Rows of transformers' eager steps, which the host bounds, are of the quietest "
         "run; every row of generate.json has its commit. Rows of φ are of kept features of the keys, which later "
-        "commits do not keep. A case that names a card and a commit is of these. Methods that are left out found no memory (transformers "
-        "copies the cache at 512k and in four rows of 128k) or were not run.\n",
+        "commits do not keep. A case that names a card and a commit is of these. Methods that are left out found no "
+        "memory (transformers copies the cache at 512k and in four rows of 128k) or were not run.\n",
         *(f"## {case}" + (f"\n\nPrefill {values[case, 'dense', 'prefill_s']:.2f} s."
                           if (case, "dense", "prefill_s") in values else "") + "\n\n" + markdown(
               ["method", *metrics, "faster"],
