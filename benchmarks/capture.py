@@ -27,8 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._pages import fill, take_over
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, fill, row, take_over
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output
@@ -190,7 +189,7 @@ def main() -> None:
         model = load(case.split("@")[0], int(case.split("@")[1]), args.layers, args.smollm2)
         rows += bench(case, model, args)
         del model
-        write_rows("capture", rows, args.output)
+        take_over("capture", rows, args.output)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ sys.path += [str(Path(__file__).resolve().parent.parent / room) for room in (
 import attacks
 import families
 
-from benchmarks._pages import fill, take_over
-from benchmarks._rows import RESULTS, row
+from benchmarks._rows import RESULTS, fill, row, take_over
 
 GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "flipped bits, every format": lambda folder: attacks.flip_bits(folder, 1100),

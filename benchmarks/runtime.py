@@ -22,8 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._pages import fill, take_over
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, fill, row, take_over
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.layer import LayerView, Queries
@@ -274,7 +273,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--selectors", nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--output", type=Path, help="folder of the JSON file, instead of docs/results")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
@@ -287,10 +286,8 @@ def main() -> None:
         return report(take_over("runtime", new), RESULTS.parent / "runtime.md")
     else:
         rows = offload(options.lengths, options.steps)
-    if options.output:
-        write_rows("runtime", rows, options.output)
-    elif not options.dry:
-        take_over("runtime", rows)
+    if not options.dry:
+        take_over("runtime", rows, options.output)
 
 
 if __name__ == "__main__":

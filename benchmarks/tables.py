@@ -11,8 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._pages import filled
-from benchmarks._rows import RESULTS
+from benchmarks._rows import RESULTS, filled
 from sparsekv.evaluation.tables import markdown
 
 ROOT = RESULTS.parent.parent
@@ -173,7 +172,7 @@ def phi() -> str:
 
 
 def tables() -> dict[str, dict[str, list[str]]]:
-    """Tables that stand in other pages: page, and lines by the name of their markers (`_pages.fill`)."""
+    """Tables that stand in other pages: page, and lines by the name of their markers (`_rows.fill`)."""
     from benchmarks import _phi_page, _real_page
 
     models, training, forms = load("real"), load("phi-training"), load("phi-forms")

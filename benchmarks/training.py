@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, row, write_rows
+from benchmarks._rows import RESULTS, row, take_over
 from benchmarks._training import MEASURED_QUERIES, measure, stores
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -111,14 +110,7 @@ def quality(options: argparse.Namespace) -> None:
                 rows.append(row(prefix + case, method, metric, round(value, 4), UNITS.get(metric, "nats"),
                                 **cost, seed=options.seed, options=about))
             print(f"{name} measured in {time.perf_counter() - began:.0f} s", flush=True)
-    print(write_rows("training", [*rows, *kept(options.output, rows)], options.output))
-
-
-def kept(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of other cases and methods that an earlier run left in the folder: they keep their own origin."""
-    file, new = folder / "training.json", {(r["case"], r["method"]) for r in rows}
-    found = json.loads(file.read_text()) if file.is_file() else []
-    return [r for r in found if (r["case"], r["method"]) not in new]
+    take_over("training", rows, options.output)
 
 
 def main() -> None:
