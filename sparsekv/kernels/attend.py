@@ -50,10 +50,9 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 4, 264)
-COMPLETED_ROW, COMPLETED_BYTES = 768, 49_152
-"""Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once, and the shared memory that
-these want beside the map of keys."""
+PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
+COMPLETED_ROW = 768
+"""Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once."""
 
 
 class Pages(NamedTuple):
@@ -222,13 +221,14 @@ def _maps(completion: CompletionQuery) -> KeyFeatures:
     return completion.keys
 
 
-def launch_of(q: Tensor, completion: CompletionQuery | None) -> Launch:
-    """How the kernels run."""
-    if completion is None:
-        return PLAIN
+def completed_launch(q: Tensor, completion: CompletionQuery) -> Launch:
+    """How the completed kernel runs: fewer keys at once where the map of keys leaves them no shared memory."""
     row = (2 * padded(q.shape[-1]) + padded(completion.features.shape[-1])) * q.element_size()
-    fewer = 1 if room_beside(_maps(completion)) >= COMPLETED_BYTES else 2
-    return COMPLETED._replace(block=at_once(COMPLETED.block // fewer, row, COMPLETED_ROW))
+    room = room_beside(_maps(completion))
+    block = at_once(COMPLETED.block, row, COMPLETED_ROW)
+    while block > 16 and row * block > room:
+        block //= 2
+    return COMPLETED._replace(block=block, warps=max(4, COMPLETED.warps * block // COMPLETED.block))
 
 
 def launch_attend(
@@ -239,7 +239,7 @@ def launch_attend(
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
     launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
-    from sparsekv.kernels.attend_triton import merge_kernel, split_kernel
+    from sparsekv.kernels.attend_triton import completed_kernel, merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
     heads_kv, device = k.shape[1], q.device
@@ -251,7 +251,7 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = launch_of(q, completion)
+    how = PLAIN if completion is None else completed_launch(q, completion)
     splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:
@@ -259,34 +259,36 @@ def launch_attend(
 
     out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if out is None else out
     lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
-    taken, taken_mass, query, cap = partial, partial_lse, (q, lse, lse, lse), None
-    maps = KeyFeatures(q, lse, q, lse, lse)
-    if completion is not None:
-        taken, taken_mass = fresh(*partial.shape), fresh(*partial_lse.shape)
-        maps = KeyFeatures(*(x.contiguous() for x in _maps(completion)))
-        query, cap = completion[:4], completion.cap
-    units = maps.w_in.shape[-1]
-    features, log_scale, mass, numerator = (x.contiguous() for x in query)
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
-    # without pages or a completion the kernel does not look at theirs
+    # without pages the kernels do not look at theirs
     anchors, whole, table = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
     paged = PageArguments(anchors, whole, table, anchors.stride(0), table.stride(0))
-    sums = Partial(partial, partial_lse, taken, taken_mass)
-    half = max(16 if completion is None else 8, power_of_two(group))
-    split_kernel[(count * heads, splits)](
-        as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index), as_heads(weights),
-        maps, features, edges, paged, sums, scale, tokens.shape[2], sink_size, heads, count // k.shape[0], units,
-        PROBES=probes, PADDED_PROBES=power_of_two(probes), LISTS=heads // heads_kv, GROUP=group,
-        HALF=half, ROWS=half if completion is None else 2 * half, DIM=dim, WIDTH=width, FEATURES=features.shape[-1],
-        PADDED_FEATURES=padded(features.shape[-1]), UNITS=padded(units), PHI=completion is not None,
-        WEIGHTED=log_weights is not None, OVERLAP=bool(pdl), WAITS=bool(pdl) and completion is None, BLOCK=how.block,
-        AHEAD=how.stages == 1,
-        PAGE=0 if pages is None else pages.page, num_warps=how.warps, num_stages=how.stages,
-        **(pdl if completion is None else {}))
+    lists = (as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index),
+             as_heads(weights))
+    sizes = (scale, tokens.shape[2], sink_size, heads, count // k.shape[0])
+    constants: dict[str, Any] = {
+        "PROBES": probes, "PADDED_PROBES": power_of_two(probes), "LISTS": heads // heads_kv, "GROUP": group, "DIM": dim,
+        "WIDTH": width, "WEIGHTED": log_weights is not None, "OVERLAP": bool(pdl), "BLOCK": how.block,
+        "PAGE": 0 if pages is None else pages.page, "num_warps": how.warps, "num_stages": how.stages}
+    rest: tuple[Tensor, ...] = (lse, lse, partial)
+    cap = None
+    if completion is None:
+        sums = Partial(partial, partial_lse, partial, partial_lse)
+        split_kernel[(count * heads, splits)](
+            *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), AHEAD=how.stages == 1, **constants,
+            **pdl)
+    else:
+        sums = Partial(partial, partial_lse, fresh(*partial.shape), fresh(*partial_lse.shape))
+        maps, cap = KeyFeatures(*(x.contiguous() for x in _maps(completion))), completion.cap
+        units = maps.w_in.shape[-1]
+        features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
+        completed_kernel[(count * heads, splits)](
+            *lists, maps, features, edges, paged, sums, *sizes, units, HALF=max(8, power_of_two(group)),
+            FEATURES=features.shape[-1], PADDED_FEATURES=padded(features.shape[-1]), UNITS=padded(units), **constants)
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
-        *sums, log_scale, mass, numerator, lse if cap is None else cap.contiguous(),
+        *sums, *rest, lse if cap is None else cap.contiguous(),
         out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
         PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

@@ -36,17 +36,39 @@ def locate(
 
 
 @triton.jit
+def edges_of(edges, row, sink_size):
+    """Where the anchors of a query's row begin, where its tail begins and ends, how many sinks there are and how many
+    anchors."""
+    start = tl.load(edges.starts + row).to(tl.int32)
+    tail = tl.load(edges.tail_starts + row).to(tl.int32)
+    length = tl.load(edges.lengths + row).to(tl.int32)
+    sinks = tl.minimum(sink_size, tl.maximum(tl.minimum(tail, length) - start, 0))
+    return start, tail, length, sinks, sinks + tl.maximum(length - tail, 0)
+
+
+@triton.jit
+def bucket_slots(offsets, buckets, row, head, cache_row, PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr):
+    """The chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the index; and how many
+    slots there are."""
+    probe = tl.arange(0, PADDED_PROBES)
+    bucket = tl.load(buckets.base + row * buckets.row + head * buckets.head + probe, mask=probe < PROBES, other=-1)
+    at_bucket = offsets.base + cache_row * offsets.row + head * offsets.head + tl.maximum(bucket, 0)
+    from_token = tl.load(at_bucket, mask=bucket >= 0, other=0)
+    size = tl.load(at_bucket + 1, mask=bucket >= 0, other=0) - from_token
+    end = tl.cumsum(size, 0)
+    begin = end - size
+    return begin, end, from_token - begin, tl.sum(size, 0)
+
+
+@triton.jit
 def split_kernel(
-    q, k, v, tokens, offsets, buckets, log_weights, maps, features, edges, pages, partial, scale, num_listed, sink_size,
-    heads, per_row, units,
-    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, PHI: tl.constexpr, WEIGHTED: tl.constexpr,
-    OVERLAP: tl.constexpr, WAITS: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
+    q, k, v, tokens, offsets, buckets, log_weights, edges, pages, partial, scale, num_listed, sink_size, heads, per_row,
+    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
+    AHEAD: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads. Of
-    the rows of a product the first HALF are the queries of the group; with PHI the others are their features, whose
-    estimates of the listed tokens, made from the keys themselves, take the place of the weights."""
+    """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query
+    heads."""
     # grid: (Q·H, splits)
     # q             Heads   [Q, Hq, d]            with RoPE; DIM = d
     # k, v          Tokens  [B, Hkv, N, d]        with RoPE; may be fp8
@@ -54,23 +76,17 @@ def split_kernel(
     # offsets       Heads   [B, Hkv, C + 1] int32 where buckets begin in the order, with PROBES
     # buckets       Heads   [Q, Hkv, PROBES]      -1 = none
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
-    # maps                  `KeyFeatures`         with PHI; FEATURES = r, UNITS = u padded
-    # features              [Q, Hq, r]            of the queries, with PHI
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
-    # partial.out         [Q, Hq, splits, d] fp32  written: the slice's attention, normalised over itself
-    # partial.lse         [Q, Hq, splits] fp32     written: natural logarithm of its mass
-    # partial.taken       [Q, Hq, splits, d] fp32  written with PHI: the estimates of its tokens times their values
-    # partial.taken_mass  [Q, Hq, splits] fp32     written with PHI: their sum
+    # partial.out   [Q, Hq, splits, d] fp32       written: the slice's attention, normalised over itself
+    # partial.lse   [Q, Hq, splits] fp32          written: natural logarithm of its mass
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     cache_row, kv_head = row // per_row, head // LISTS
-    if WAITS:
+    if OVERLAP:
         gdc_wait()
-    start = tl.load(edges.starts + row).to(tl.int32)
-    tail = tl.load(edges.tail_starts + row).to(tl.int32)
-    length = tl.load(edges.lengths + row).to(tl.int32)
+    start, tail, length, sinks, anchored = edges_of(edges, row, sink_size)
     group = tl.arange(0, ROWS)
     width = tl.arange(0, WIDTH)
     wide = (width < DIM)[None, :]
@@ -82,32 +98,12 @@ def split_kernel(
     anchors, table = pages.anchors, pages.table
     begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
     if PROBES > 0:
-        # the chosen buckets end to end: slots begin..end of the list are tokens begin + shift.. of the index
         own = tokens.base + cache_row * tokens.row + head * tokens.head
-        probe = tl.arange(0, PADDED_PROBES)
-        bucket = tl.load(buckets.base + row * buckets.row + head * buckets.head + probe, mask=probe < PROBES, other=-1)
-        at_bucket = offsets.base + cache_row * offsets.row + head * offsets.head + tl.maximum(bucket, 0)
-        from_token = tl.load(at_bucket, mask=bucket >= 0, other=0)
-        size = tl.load(at_bucket + 1, mask=bucket >= 0, other=0) - from_token
-        end = tl.cumsum(size, 0)
-        begin = end - size
-        shift = from_token - begin
-        num_listed = tl.sum(size, 0)
+        begin, end, shift, num_listed = bucket_slots(offsets, buckets, row, head, cache_row, PROBES=PROBES,
+                                                     PADDED_PROBES=PADDED_PROBES)
     else:
         own = tokens.base + row * tokens.row + head * tokens.head
-    if PHI:
-        estimates = group >= HALF
-        feature = tl.arange(0, PADDED_FEATURES)
-        query_features = tl.load(
-            features + ((row * heads + head) * GROUP + group - HALF)[None, :] * FEATURES + feature[:, None],
-            mask=(estimates & (group < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
-        request = cache_row * (heads // LISTS) + kv_head
-        stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH,
-                                                  UNITS=UNITS, FEATURES=PADDED_FEATURES)
-        scale_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
-        scale_of_sums = tl.where(scale_of_sums == float("-inf"), 0.0, scale_of_sums)
-    sinks = tl.minimum(sink_size, tl.maximum(tl.minimum(tail, length) - start, 0))
-    total = num_listed + sinks + tl.maximum(length - tail, 0)
+    total = num_listed + anchored
     whole = 0
     if PAGE > 0:
         whole = tl.load(pages.whole + row).to(tl.int32)
@@ -134,12 +130,11 @@ def split_kernel(
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
         mask = valid[:, None] & wide
-        listed = valid & (slot < num_listed)
         # everything a block needs is fetched at once, and the next block's tokens with it
         key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
         value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
         if WEIGHTED:
-            added = tl.load(weights + slot, mask=listed, other=0.0).to(tl.float32)
+            added = tl.load(weights + slot, mask=valid & (slot < num_listed), other=0.0).to(tl.float32)
         if AHEAD:
             slot = at + BLOCK + tl.arange(0, BLOCK)
             token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
@@ -149,26 +144,12 @@ def split_kernel(
             score += added[None, :]
         score = tl.where(valid[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
-        if PHI:
-            higher = tl.where(estimates, 0.0, higher)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         keep = tl.exp(top - safe)
         weight = tl.exp(score - safe[:, None])
-        if PHI:
-            estimate = tl.zeros([ROWS, BLOCK], tl.float32)
-            if at < num_listed:
-                log = log_features(key, stem, bias, second, outward) - scale_of_sums[None, :]
-                estimate = tl.trans(tl.dot(tl.exp2(log).to(stem.dtype), query_features.to(stem.dtype),
-                                           input_precision="ieee"))
-            weight = tl.where(estimates[:, None], tl.where(listed[None, :], estimate, 0.0), weight)
         mass = mass * keep + tl.sum(weight, 1)
         value = value.to(query.dtype)
-        rounded = weight.to(value.dtype)
-        out = out * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
-        if PHI:
-            # what the estimates lose in rounding too: they are taken out of a sum they may nearly exhaust
-            missing = (weight - rounded.to(tl.float32)).to(value.dtype)
-            out += tl.dot(missing, value, input_precision="ieee")
+        out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = higher
     if OVERLAP:
         gdc_launch_dependents()
@@ -178,11 +159,120 @@ def split_kernel(
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
     tl.store(partial.out + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)
-    if PHI:
-        slot_out -= HALF * parts
-        kept = estimates & (group < HALF + GROUP)
-        tl.store(partial.taken_mass + slot_out, mass, mask=kept)
-        tl.store(partial.taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
+
+
+@triton.jit
+def completed_kernel(
+    q, k, v, tokens, offsets, buckets, log_weights, maps, features, edges, pages, partial, scale, num_listed, sink_size,
+    heads, per_row, units,
+    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """`split_kernel`, whose listed tokens also take their own estimates out of that of the mid region. Keys are the
+    rows of every product, so that all of them are of a matrix unit's size: of the columns the first HALF are the
+    queries of the group, the others their features, whose products with a key's features are the estimates."""
+    # grid and arguments as `split_kernel`, and
+    # maps                `KeyFeatures`; FEATURES = r, UNITS = u padded
+    # features            [Q, Hq, r]               of the queries
+    # partial.taken       [Q, Hq, splits, d] fp32  written: the estimates of the slice's tokens times their values
+    # partial.taken_mass  [Q, Hq, splits] fp32     written: their sum
+    row = (tl.program_id(0) // heads).to(tl.int64)
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    split = tl.program_id(1)
+    cache_row, kv_head = row // per_row, head // LISTS
+    request = cache_row * (heads // LISTS) + kv_head
+    stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH, UNITS=UNITS,
+                                              FEATURES=PADDED_FEATURES)
+    feature = tl.arange(0, PADDED_FEATURES)
+    shift_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
+    shift_of_sums = tl.where(shift_of_sums == float("-inf"), 0.0, shift_of_sums)
+    start, tail, length, sinks, anchored = edges_of(edges, row, sink_size)
+    column = tl.arange(0, 2 * HALF)
+    width = tl.arange(0, WIDTH)
+    wide = width < DIM
+    estimates = column >= HALF
+    member = head * GROUP + column
+    query = tl.load(q.base + row * q.row + member[None, :] * q.head + width[:, None],
+                    mask=(column < GROUP)[None, :] & wide[:, None], other=0.0)
+    asked = tl.load(features + (row * heads * GROUP + member - HALF)[None, :] * FEATURES + feature[:, None],
+                    mask=(estimates & (column < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
+    keys = k.base + cache_row * k.row + kv_head * k.head
+    values = v.base + cache_row * v.row + kv_head * v.head
+    weights = log_weights.base + row * log_weights.row + head * log_weights.head
+    anchors, table = pages.anchors, pages.table
+    begin, end, shift = tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES), tl.arange(0, PADDED_PROBES)
+    if PROBES > 0:
+        own = tokens.base + cache_row * tokens.row + head * tokens.head
+        begin, end, shift, num_listed = bucket_slots(offsets, buckets, row, head, cache_row, PROBES=PROBES,
+                                                     PADDED_PROBES=PADDED_PROBES)
+    else:
+        own = tokens.base + row * tokens.row + head * tokens.head
+    total = num_listed + anchored
+    whole = 0
+    if PAGE > 0:
+        whole = tl.load(pages.whole + row).to(tl.int32)
+        anchors += row * pages.anchors_row
+        table += row * pages.table_row
+        num_listed = tl.where(whole > 0, 0, num_listed)
+        total = tl.where(whole > 0, whole, num_listed + length)
+    parts = tl.num_programs(1)
+    per_split = tl.cdiv(total, parts)
+    last = tl.minimum(split * per_split + per_split, total)
+
+    top = tl.full([2 * HALF], float("-inf"), tl.float32)
+    mass = tl.zeros([2 * HALF], tl.float32)
+    out = tl.zeros([WIDTH, 2 * HALF], tl.float32)
+    slot = split * per_split + tl.arange(0, BLOCK)
+    token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
+                   PROBES=PROBES, PAGE=PAGE)
+    for at in range(split * per_split, last, BLOCK):
+        valid = token >= 0
+        place = tl.maximum(token, 0).to(tl.int64)
+        mask = valid[:, None] & wide[None, :]
+        listed = valid & (slot < num_listed)
+        # everything a block needs is fetched at once, and the next block's tokens with it
+        key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
+        value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
+        if WEIGHTED:
+            added = tl.load(weights + slot, mask=listed, other=0.0).to(tl.float32)
+        slot = at + BLOCK + tl.arange(0, BLOCK)
+        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
+                       PROBES=PROBES, PAGE=PAGE)
+        score = tl.dot(key.to(query.dtype), query, input_precision="ieee") * scale
+        if WEIGHTED:
+            score += added[:, None]
+        score = tl.where(valid[:, None], score, float("-inf"))
+        higher = tl.where(estimates, 0.0, tl.maximum(top, tl.max(score, 0)))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        keep = tl.exp(top - safe)
+        weight = tl.exp(score - safe[None, :])
+        estimate = tl.zeros([BLOCK, 2 * HALF], tl.float32)
+        if at < num_listed:
+            log = log_features(key, stem, bias, second, outward) - shift_of_sums[None, :]
+            estimate = tl.dot(tl.exp2(log).to(stem.dtype), asked.to(stem.dtype), input_precision="ieee")
+        weight = tl.where(estimates[None, :], tl.where(listed[:, None], estimate, 0.0), weight)
+        mass = mass * keep + tl.sum(weight, 0)
+        value = tl.trans(value.to(query.dtype))
+        rounded = weight.to(value.dtype)
+        out = out * keep[None, :] + tl.dot(value, rounded, input_precision="ieee")
+        # what the estimates lose in rounding too: they are taken out of a sum they may nearly exhaust
+        missing = (weight - rounded.to(tl.float32)).to(value.dtype)
+        out += tl.dot(value, missing, input_precision="ieee")
+        top = higher
+    if OVERLAP:
+        gdc_launch_dependents()
+
+    slot_out = (row * heads * GROUP + member) * parts + split
+    kept = column < GROUP
+    scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
+    tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
+    tl.store(partial.out + slot_out[None, :] * DIM + width[:, None], scaled, mask=kept[None, :] & wide[:, None])
+    slot_out -= HALF * parts
+    kept = estimates & (column < HALF + GROUP)
+    tl.store(partial.taken_mass + slot_out, mass, mask=kept)
+    tl.store(partial.taken + slot_out[None, :] * DIM + width[:, None], out, mask=kept[None, :] & wide[:, None])
 
 
 @triton.jit

@@ -51,6 +51,13 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     return h @ maps.w_out + maps.b_out[..., None, :]
 
 
+def log_phi_key(x: Tensor, maps: FeatureMapWeights) -> Tensor:
+    """`log φ(x)` of a map of keys, `W_out relu(W_in x + b_in) + b_out`: x `[..., H, N, d]` with RoPE -> `[..., H, N,
+    r]`. One layer, without exponentials, because a step runs it for every key that it reads (ours, not the paper's)."""
+    h = F.relu(x.to(maps.w_in.dtype) @ maps.w_in + maps.b_in[..., None, :])
+    return h @ maps.w_out + maps.b_out[..., None, :]
+
+
 def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Tensor:
     """`log φ_q [..., Hq, T, r]` with `q · centre` added to the second half of the features: queries `[..., Hq, T, d]`,
     centre `[..., Hkv, d]`, the mean key times the softmax scale, so that `exp(scale · q·k̄)` is exact. None adds

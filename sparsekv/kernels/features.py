@@ -1,6 +1,6 @@
-"""Features of keys, made anew wherever they are wanted: the map of keys is one hidden layer, so that a step makes those
-of the keys that it reads from the keys themselves, and none are kept. What is summed over the mid region and what is
-taken out again are the same function in the same rounding."""
+"""Features of keys, made anew wherever they are wanted: the map of keys is one hidden layer of ReLUs, so that a step
+makes those of the keys that it reads from the keys themselves, and none are kept. What is summed over the mid region
+and what is taken out again are the same function in the same rounding."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def log_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
     dtype = maps.w_in.dtype
     acc = acc_dtype(maps.w_in)
     bias = maps.bias.repeat_interleave(keys.shape[0] // maps.bias.shape[0], dim=0)
-    hidden = F.gelu(keys.to(dtype).to(acc) @ maps.w_in.to(acc) + bias[:, :, None], approximate="tanh")
+    hidden = F.relu(keys.to(dtype).to(acc) @ maps.w_in.to(acc) + bias[:, :, None])
     return hidden.to(dtype).to(acc) @ maps.w_out.to(acc) + maps.b_out[:, None]
 
 

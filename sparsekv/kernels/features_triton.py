@@ -7,8 +7,6 @@ keys. Structs are those of `types.py` and `launch.py`.
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.completion_triton import gelu
-
 
 @triton.jit
 def map_of_keys(
@@ -30,7 +28,7 @@ def map_of_keys(
 def log_features(key, w_in, bias, w_out, b_out):
     """Logarithms to the base 2 of the features of keys `[BLOCK, DIM]`: `[BLOCK, FEATURES]`. What is summed and what is
     taken out again come from here alone."""
-    hidden = gelu(tl.dot(key.to(w_in.dtype), w_in, input_precision="ieee") + bias[None, :])
+    hidden = tl.maximum(tl.dot(key.to(w_in.dtype), w_in, input_precision="ieee") + bias[None, :], 0.0)
     return tl.dot(hidden.to(w_out.dtype), w_out, input_precision="ieee") + b_out[None, :]
 
 

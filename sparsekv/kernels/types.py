@@ -49,7 +49,7 @@ class FeatureMapWeights(NamedTuple):
 
 
 class KeyMap(NamedTuple):
-    """The map of keys of `H` KV heads as it is run (`key_map`): one hidden layer, `gelu(k W_in + bias) W_out + b_out`,
+    """The map of keys of `H` KV heads as it is run (`key_map`): one hidden layer, `relu(k W_in + bias) W_out + b_out`,
     its output the logarithm of the features to the base 2. w_in `[H, d, u]` and w_out `[H, u, r]` in the precision of
     the products, b_in `[H, u]` and b_out `[H, r]` in float32 at least. of_mean `[H, d, u]`: what comes to b_in for a
     request's mean key."""

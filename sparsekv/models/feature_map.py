@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi
+from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log_phi, log_phi_key
 
 
 class FeatureMaps(NamedTuple):
@@ -30,11 +30,11 @@ class FeatureMaps(NamedTuple):
         """`[..., Hkv, N, d]` with RoPE -> `[..., Hkv, N, r]`. A centred map sees `k − k̄`, k̄ = centre `[..., Hkv, d]`:
         attention to the others hangs on what tells keys apart, and what they share is the query's to add, exactly, to
         the second half of the features (`add_centre`). Ours, not the paper's."""
-        logs = log_phi(keys, self.key)
+        logs = log_phi_key(keys, self.key)
         if self.centred is None:
             return logs
         assert centre is not None, "maps with a centred half need the mean key of the request"
-        centred = log_phi(keys - centre[..., None, :], self.centred)
+        centred = log_phi_key(keys - centre[..., None, :], self.centred)
         return logs + centred if self.shared else torch.cat([logs, centred], dim=-1)
 
     @property
@@ -79,8 +79,8 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """`heads` independent maps `R^d -> R_{>0}^r` of `blocks` blocks. Input `[heads, T, d]`, output
-    `log φ [heads, T, r]`."""
+    """`heads` independent maps `R^d -> R_{>0}^r` of `blocks` blocks, without any those of keys. Input `[heads, T, d]`,
+    output `log φ [heads, T, r]`."""
 
     def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 1):
         super().__init__()
@@ -114,7 +114,7 @@ class FeatureMap(nn.Module):
                                  self.alpha, self.w_out, self.b_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return log_phi(x, self.weights())
+        return (log_phi if self.blocks else log_phi_key)(x, self.weights())
 
 
 class CentredMap(nn.Module):

@@ -11,7 +11,7 @@ from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator,
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import Step
-from sparsekv.kernels import log_phi
+from sparsekv.kernels import log_phi, log_phi_key
 
 
 def literal_step(
@@ -75,10 +75,10 @@ def phi_logits(
         return type(weights)(*(w.detach().double().cpu().repeat_interleave(repeats, dim=0) for w in weights))
 
     log_q = log_phi(q[:, None], double(maps.maps.query))[:, 0]
-    log_k = log_phi(keys, double(maps.maps.key, view.group))
+    log_k = log_phi_key(keys, double(maps.maps.key, view.group))
     if maps.centred:
         centre = estimator.centre[b].double().cpu().repeat_interleave(view.group, dim=0)
-        more = log_phi(keys - centre[:, None], double(maps.maps.centred, view.group))
+        more = log_phi_key(keys - centre[:, None], double(maps.maps.centred, view.group))
         log_k = log_k + more if maps.maps.shared else torch.cat([log_k, more], dim=-1)
         half = log_q.shape[-1] // 2
         log_q = torch.cat([log_q[:, :half], log_q[:, half:] + (q * centre).sum(-1, keepdim=True) * view.scale], dim=-1)

