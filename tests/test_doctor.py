@@ -50,7 +50,7 @@ def test_what_is_missing_comes_with_the_line_that_installs_it(module, line, monk
 
 
 def test_a_version_too_old_is_named(monkeypatch) -> None:
-    monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["torch>=99"])
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: ["torch>=99"])
     torch_here, = (p for p in doctor.diagnose().packages if p.name == "torch")
     ability = doctor.diagnose().abilities[0]
     assert not torch_here.fits and not ability.works
@@ -59,7 +59,7 @@ def test_a_version_too_old_is_named(monkeypatch) -> None:
 
 def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.shutil, "which", lambda _: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/nvidia-smi")
     found = doctor._kernels()
     assert not found.works and "there is an NVIDIA device" in found.why and found.remedy
 

@@ -13,7 +13,6 @@ from training_child import train
 from sparsekv.capture.config import CaptureConfig, check_options, parse_layers
 from sparsekv.cli import main
 from sparsekv.evaluation.own_tasks import check_prompts
-from sparsekv.foundation import memory
 from sparsekv.foundation.config import check_ranges
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.memory import check_memory, memory_of
@@ -88,7 +87,7 @@ def test_every_default_is_in_its_range() -> None:
 
 def test_memory_is_what_this_process_may_take(monkeypatch) -> None:
     whole = memory_of("cpu")
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda _: (2 << 30, -1))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2 << 30, -1))
     assert memory_of("cpu") == min(whole, 2 << 30)
     check_memory(2 << 30, "cpu", "x", "y")
     with refused("x take 2.15 GB at least, and the device cpu has 2.15 GB in all; y"):
