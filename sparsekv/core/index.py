@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsekv.core.buckets import fit_buckets, spacing
 from sparsekv.core.layer import choose_rows
-from sparsekv.core.moments import edges_of, key_covariance, key_mean
+from sparsekv.core.moments import all_of, edges_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
@@ -289,7 +289,7 @@ def fit_basis(keys: Keys, fixed: Sketch, width: int) -> Sketch | None:
     if moment is None:
         return None
     spaced = spaced_by(keys.regions, fitted_spacing)
-    some, (first, last) = _some_keys(keys, spaced), spaced.of(keys.regions)
+    some, (first, last) = all_of(_some_keys(keys, spaced)), spaced.of(keys.regions)
     mean = key_mean(some, first, last)
     return fit_sketch(moment, mean, key_covariance(some, first, last, mean), width, 2 * width - fixed.rank)
 

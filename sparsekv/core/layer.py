@@ -161,6 +161,10 @@ class LayerView:
         `core/index.py: Keys`)."""
         return self.keys[:, :, first:last:step]
 
+    def values_at(self, first: int, last: int) -> Tensor:
+        """Values of tokens `first … last − 1`, `[B, Hkv, n, d]`."""
+        return self.values[:, :, first:last]
+
     def keys_pre(self, first: int, last: int) -> Tensor:
         """Keys `first..last` with RoPE removed, `[B, Hkv, last − first, d]`."""
         columns = torch.arange(first, last, device=self.keys.device)

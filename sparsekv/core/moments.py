@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from sparsekv.kernels import away_from, products
 from sparsekv.kernels.launch import acc_dtype, product_dtype
 
+KeysAt = Callable[[int, int], Tensor]
+"""Keys `[B, Hkv, n, d]` of the tokens first … last − 1, wherever they lie."""
 BLOCK, DEVICE_BLOCK = 4096, 32_768
 """Tokens that are taken at once on a CPU and on a CUDA device."""
 
@@ -43,22 +45,26 @@ def counted(x: Tensor, inside: Tensor | None, other: float = 0.0) -> Tensor:
     return x if inside is None else x.masked_fill(~inside, other)
 
 
-def key_mean(keys: Tensor, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
-    """Mean `[B, Hkv, d]`, float32 at least, of the keys `[B, Hkv, N, d]` with `first[b] <= i < last[b]`; zero where
-    there are none."""
-    total = torch.zeros(*keys.shape[:2], keys.shape[-1], device=keys.device, dtype=acc_dtype(keys))
-    for block, inside in blocks(first, last, edges):
-        total += counted(keys[:, :, block], inside).sum(2, dtype=total.dtype)
+def all_of(keys: Tensor) -> KeysAt:
+    """The keys of a tensor `[B, Hkv, N, d]` by place."""
+    return lambda first, last: keys[:, :, first:last]
+
+
+def key_mean(keys_at: KeysAt, first: Tensor, last: Tensor, edges: list[int] | None = None) -> Tensor:
+    """Mean `[B, Hkv, d]`, float32 at least, of the keys with `first[b] <= i < last[b]`; zero where there are none."""
+    parts = (counted(keys_at(block.start, block.stop), inside) for block, inside in blocks(first, last, edges))
+    total = sum(x.sum(2, dtype=acc_dtype(x)) for x in parts)
     return total / (last - first).clamp(min=1)[:, None, None]
 
 
 def key_covariance(
-    keys: Tensor, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
+    keys_at: KeysAt, first: Tensor, last: Tensor, mean: Tensor, edges: list[int] | None = None,
 ) -> Tensor:
     """Covariance `[B, Hkv, d, d]` of the same keys around their `mean`, from which they are taken before they are
     multiplied: keys lie far from zero."""
     total = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device, dtype=mean.dtype)
     for block, inside in blocks(first, last, edges):
-        away = counted(away_from(keys[:, :, block], mean, product_dtype(keys)), inside)
+        keys = keys_at(block.start, block.stop)
+        away = counted(away_from(keys, mean, product_dtype(keys)), inside)
         total += products(away, away)
     return total / (last - first).clamp(min=1)[:, None, None, None]

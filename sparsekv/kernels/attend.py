@@ -30,6 +30,7 @@ from sparsekv.kernels.launch import (
     overlaps,
     padded,
     power_of_two,
+    seats_or,
 )
 from sparsekv.kernels.types import CompletionQuery, KeyFeatures
 
@@ -139,7 +140,7 @@ def attend_tokens_reference(
     found, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
     if completion is not None:
         read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
-        features = key_features_reference(read, _maps(completion))
+        features = key_features_reference(read, _own_maps(completion))
         features = features.reshape(count, heads, listed, features.shape[-1])
         rest = remainder(completion, features, values[:, :, :listed], tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
@@ -221,6 +222,12 @@ def _maps(completion: CompletionQuery) -> KeyFeatures:
     return completion.keys
 
 
+def _own_maps(completion: CompletionQuery) -> KeyFeatures:
+    """The same with a row a query where they are kept by seat."""
+    maps, seats = _maps(completion), completion.seats
+    return maps if seats is None else maps._replace(bias=maps.bias[seats], shift=maps.shift[seats])
+
+
 def completed_launch(q: Tensor, completion: CompletionQuery) -> Launch:
     """How the completed kernel runs: fewer keys at once where the map of keys leaves them no shared memory."""
     row = (2 * padded(q.shape[-1]) + padded(completion.features.shape[-1])) * q.element_size()
@@ -284,8 +291,9 @@ def launch_attend(
         units = maps.w_in.shape[-1]
         features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
         completed_kernel[(count * heads, splits)](
-            *lists, maps, features, edges, paged, sums, *sizes, units, HALF=max(8, power_of_two(group)),
-            FEATURES=features.shape[-1], PADDED_FEATURES=padded(features.shape[-1]), UNITS=padded(units), **constants)
+            *lists, maps, features, seats_or(completion.seats, lengths), edges, paged, sums, *sizes, units,
+            HALF=max(8, power_of_two(group)), FEATURES=features.shape[-1], PADDED_FEATURES=padded(features.shape[-1]),
+            UNITS=padded(units), SEATED=completion.seats is not None, **constants)
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         *sums, *rest, lse if cap is None else cap.contiguous(),

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsekv.kernels.features_triton import log_features, map_of_keys
+from sparsekv.kernels.routing_triton import kept_row
 
 
 @triton.jit
@@ -163,12 +164,12 @@ def split_kernel(
 
 @triton.jit
 def completed_kernel(
-    q, k, v, tokens, offsets, buckets, log_weights, maps, features, edges, pages, partial, scale, num_listed, sink_size,
-    heads, per_row, units,
+    q, k, v, tokens, offsets, buckets, log_weights, maps, features, seats, edges, pages, partial, scale, num_listed,
+    sink_size, heads, per_row, units,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
-    PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
-    PAGE: tl.constexpr,
+    PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, SEATED: tl.constexpr,
+    OVERLAP: tl.constexpr, PAGE: tl.constexpr,
 ):
     """`split_kernel`, whose listed tokens also take their own estimates out of that of the mid region. Keys are the
     rows of every product, so that all of them are of a matrix unit's size: of the columns the first HALF are the
@@ -176,13 +177,14 @@ def completed_kernel(
     # grid and arguments as `split_kernel`, and
     # maps                `KeyFeatures`; FEATURES = r, UNITS = u padded
     # features            [Q, Hq, r]               of the queries
+    # seats               [Q] int64                if SEATED: the queries' rows of bias and shift of the maps
     # partial.taken       [Q, Hq, splits, d] fp32  written: the estimates of the slice's tokens times their values
     # partial.taken_mass  [Q, Hq, splits] fp32     written: their sum
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     cache_row, kv_head = row // per_row, head // LISTS
-    request = cache_row * (heads // LISTS) + kv_head
+    request = kept_row(seats, row if SEATED else cache_row, True, SEATED=SEATED) * (heads // LISTS) + kv_head
     stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH, UNITS=UNITS,
                                               FEATURES=PADDED_FEATURES)
     feature = tl.arange(0, PADDED_FEATURES)

@@ -19,6 +19,7 @@ from sparsekv.kernels.launch import (
     on_device,
     padded,
     power_of_two,
+    seats_or,
     shared_bytes,
 )
 from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache, PhiState, ScoreMoments
@@ -70,13 +71,16 @@ def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Ten
     return torch.cat([log_phi_q[..., :half], log_phi_q[..., half:] + shift[..., None].to(log_phi_q.dtype)], dim=-1)
 
 
-def phi_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
+def phi_query(
+    q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState, seats: Tensor | None = None,
+) -> CompletionQuery:
     """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
-    `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. One launch on CUDA, all layers of a head's map in one
+    `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. seats `[Q]` int64: the rows of state and offset `[B, Hq]`
+    that are the queries', where these are kept by seat. One launch on CUDA, all layers of a head's map in one
     program."""
     if on_device(q) and maps.w_in.dtype == q.dtype and fits(q, maps):
-        return launch_query(q, maps, offset, state)
-    return phi_query_reference(q, maps, offset, state)
+        return launch_query(q, maps, offset, state, seats)
+    return phi_query_reference(q, maps, offset, state, seats)
 
 
 def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
@@ -87,8 +91,13 @@ def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
     return max(width, features) * q.element_size() <= WIDEST and whole <= shared_bytes(q.device)
 
 
-def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
+def phi_query_reference(
+    q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState, seats: Tensor | None = None,
+) -> CompletionQuery:
     """`phi_query` in plain torch."""
+    if seats is not None:
+        found = phi_query_reference(q, maps, offset[seats], state_of(state, seats))
+        return found._replace(seats=seats)
     count, heads_q, _ = q.shape
     batch, heads_kv, width = state.m.shape
     by_row = q.reshape(batch, -1, heads_q, q.shape[-1]).transpose(1, 2)
@@ -105,6 +114,13 @@ def phi_query_reference(q: Tensor, maps: FeatureMapWeights, offset: Tensor, stat
     return CompletionQuery(features, log_scale, mass, numerator, cap)
 
 
+def state_of(state: PhiState, seats: Tensor) -> PhiState:
+    """The rows of a state `[Q]` that are chosen."""
+    moments = None if state.moments is None else ScoreMoments(*(x[seats] for x in state.moments))
+    m, z, s = (x[seats] for x in state[:3])
+    return PhiState(m, z, s, None if state.centre is None else state.centre[seats], moments)
+
+
 class QueryOutputs(NamedTuple):
     """What the query kernel writes: the same as in `CompletionQuery`."""
 
@@ -115,7 +131,9 @@ class QueryOutputs(NamedTuple):
     cap: Tensor
 
 
-def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState) -> CompletionQuery:
+def launch_query(
+    q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState, seats: Tensor | None = None,
+) -> CompletionQuery:
     """`phi_query` through Triton."""
     from sparsekv.kernels.completion_triton import query_kernel
 
@@ -136,12 +154,13 @@ def launch_query(q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiS
     query_kernel[(-(-count // together) * heads_q,)](
         as_heads(q), FeatureMapWeights(*(w.contiguous() for w in maps)), offset,
         PhiCache(*(x.contiguous() for x in state[:3])), state.m if state.centre is None else state.centre.contiguous(),
-        moments, outputs, count, heads_q, state.m.shape[1], count // state.m.shape[0], together,
+        moments, seats_or(seats, mass), outputs, count, heads_q, state.m.shape[1],
+        1 if seats is not None else count // state.m.shape[0], together,
         heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
         BLOCKS=maps.alpha.shape[-1], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features),
-        num_warps=QUERY_WARPS)
-    return CompletionQuery(found, log_scale, mass, numerator, cap)
+        SEATED=seats is not None, num_warps=QUERY_WARPS)
+    return CompletionQuery(found, log_scale, mass, numerator, cap, seats=seats)
 
 
 def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ map. Features are natural logarithms where they are called so. Structs are those
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.routing_triton import kept_row
+
 
 @triton.jit
 def gelu(x):
@@ -49,20 +51,21 @@ def cached_sums(s, kv, feature, place, features, dim, counted):
 
 @triton.jit
 def query_kernel(
-    q, maps, offset, cache, centre, moments, found, count, heads_q, heads_kv, per_row, together, o_row, dim, width,
-    features, rank,
+    q, maps, offset, cache, centre, moments, seats, found, count, heads_q, heads_kv, per_row, together, o_row, dim,
+    width, features, rank,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, SEATED: tl.constexpr,
 ):
     """`log φ_q + offset + m` of `together` queries of one head, at most ROWS, as largest value and features relative to
     it, and what they make of the cache. The weights are read once for all of them."""
     # grid: (blocks of queries · Hq,)
     # q        Heads [Q, Hq, d]            with RoPE
     # maps     `FeatureMapWeights` of the Hq query heads, of BLOCKS blocks, in the dtype of q
-    # offset   [Hq], or [Q, Hq] by stride o_row; added to log features
+    # offset   [Hq], or [Q, Hq] by stride o_row; added to log features; [B, Hq] if SEATED
     # cache    `PhiCache`: m, z [B, Hkv, r], s [B, Hkv, r, d], fp32
     # centre   [B, Hkv, d]                 if CENTRED: mean key times the softmax scale
     # moments  `ScoreMoments`              if CAPPED, fp32; rank = ρ
+    # seats    [Q] int64                   if SEATED: the queries' rows of B, and per_row = 1
     # found.features         [Q, Hq, r]          written, the largest 1
     # found.log_scale, mass  [Q, Hq] fp32        written
     # found.numerator        [Q, Hq, d] fp32     written
@@ -76,7 +79,8 @@ def query_kernel(
                 mask=(first + slot < last)[:, None] & inside[None, :], other=0.0)
     kv_head = head // (heads_q // heads_kv)
     # a query's sums are asked for before those of the query ahead of it are used
-    sums = cached_sums(cache.s, first // per_row * heads_kv + kv_head, feature, place, features, dim, features)
+    cache_row = kept_row(seats, first // per_row, True, SEATED=SEATED)
+    sums = cached_sums(cache.s, cache_row * heads_kv + kv_head, feature, place, features, dim, features)
     h = gelu(layer(x, maps.w_in + head * dim * width, maps.b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH,
                    BIAS=True))
     for step in tl.static_range(BLOCKS):
@@ -88,15 +92,15 @@ def query_kernel(
     logs = layer(h, maps.w_out + head * width * features, maps.b_out + head * features, width, features, INSIDE=WIDTH,
                  OUTSIDE=FEATURES, BIAS=True)
     for row in range(first, last):
-        cache_row = row // per_row
         kv = cache_row * heads_kv + kv_head
-        after = cached_sums(cache.s, (row + 1) // per_row * heads_kv + kv_head, feature, place, features, dim,
+        row_after = kept_row(seats, (row + 1) // per_row, row + 1 < last, SEATED=SEATED)
+        after = cached_sums(cache.s, row_after * heads_kv + kv_head, feature, place, features, dim,
                             tl.where(row + 1 < last, features, 0))
         mine = (slot == row - first)[:, None]
         query = tl.sum(tl.where(mine, x.to(tl.float32), 0.0), 0)
         shift = tl.load(cache.m + kv * features + feature, mask=kept, other=0.0)
         mass = tl.load(cache.z + kv * features + feature, mask=kept, other=0.0)
-        moved = tl.load(offset + row * o_row + head)
+        moved = tl.load(offset + (cache_row if SEATED else row) * o_row + head)
         log = tl.sum(tl.where(mine, logs, 0.0), 0) + moved
         log += 0.6931471805599453 * tl.where(shift == float("-inf"), 0.0, shift)  # of base 2
         if CENTRED:
@@ -122,4 +126,4 @@ def query_kernel(
             expected = (tl.log(tl.load(moments.size + cache_row)) + score + variance / 2
                         + log_normal_cdf(limit - tl.sqrt(variance)))
             tl.store(found.cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
-        sums = after
+        sums, cache_row = after, row_after

@@ -40,6 +40,11 @@ def as_tokens(x: Tensor) -> Tokens:
     return Tokens(x, *x.stride()[:3])
 
 
+def seats_or(seats: Tensor | None, other: Tensor) -> Tensor:
+    """Seats as a kernel takes them; without any a tensor that it does not read."""
+    return other if seats is None else seats.contiguous()
+
+
 def acc_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the arithmetic: float64 for float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -24,6 +24,7 @@ from sparsekv.kernels.launch import (
     overlaps,
     padded,
     power_of_two,
+    seats_or,
 )
 from sparsekv.kernels.types import BucketMeans, QueryModel, RouterScores
 
@@ -297,11 +298,6 @@ def launch_choose(
             order, runs, counts, tokens, heads, count // batch, widest, *order.stride()[:2], **lists, PADDED=wide,
             BLOCK=FILL_BLOCK, num_warps=FILL_WARPS, **pdl)
     return tokens
-
-
-def seats_or(seats: Tensor | None, other: Tensor) -> Tensor:
-    """Seats as a kernel takes them; without any a tensor that it does not read."""
-    return other if seats is None else seats.contiguous()
 
 
 def rank_warps(scores: int) -> int:

@@ -116,7 +116,8 @@ class CompletionQuery(NamedTuple):
 
     features `[Q, Hq, r]`, the largest 1; log_scale `[Q, Hq]`. mass `[Q, Hq]`, numerator `[Q, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^log_scale`. cap `[Q, Hq]`: the log mass of what
-    is not read is at most that. keys: by which the features of keys are made (`key_features`).
+    is not read is at most that. keys: by which the features of keys are made (`key_features`); seats `[Q]` int64: the
+    rows of their bias and shift that are the queries', where those are kept by seat.
     """
 
     features: Tensor
@@ -125,3 +126,4 @@ class CompletionQuery(NamedTuple):
     numerator: Tensor
     cap: Tensor | None = None
     keys: KeyFeatures | None = None
+    seats: Tensor | None = None

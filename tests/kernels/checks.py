@@ -187,12 +187,19 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
     table = torch.rand(count, blocks, device=device).argsort(-1)[:, :blocks].int()
     anchors = torch.randint(0, s.k.shape[2], (count, 7), device=device).int()
     by_list = {"scale": s.regions["scale"], "sink_size": 0, **dict.fromkeys(("starts", "tail_starts", "lengths"), used)}
-    for listed in (none, tokens):
+    # what completes lies by seat, in another order; a row that reads all it has leaves nothing
+    seats = 1 - torch.arange(count, device=device) * 2 // count
+    part = (whole == 0)[:, None]
+    own = [c._replace(mass=c.mass * part, numerator=c.numerator * part[..., None]) for c in completions]
+    seated = [c._replace(keys=c.keys._replace(bias=c.keys.bias.flip(0), shift=c.keys.shift.flip(0)), seats=seats)
+              for c in own]
+    for listed, completed in ((none, None), (tokens, None), (tokens, (seated[0], own[1])), (tokens, seated)):
         listed = torch.where(whole[:, None, None] > 0, -1, listed)
         sides = (launch_attend, (s.q, *pool)), (attend_tokens_reference, [x.double() for x in (s.q, *pool)])
         mine, truth = (attend(*step, listed, **by_list, pages=Pages(anchors, whole, table, page),
-                              out=torch.full_like(step[0], 7)) for attend, step in sides)
-        agree(mine, truth, limit, "pages")
+                              out=torch.full_like(step[0], 7), completion=completion)
+                       for (attend, step), completion in zip(sides, completed or (None, None), strict=True))
+        agree(mine, truth, limit, f"pages, completed: {completed is not None}")
         row, first = int(whole.argmax()), int(whole.max())
         slots = (table[row, :, None] * page + torch.arange(page, device=device)).flatten()[:first]
         own = [x[row * 2 // count, :, slots][None] for x in sides[1][1][1:]]
@@ -359,11 +366,14 @@ def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
                            torch.rand(2, heads, dim, device=device) / dim, torch.rand(2, device=device) * 50,
                            torch.tensor([float("inf"), 1.5], device=device))
     plain, full = PhiState(*cache), PhiState(*cache, centre=centre, moments=moments)
-    for size, state in (((heads_q,), full), ((2 * queries, heads_q), full), ((heads_q,), plain)):
+    seats = torch.arange(2 * queries, device=device) % 3 % 2
+    for size, state, who in (((heads_q,), full, None), ((2 * queries, heads_q), full, None), ((heads_q,), plain, None),
+                             ((2, heads_q), full, seats), ((2, heads_q), plain, seats)):
         offset = torch.randn(size, device=device)
         offset[..., 0] = float("-inf")
-        mine = launch_query(q, maps, offset, state)
-        truth = phi_query_reference(q.double(), double(maps), offset.double(), double(state))
+        mine = launch_query(q, maps, offset, state, who)
+        truth = phi_query_reference(q.double(), double(maps), offset.double(), double(state), who)
+        assert mine.seats is truth.seats is who
         limit = 1e-4 if dtype == torch.float32 else 3e-2
         scale = [x.log_scale.double().exp() for x in (mine, truth)]
         assert not mine.features[:, 0].any() and not mine.mass[:, 0].any() and not mine.numerator[:, 0].any()

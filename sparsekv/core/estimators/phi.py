@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -66,6 +66,15 @@ def phi_tokens(features: int, dim: int, *, moments: bool = False) -> float:
     return (features * (dim + 2) + described) / (2 * dim)
 
 
+class Summary(NamedTuple):
+    """All that completing reads of B requests: the state, the bias `[B, Hkv, u]` of their map of keys, and offset
+    `[B, Hq]`, their calibration."""
+
+    state: PhiState
+    bias: Tensor
+    offset: Tensor
+
+
 class PhiEstimator(Estimator):
     """The stable cache of feature sums `(m, z, S)`, minus the selection (completion paper §4.4, appendix C).
 
@@ -93,7 +102,7 @@ class PhiEstimator(Estimator):
     def build(self, view: LayerView) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
         edges = edges_of(first, last)  # known once, so that what follows is queued without a wait
-        self.mean = mean = key_mean(view.keys, first, last, edges)
+        self.mean = mean = key_mean(view.keys_at, first, last, edges)
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
         centre = None if self.centre is None else view.scale * self.centre
         if self.key_map is None:
@@ -103,7 +112,8 @@ class PhiEstimator(Estimator):
         self.bias = made.bias
         self.state = PhiState(*self._sum(view, made, first, last, edges), centre)
         if self.layer.capped:
-            self._describe(view, view.scale * mean, view.scale**2 * key_covariance(view.keys, first, last, mean, edges))
+            covariance = key_covariance(view.keys_at, first, last, mean, edges)
+            self._describe(view, view.scale * mean, view.scale**2 * covariance)
 
     @property
     def centre(self) -> Tensor | None:
@@ -125,11 +135,11 @@ class PhiEstimator(Estimator):
         """The tokens that joined, with the mean key of when the cache was built."""
         first, last = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         if self.covariance is not None and self.state.moments is not None:
-            mean, key = key_mean(view.keys, first, last), self.state.moments.key
+            mean, key = key_mean(view.keys_at, first, last), self.state.moments.key
             part = (1 - old.mid_sizes / view.regions.mid_sizes.clamp(min=1))[:, None, None]
             away = view.scale * mean - key
             between = (part * (1 - part))[..., None] * away[..., None] * away[..., None, :]
-            within = view.scale**2 * key_covariance(view.keys, first, last, mean) - self.covariance
+            within = view.scale**2 * key_covariance(view.keys_at, first, last, mean) - self.covariance
             self._describe(view, key + part * away, self.covariance + part[..., None] * within + between)
         more = self._sum(view, self._maps(), first, last)
         self.state = self.state._replace(**phi_join(PhiCache(*self.state[:3]), more)._asdict())
@@ -147,7 +157,20 @@ class PhiEstimator(Estimator):
         if self.weights is None:
             self.weights = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
         offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
-        return phi_query(queries.folded, self.weights, offset, self.state)._replace(keys=self._maps())
+        return self.asked(queries.folded, Summary(self.state, self.bias, offset))
+
+    @property
+    def summary(self) -> Summary:
+        """All that a step reads."""
+        return Summary(self.state, self.bias, self.layer.offset.expand(self.bias.shape[0], -1))
+
+    def asked(self, q: Tensor, summary: Summary, seats: Tensor | None = None) -> CompletionQuery:
+        """The queries' side of a step, q `[Q, Hq, d]` with RoPE. seats `[Q]` int64: the rows of the summary that are
+        the queries', where requests lie by seat; without them its offset is `[Hq]` or `[Q, Hq]`."""
+        assert self.weights is not None and self.key_map is not None
+        maps = self.key_map
+        keys = KeyFeatures(maps.w_in, summary.bias, maps.w_out, maps.b_out, summary.state.m)
+        return phi_query(q, self.weights, summary.offset, summary.state, seats)._replace(keys=keys)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = view.listed(selection)
@@ -178,8 +201,8 @@ class PhiEstimator(Estimator):
         """The cache of the tokens `first[b] <= i < last[b]`, a block at a time."""
         cache: PhiCache | None = None
         for block, _ in blocks(first, last, edges):
-            part = phi_sums(view.keys[:, :, block], view.values[:, :, block], first - block.start, last - block.start,
-                            maps)
+            a, b = block.start, block.stop
+            part = phi_sums(view.keys_at(a, b), view.values_at(a, b), first - a, last - a, maps)
             cache = part if cache is None else phi_join(cache, part)
         assert cache is not None
         return cache
