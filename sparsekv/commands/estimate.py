@@ -15,27 +15,28 @@ ITERATIONS = 10
 
 class Rates(NamedTuple):
     """Operations a second, multiplications and additions counted apart, and where they were measured. prefill of models
-    up to 1B and above; clusters: k-means; maps: steps of feature maps."""
+    up to 1B and above; clusters: k-means; maps: steps of feature maps. cards: query heads times tokens of held-out
+    windows a second, for the quality cards of router and maps."""
 
     small_prefill: float
     prefill: float
     clusters: float
     maps: float
+    cards: float
     measured: str
 
     def times(self, count: int) -> Rates:
         """Of so many of them."""
         prefill = (count * self.small_prefill, count * self.prefill)
-        return Rates(*prefill, count * self.clusters, count * self.maps, self.measured)
+        return Rates(*prefill, count * self.clusters, count * self.maps, count * self.cards, self.measured)
 
 
 DISK = 8.7e8
 """Bytes a second of a store (docs/results/capture.json, the slower machine's)."""
-GPU = Rates(2.2e14, 5.6e14, 3.7e13, 1.65e13, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
-            "(docs/results/capture.json); buckets of 8 heads at 128k; 19.2 steps a second of the maps of SmolLM2's 30 "
-            "layers by the trainers' defaults (docs/train.md)")
-CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
-                   "(docs/results/capture.json); buckets and maps of its shape on one thread (docs/train.md)")
+GPU = Rates(2.2e14, 5.6e14, 6e12, 9e12, 2.4e5, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
+            "(docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B (docs/train.md)")
+CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, 6e3, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
+                   "(docs/results/capture.json); buckets, maps and cards of its shape (docs/train.md)")
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ class Estimate:
     capture_seconds: float
     router_seconds: float
     phi_seconds: float
+    card_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.capture_seconds + self.router_seconds + self.phi_seconds
+        return self.capture_seconds + self.router_seconds + self.phi_seconds + self.card_seconds
 
     def layers_at_once(self, memory: int, layers: int) -> int:
         """How many layers fit a share of the memory [bytes] that leaves room for the rest."""
@@ -116,7 +118,9 @@ def store_bytes(shape: ModelShape, documents: int, length: int, queries: int) ->
 
 
 def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
-    """Disk exactly; memory and time to within the rates, loading, compiling and quality cards left out."""
+    """Disk exactly; memory and time to within the rates, loading and compiling left out."""
+    from sparsekv.trainers.pool import held_out
+
     tokens = work.documents * work.length
     chunk = min(CHUNK, work.length)
     cache = 2 * shape.all_layers * shape.heads_kv * work.length * shape.dim * shape.elements
@@ -129,7 +133,8 @@ def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
         layer_memory=_layer_memory(shape, work),
         capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK),
         router_seconds=clusters / rates.clusters,
-        phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps)
+        phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps,
+        card_seconds=held_out(work.documents) * work.length * shape.heads_q * shape.layers / rates.cards)
 
 
 def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:

@@ -29,15 +29,14 @@ MARKER = "train.json"
 CAPTURE, ROUTER, PHI = "capture", "router", "phi"
 FREE = ("output", "device", "dry_run", "overwrite")
 """Options that change where a training runs, not what it makes."""
-MEASURED_LENGTH = 8192
-MOST_WINDOWS, LEAST_WINDOWS, ROOM = 150, 16, 100_000_000_000
-"""Windows of the measured recipe, taken where they fit into so many bytes of disk."""
+TOKENS, LEAST_WINDOWS, ROOM = 24 * 16_384, 16, 100_000_000_000
+"""Tokens of the measured recipe, in windows of any length, and how few windows and how many bytes of disk at most."""
 ELEMENTS = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Sizes(NamedTuple):
-    """What is chosen for a machine and a model. documents: None for as many as `ROOM` holds. router, phi: what differs
-    from the trainers' own defaults. measured: on what."""
+    """What is chosen for a machine and a model. documents: None for windows of `TOKENS` together, as far as `ROOM`
+    holds them. router, phi: what differs from the trainers' own defaults. measured: on what."""
 
     documents: int | None
     context_length: int
@@ -47,8 +46,8 @@ class Sizes(NamedTuple):
     measured: str
 
 
-ON_GPU = Sizes(None, MEASURED_LENGTH, 768, {}, {}, "the trainers' defaults, measured with SmolLM2-135M at 8192 tokens "
-               "and 150 windows (docs/results/training.md); on models of 1B to 70B they were not measured")
+ON_GPU = Sizes(None, 16_384, 768, {}, {}, "the recipe measured with Qwen2.5-Coder-1.5B at 16384 tokens "
+               "(docs/results/real.md); on larger models its quality was not measured")
 ON_CPU = Sizes(28, 2048, 128, {"num_buckets": 256},
                {"max_steps": 220, "width": 64, "batch_size": 48, "keys_per_step": 352, "optimizer": "adam", "lr": 3e-3},
                "the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/results/demo.json); a GPU has others")
@@ -64,8 +63,9 @@ class TrainConfig:
                          names=("--output", "-o"))
     num_documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
                                                   "[windows].", group="Sizes", min=2)
-    context_length: int | None = option(None, help="Length of every window; without it 8192, on a CPU 2048, at most "
-                                                   "the model's own [tokens].", group="Sizes", min=64)
+    context_length: int | None = option(None, help="Length of every window, best that of the contexts that will be "
+                                                   "decoded; without it 16384, on a CPU 2048, at most the model's own "
+                                                   "[tokens].", group="Sizes", min=64)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
     phi_steps: int | None = option(None, help="Training steps of the feature maps, nearly all of the time [steps].",
@@ -223,7 +223,7 @@ def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, 
     length = config.context_length or min(sizes.context_length, longest)
     queries = min(sizes.queries, length // 2)
     documents = config.num_documents or sizes.documents or max(
-        LEAST_WINDOWS, min(MOST_WINDOWS, ROOM // store_bytes(shape, 1, length, queries)))
+        LEAST_WINDOWS, min(TOKENS // length, ROOM // store_bytes(shape, 1, length, queries)))
     phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
     plan = TrainingPlan(documents, length, queries, 0, sizes.router, phi)
     fit = estimate(shape, _work(plan), GPU).layers_at_once(memory, shape.layers)
@@ -254,7 +254,8 @@ def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Size
         "memory": f"{_bytes(found.capture_memory)} for the capture, {_bytes(training)} for training; "
                   f"{_bytes(_memory(device != 'cpu'))} on this machine's {'CPU' if device == 'cpu' else 'GPU'}",
         "time": f"{_time(found.seconds)}: capture {_time(found.capture_seconds)}, router "
-                f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}; loading, compiling, cards come on top",
+                f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}, quality cards "
+                f"{_time(found.card_seconds)}; loading and compiling come on top",
         "estimated": f"memory and time, from {rates.measured}"}
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 

@@ -131,6 +131,11 @@ def pool_bytes(store: CaptureStore, documents: int, heads: int, *, values: bool 
     return 2 * documents * heads * rows * store.head_dim
 
 
+def held_out(documents: int) -> int:
+    """Windows of a capture that are for validation, unless told otherwise."""
+    return max(1, min(4, documents // 10))
+
+
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
     """Windows to train on and to validate on: the last `validation` (0: a tenth, 1 to 4) are for validation, and those
     before that share a source document with them are left out, unless that would cost more than half of those cut from
@@ -138,7 +143,7 @@ def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], li
 
     Raises SparseKVError where none are left to train on.
     """
-    validation = validation or max(1, min(4, store.num_documents // 10))
+    validation = validation or held_out(store.num_documents)
     if not validation < store.num_documents:
         raise SparseKVError(f"{validation} validation documents asked for, and the capture store has "
                             f"{store.num_documents}; expected at least 1, and at least 1 left to train on")

@@ -20,7 +20,7 @@ from tiny import make_model, prompt, save_model
 import sparsekv
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.commands.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of, step_operations
+from sparsekv.commands.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of
 from sparsekv.commands.inspection import InspectConfig, inspect_path
 from sparsekv.commands.train import ON_GPU, TrainConfig, TrainingPlan, plan_training, planned, run_train
 from sparsekv.foundation.errors import SparseKVError
@@ -94,10 +94,10 @@ def llama_8b(layers: int = 32) -> ModelShape:
 
 
 def test_estimates_give_back_what_was_measured() -> None:
-    smollm2 = ModelShape(134_500_000, 30, 30, 9, 3, 64, 1536, 2)
-    # measured with maps of keys of four layers: as many operations as one hidden layer of 1216 units twice has
-    step = step_operations(smollm2, Work(64, 8192, 768, 1024, 4000, 256, 192, 4096, 1216))
-    assert 30 * step / GPU.maps == pytest.approx(1 / 19.2, rel=0.02)
+    coder = ModelShape(1_780_000_000, 28, 28, 12, 2, 128, 8960, 2)  # one H100, 32 windows of 16k (docs/train.md)
+    found = estimate(coder, Work(32, 16_384, 768, 1024, 2500, 256, 192, 4096), GPU)
+    assert found.phi_seconds == pytest.approx(127, rel=0.1) and found.router_seconds == pytest.approx(13, rel=0.1)
+    assert 249 / 1.5 < found.seconds < 249
     eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
     for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
         work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048)
@@ -109,12 +109,12 @@ def test_estimates_give_back_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("shape", "documents"), [
-    (ModelShape(1_240_000_000, 16, 16, 32, 8, 64, 8192, 2), 150), (llama_8b(), 76),
-    (ModelShape(70_600_000_000, 80, 80, 64, 8, 128, 28672, 2), 26)], ids=["1B", "8B", "70B"])
-def test_windows_are_as_many_as_100_gb_hold(shape: ModelShape, documents: int) -> None:
+    (ModelShape(1_240_000_000, 16, 16, 32, 8, 64, 8192, 2), 24), (llama_8b(), 24),
+    (ModelShape(70_600_000_000, 80, 80, 64, 8, 128, 28672, 2), 16)], ids=["1B", "8B", "70B"])
+def test_windows_are_24_where_100_gb_hold_them(shape: ModelShape, documents: int) -> None:
     plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, 131_072, 80_000_000_000)
-    assert (plan.documents, plan.context_length, plan.queries) == (documents, 8192, 768)
-    work = Work(plan.documents, 8192, 768, 1024, 22_000, 256, 192, 4096)
+    assert (plan.documents, plan.context_length, plan.queries) == (documents, 16_384, 768)
+    work = Work(plan.documents, 16_384, 768, 1024, 2500, 256, 192, 4096)
     found = estimate(shape, work, GPU)
     assert found.store <= 100e9 or plan.documents == 16
     at_once = plan.layer_group or shape.layers
