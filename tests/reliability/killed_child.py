@@ -19,6 +19,7 @@ from tiny import save_model
 from training_child import train
 
 from sparsekv.evaluation.run import EvalConfig, run_eval
+from sparsekv.trainers.work import MARK
 
 
 def made_by(kind: str, folder: Path) -> tuple[Callable[[Path], Any], Callable[[Path], Any]]:
@@ -63,7 +64,8 @@ def main() -> None:
         rounds += 1
         out, ended = folder / f"cut{rounds}", False
         finished = {"capture": lambda o: '"complete": true' in text(o / "manifest.json"),
-                    "eval": lambda o: (o / "report.html").is_file()}.get(kind, lambda o: (o / "config.json").is_file())
+                    "eval": lambda o: (o / "report.html").is_file()}.get(
+                        kind, lambda o: (o / "config.json").is_file() and not (o / MARK).is_file())
         while not ended and not finished(out):
             ended, _ = run_forked(make, out, draw.uniform(0, 0.8 * took) if killed < kills else None)
             killed += not ended
