@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.streams import beside
 from sparsekv.kernels import add_sinks, merge
@@ -113,11 +114,7 @@ class LayerState:
         if not self.outgrown(past):
             return
         view.regions = view.regions.moved(past - self.window_size - self.decode_window // 2)
-        self.selector.prepare(view)
-        self.selector.extend(view, old)
-        if self.estimator is not None:
-            self.estimator.extend(view, old)
-            self.estimator.reads(view, self.selector.read_share(view))
+        grow(view, old, self.selector, self.estimator)
         view.moved()
         self._read_borders()
 
@@ -173,4 +170,13 @@ def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> N
     selector.prepare(view)
     selector.build(view)
     if estimator is not None:
+        estimator.reads(view, selector.read_share(view))
+
+
+def grow(view: LayerView, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
+    """The mid region has grown from `old` to that of the view: so do state and estimate."""
+    selector.prepare(view)
+    selector.extend(view, old)
+    if estimator is not None:
+        estimator.extend(view, old)
         estimator.reads(view, selector.read_share(view))

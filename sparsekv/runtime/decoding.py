@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.artifacts.checks import brief
-from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
@@ -81,13 +81,8 @@ class Decoding:
         """A fresh estimator for a layer; None where there is none."""
         if self.phi is None:
             return None if self.estimator is None else self.estimator.fork()
-        maps = self._on("phi", self.phi, device).layer(layer_idx)
-        gate = None if self.layers is None else self.layers[layer_idx].gate
-        if maps is None or (self.layers is not None and gate is None):
-            return None
-        if gate is not None:
-            maps = maps._replace(offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
-        return PhiEstimator(maps)
+        maps = gated_maps(self._on("phi", self.phi, device), layer_idx, self.layers)
+        return None if maps is None else PhiEstimator(maps)
 
     def spend(self, budget: int | float) -> None:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""
@@ -181,6 +176,18 @@ def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int,
     if budget is not None:
         made.token_budget = budget
     return made
+
+
+def gated_maps(
+    phi: PhiArtifact, layer_idx: int, layers: Mapping[int, LayerSetting] | None,
+) -> PhiLayer | None:
+    """The maps of a layer, with the gates of a settings file if there is one; None where it is not completed."""
+    maps, gate = phi.layer(layer_idx), None if layers is None else layers[layer_idx].gate
+    if maps is None or (layers is not None and gate is None):
+        return None
+    if gate is None:
+        return maps
+    return maps._replace(offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
 
 
 def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.decoding import DENSE_BYTES
+from sparsekv.serving import summaries
 from sparsekv.serving.checks import check_engine, head_slice, served_shape
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, bytes_of, heads_of
@@ -73,7 +74,10 @@ class Home:
         assert selector is not None
         own = head_slice(builder.vllm_config, selector.trained.centroids.shape[0], self.impl.num_kv_heads)
         selector.layer = heads_of(selector.layer, *own)
-        self.selector = selector
+        self.selector, self.maps = selector, builder.plan.maps(layer_idx)
+        if self.maps is not None:
+            queries = head_slice(builder.vllm_config, self.maps.offsets.shape[1], self.impl.num_heads)
+            self.maps = summaries.heads_of(self.maps, queries, own)
 
     def ready(self) -> LayerIndex | None:
         """The index, if there are pages. Before a step, not in it: a graph that is being captured must not make one."""
@@ -89,7 +93,7 @@ class Home:
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
             unsorted = self.builder.make_room(pool, again=self.index is not None)
             self.index = LayerIndex(self.selector, pool, self.builder.room, unsorted, scale=self.impl.scale,
-                                    rope=self.builder.rope)
+                                    rope=self.builder.rope, maps=self.maps)
             self.pages = (pool.data_ptr(), pool.shape)
         return self.index
 
@@ -167,14 +171,16 @@ class SparseBuilder(AttentionMetadataBuilder):
     def _check_memory(self, pool: Tensor, slots: int) -> None:
         sizes = [bytes_of(h.selector, self.room, pool) for h in self.homes]
         by_slot, by_seat = (sum(x) for x in zip(*sizes, strict=True))
-        free = torch.cuda.mem_get_info(pool.device)[0]
-        if by_slot + by_seat > free:
-            total = torch.cuda.mem_get_info(pool.device)[1]
+        kept = [summaries.bytes_of(h.maps, self.room.seats, pool.dtype) for h in self.homes if h.maps is not None]
+        maps, by_summary = (sum(x) for x in zip((0, 0), *kept, strict=True))
+        free, total = torch.cuda.mem_get_info(pool.device)
+        wanted = by_slot + by_seat + maps + by_summary
+        if wanted > free:
             raise SparseKVError(
-                f"codes of {slots} tokens take {by_slot / 2**30:.2f} GiB and the indices of "
-                f"{self.room.seats} requests {by_seat / 2**30:.2f} GiB beside the cache, and {free / 2**30:.2f} GiB "
-                f"are left; lower --gpu-memory-utilization by {(by_slot + by_seat - free) / total + 0.01:.2f}, or "
-                "requests in the settings file")
+                f"codes of {slots} tokens take {by_slot / 2**30:.2f} GiB, the indices and summaries of "
+                f"{self.room.seats} requests {(by_seat + by_summary) / 2**30:.2f} GiB and the feature maps "
+                f"{maps / 2**30:.2f} GiB beside the cache, and {free / 2**30:.2f} GiB are left; lower "
+                f"--gpu-memory-utilization by {(wanted - free) / total + 0.01:.2f}, or requests in the settings file")
 
     def _build(self, common: Any, *, serves: bool) -> SparseMetadata:
         full = self.full.build(0, common)
@@ -186,7 +192,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                       getattr(common, "is_prefilling", None))
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if indices and not self.warm:
-            indices[0].warm(self.seats.places.sink_size)
+            max(indices, key=lambda x: x.summaries is not None).warm(self.seats.places.sink_size)
             self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         short = serves and TURN.take(lengths_of(common)) and (self.eager or TURN.captured)
@@ -250,7 +256,7 @@ class SparseImpl(StockImpl):
         assert found.table is not None
         lanes, rows = found.lanes, found.lanes.sparse.shape[0]
         index, q = self.home.at(kv_cache), query[:rows]
-        index.attend(q, index.choose(q, lanes), lanes, found.table, output[:rows])
+        index.step(q, lanes, found.table, output[:rows])
         return output
 
 

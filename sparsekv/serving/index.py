@@ -1,6 +1,6 @@
 """What a served layer keeps beside its pages: codes of keys by slot, and in buffers of fixed size the index of every
-request that decodes sparsely. The index is made, grown and asked by the selectors of the core (`core/index.py`), of
-which a request is one row. Nothing waits for the host but `build` and `extend`."""
+request that decodes sparsely, and its summary (`summaries.py`). The index is made, grown and asked by the selectors of
+the core (`core/index.py`), of which a request is one row. Nothing waits for the host but `build` and `extend`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, one_bucket
 from sparsekv.core.layer import LayerView
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.router import Router
-from sparsekv.kernels import Pages, QueryModel, Sketch, attend_tokens, encode_keys
+from sparsekv.core.step import build, grow
+from sparsekv.core.streams import beside
+from sparsekv.kernels import CompletionQuery, Pages, QueryModel, Sketch, attend_tokens, encode_keys
 from sparsekv.serving.pages import by_slot
+from sparsekv.serving.summaries import Summaries
 
 LATER = 64
 """New keys of a step up to which their codes wait."""
@@ -85,6 +90,10 @@ class RequestKeys(LayerView):
         assert self.slots is not None
         return self.keys[:, :, self.slots[first:last:step]]
 
+    def values_at(self, first: int, last: int) -> Tensor:
+        assert self.slots is not None
+        return self.values[:, :, self.slots[first:last]]
+
     def keys_pre(self, first: int, last: int) -> Tensor:
         places = torch.arange(first, last, device=self.keys.device)
         assert self.rope is not None
@@ -110,10 +119,11 @@ class LayerIndex:
     to the last. By seat: a row of the core's `Index`, whose lists of slots lie one after another, and the selector that
     made it. Seat `seats` is nobody's: its buckets are empty.
 
-    selector: of this layer, with the artifact's part that these heads need."""
+    selector: of this layer, with the artifact's part that these heads need; maps: these heads' feature maps, None: what
+    is not read is not estimated."""
 
     def __init__(self, selector: Router, pool: Tensor, room: Room, unsorted: Unsorted, *, scale: float,
-                 rope: RopeTable | None = None):
+                 rope: RopeTable | None = None, maps: PhiLayer | None = None):
         self.unsorted, self.room, self.scale, self.rope = unsorted, room, scale, rope
         self.keys, self.values = by_slot(pool)
         self.slots, self.page = self.keys.shape[1], pool.shape[2]
@@ -125,7 +135,7 @@ class LayerIndex:
         probe = copy.copy(self.selector)
         probe.prepare(self._request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
         self.weights = probe.query_model(self._request(torch.zeros(0), Regions(ends, ends, 0, 0)))
-        self.made: list[Router | None] = [None] * seats
+        self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * seats
         shapes = _shapes(trained, room, pool, by_means=self.weights is None)
         self.buckets = Buckets(**{name: torch.zeros(shape, dtype=kind, device=device)
                                   for name, (shape, kind) in shapes.items()})
@@ -139,6 +149,7 @@ class LayerIndex:
                 seats + 1, *trained.sketch.queries.shape, dtype=trained.sketch.queries.dtype, device=device))
         self.index = Index(self.buckets, self.weights, self.codes, side, self.spent[0], self.spent[1], probe.widest,
                            min(room.longest, probe.most_candidates))
+        self.summaries = None if maps is None else Summaries(maps, self.keys[None], seats)
 
     def warm(self, sink_size: int) -> None:
         """Run once what prompts and new requests launch, for lengths that 16 divides, odd ones and others (strides that
@@ -176,17 +187,26 @@ class LayerIndex:
         made, keys = copy.copy(self.selector), self._request(slots, regions)
         if routed and made.reads_codes:
             made.candidates = 0.5  # type: ignore[attr-defined]
-        made.prepare(keys)
-        made.build(keys)
-        self._put(seat, made, keys)
+        summary = None if self.summaries is None else self.summaries.fresh()
+        build(keys, made, summary)
+        self._put(seat, made, summary, keys)
 
     def extend(self, seat: int, slots: Tensor, old: Regions, regions: Regions) -> None:
         """The mid region of the request in a seat has grown from `old`."""
-        made, keys = self.made[seat], self._request(slots, regions)
+        (made, summary), keys = self.made[seat], self._request(slots, regions)
         assert made is not None
-        made.prepare(keys)
-        made.extend(keys, _placed_regions(old, self.keys.device))
-        self._put(seat, made, keys)
+        grow(keys, _placed_regions(old, self.keys.device), made, summary)
+        self._put(seat, made, summary, keys)
+
+    def step(self, q: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
+        """A decode step of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`."""
+        if self.summaries is None:
+            return self.attend(q, self.choose(q, lanes), lanes, table, out)
+        with beside(q.device) as join:
+            completion = self.summaries.asked(q, lanes.seat)
+        tokens = self.choose(q, lanes)
+        join()
+        return self.attend(q, tokens, lanes, table, out, completion)
 
     def choose(self, q: Tensor, lanes: Lanes) -> Tensor:
         """The slots that the budget buys, of one query a row, q `[R, Hq, d]` with RoPE: `[R, Hkv, n]`, padded with
@@ -199,20 +219,24 @@ class LayerIndex:
         return chosen_tokens(self.index, q, asking, self.scale, budget=self.spent[0], pool=self.spent[1],
                              seats=lanes.seat)
 
-    def attend(self, q: Tensor, tokens: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
+    def attend(
+        self, q: Tensor, tokens: Tensor, lanes: Lanes, table: Tensor, out: Tensor,
+        completion: CompletionQuery | None = None,
+    ) -> Tensor:
         """Attention of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
-        tokens `[R, Hkv, n]`, or over all it has in its pages, table `[R, blocks]`."""
+        tokens `[R, Hkv, n]`, completed if asked for, or over all it has in its pages, table `[R, blocks]`."""
         keys, values = (x[None].expand(q.shape[0], -1, -1, -1) for x in (self.keys, self.values))
         used = lanes.anchored
         return attend_tokens(q, keys, values, tokens, scale=self.scale, starts=used, sink_size=0, tail_starts=used,
-                             lengths=used, pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
+                             lengths=used, completion=completion,
+                             pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
 
     def _request(self, slots: Tensor, regions: Regions) -> RequestKeys:
         return RequestKeys(self.keys[None], self.values[None], _placed_regions(regions, self.keys.device), self.scale,
                            self.keys.shape[0], rope=self.rope, slots=slots, store=self)
 
-    def _put(self, seat: int, made: Router, keys: RequestKeys) -> None:
-        """A request's index into its seat's rows, which its selector has from then on."""
+    def _put(self, seat: int, made: Router, summary: PhiEstimator | None, keys: RequestKeys) -> None:
+        """A request's index into its seat's rows, which its selector has from then on, and its summary likewise."""
         found = one_bucket(keys, self.buckets) if made.buckets is None else made.buckets
         first, count = seat * self.room.longest, found.order.shape[2]
         self.buckets.order[0, :, first:first + count] = found.order[0]
@@ -229,7 +253,9 @@ class LayerIndex:
             self.index.sketch.queries[seat] = index.sketch.queries[0]
         self.spent[0, seat : seat + 1] = index.budget
         self.spent[1, seat : seat + 1] = index.pool if made.buckets is not None else keys.regions.mid_sizes
-        self.made[seat] = made
+        if self.summaries is not None and summary is not None:
+            self.summaries.put(seat, summary)
+        self.made[seat] = made, summary
 
 
 def _placed(trained: TrainedBuckets, pool: Tensor) -> RouterLayer:

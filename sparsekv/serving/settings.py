@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.artifacts.checks import check_types, parse_object, said
+from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.regions import check_budget
-from sparsekv.core.registry import served
+from sparsekv.core.registry import NONE, served
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.decoding import choose_selector, chosen_size, dense_by_number, for_layer
+from sparsekv.runtime.decoding import choose_selector, chosen_size, dense_by_number, for_layer, gated_maps
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
-from sparsekv.runtime.settings import Settings
+from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.runtime.supported import load_artifacts
 from sparsekv.sources.named import REPOSITORY
 
 VARIABLE = "SPARSEKV_SETTINGS"
@@ -34,14 +36,19 @@ class ServedShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is served. router: the artifact's folder, or its name on the hub; recommended: a file of
-    `sparsekv eval recommend`, whose selector, layers, budgets, sink and window are taken; both relative to the settings
-    file. selector: sketch (if the artifact has sketches) or router. token_budget and candidates: theirs. dense_below:
-    the length from which a request decodes sparsely; without it where that was measured to be faster. requests: how
-    many decode sparsely at once, each with an index; others are attended to fully."""
+    """How a model is served. artifacts: what one training made, a folder with `router/`, `phi/` or both, or its name on
+    the hub; router, phi: folders or names of these two; recommended: a file of `sparsekv eval recommend`, whose
+    selector, completion, layers, budgets, gates, sink and window are taken; all relative to the settings file.
+    selector: sketch (if the artifact has sketches) or router. completion: phi, where there are feature maps, or none.
+    token_budget and candidates: the selector's. dense_below: the length from which a request decodes sparsely; without
+    it where that was measured to be faster. requests: how many decode sparsely at once, each with an index; others are
+    attended to fully."""
 
+    artifacts: str | None = None
     router: str | None = None
+    phi: str | None = None
     selector: str | None = None
+    completion: str | None = None
     recommended: str | None = None
     token_budget: int | float | None = None
     candidates: float | None = None
@@ -71,13 +78,13 @@ class Serving:
         made = cls(**raw)
         check_types(made, where)
         made._check(where)
-        router, recommended = (None if x is None else str(path.parent / x) for x in (made.router, made.recommended))
-        if router is not None and not Path(router).exists() and REPOSITORY.fullmatch(str(made.router)):
-            router = made.router
-        return replace(made, router=router, recommended=recommended)
+        beside = {name: str(path.parent / x) for name in ("artifacts", "router", "phi", "recommended")
+                  if (x := getattr(made, name)) is not None
+                  and (name == "recommended" or (path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
+        return replace(made, **beside)  # type: ignore[arg-type]
 
     def _check(self, where: str) -> None:
-        if self.router is None and self.recommended is None:
+        if self.router is None and self.artifacts is None and self.recommended is None:
             raise SparseKVError(f"{where} names no router; expected an entry router with the folder of an artifact, or "
                                 "recommended with a file of `sparsekv eval recommend`")
         if self.recommended is not None:
@@ -87,6 +94,9 @@ class Serving:
                                         f"recommended file brings its own {name}")
         if self.selector not in (None, *served()):
             raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(served())}, which are "
+                                "what is served")
+        if self.completion not in (None, "phi", NONE):
+            raise SparseKVError(f"{where} has completion {self.completion!r}; expected phi or {NONE}, which are "
                                 "what is served")
         check_budget(self.token_budget)
         if self.candidates is not None and not 0 <= self.candidates <= 1:
@@ -102,7 +112,8 @@ class Serving:
 @dataclass(frozen=True)
 class ServedModel:
     """Settings with what they name, checked against a model. selector: as `attach` makes it of the same options;
-    budgets: of the layers that decode sparsely."""
+    budgets: of the layers that decode sparsely; phi: what completes them, if anything does, with the gates of `layers`
+    where a recommended file brought some."""
 
     serving: Serving
     router: RouterArtifact
@@ -110,6 +121,8 @@ class ServedModel:
     budgets: dict[int, int | float | None]
     sink_size: int
     window_size: int
+    phi: PhiArtifact | None = None
+    layers: dict[int, LayerSetting] | None = None
 
     def layer(self, layer_idx: int) -> Router | None:
         """The selector that a layer is served with, None: full attention."""
@@ -118,6 +131,10 @@ class ServedModel:
         made = for_layer(self.selector, self.router, layer_idx, self.budgets[layer_idx])
         assert isinstance(made, Router)
         return made
+
+    def maps(self, layer_idx: int) -> PhiLayer | None:
+        """The feature maps that complete a layer that decodes sparsely, None: nothing does."""
+        return None if self.phi is None else gated_maps(self.phi, layer_idx, self.layers)
 
 
 def settings_path() -> str | None:
@@ -130,13 +147,11 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     recommended = None if serving.recommended is None else Settings.load(serving.recommended)
     if recommended is not None:
         _check_recommended(recommended, serving, shape)
-    folder = serving.router or (None if recommended is None else recommended.router)
-    if folder is None:
-        raise SparseKVError(f"the settings {serving.recommended!r} name no router; expected a file recommended with "
-                            "--selector router, or an entry router beside it")
-    router = RouterArtifact.load(folder)
-    what = f"the router {folder!r}"
+    router, phi = _artifacts(serving, recommended)
+    what = f"the router {str(router.path or '')!r}"
     _check_shape(router.config.model, shape, what)
+    if phi is not None:
+        _check_shape(phi.config.model, shape, f"the feature maps {str(phi.path or '')!r}")
     name = serving.selector or (None if recommended is None else "router")
     if name == "sketch" and router.sketch is None:
         raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
@@ -154,19 +169,42 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
         if missing:
             raise SparseKVError(f"the settings {serving.recommended!r} name layer {missing[0]}, which {what} does not "
                                 "have; recommend again with this router")
-        return ServedModel(serving, router, selector, budgets, recommended.sink_size, recommended.window_size)
+        return ServedModel(serving, router, selector, budgets, recommended.sink_size, recommended.window_size, phi,
+                           recommended.layers)
     dense = dense_by_number((0,) if serving.dense_layers is None else serving.dense_layers, shape.num_layers)
     budgets = {layer: serving.token_budget for layer in router.config.layers if layer not in dense}
-    return ServedModel(serving, router, selector, budgets, chosen_size("sink_size", serving.sink_size, (router,)),
-                chosen_size("window_size", serving.window_size, (router,)))
+    sink, window = (chosen_size(n, getattr(serving, n), (router, phi)) for n in ("sink_size", "window_size"))
+    return ServedModel(serving, router, selector, budgets, sink, window, phi)
+
+
+def _artifacts(serving: Serving, recommended: Settings | None) -> tuple[RouterArtifact, PhiArtifact | None]:
+    """The router, and the feature maps if they complete."""
+    router, phi, completion = serving.router, serving.phi, serving.completion
+    if recommended is not None:
+        completion = completion or recommended.completion
+        if serving.artifacts is None:
+            # what these settings name is a path, never a name on the hub
+            router, phi = (x or (path and Path(path)) for x, path in (  # type: ignore[assignment]
+                (router, recommended.router), (phi, recommended.phi)))
+    if router is None and serving.artifacts is None:
+        raise SparseKVError(f"the settings {serving.recommended!r} name no router; expected a file recommended with "
+                            "--selector router, or an entry router beside it")
+    found, maps = load_artifacts(serving.artifacts, router, None if completion == NONE else phi)
+    if found is None:
+        raise SparseKVError(f"the artifacts {serving.artifacts!r} hold no router; expected a folder with router/, or "
+                            "an entry router beside it")
+    if completion == "phi" and maps is None:
+        raise SparseKVError("completion phi needs trained feature maps; expected artifacts with phi/, or an entry phi "
+                            "with the folder of some")
+    return found, None if completion == NONE else maps
 
 
 def _check_recommended(found: Settings, serving: Serving, shape: ServedShape) -> None:
     _check_shape(found.model, shape, f"the settings file {serving.recommended!r}")
-    if found.completion != "none":
-        raise SparseKVError(f"the settings file {serving.recommended!r} completes with {found.completion}, which is "
-                            "not served; recommend again from diagnostics without feature maps")
-    if found.selector != "router" and serving.router is None:
+    if serving.completion == "phi" and found.completion != "phi":
+        raise SparseKVError(f"the settings file {serving.recommended!r} completes with {found.completion} and has no "
+                            "gates; recommend again from diagnostics with feature maps, or leave out completion")
+    if found.selector != "router" and serving.router is None and serving.artifacts is None:
         raise SparseKVError(f"the settings file {serving.recommended!r} is for selector {found.selector}; expected "
                             "router; recommend again with --selector router")
 

@@ -16,7 +16,7 @@ from sparsekv.core.offline import Window, request
 from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import sparse_step
-from sparsekv.kernels import slots_at
+from sparsekv.kernels import dense_attention, slots_at
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
 
 
@@ -83,11 +83,13 @@ PAGE = 4
 
 
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("completion", ["none", "phi"])
 @pytest.mark.parametrize("case", SERVED)
-def test_a_step_over_pages_is_that_of_the_runtime(case: str, group: int, monkeypatch) -> None:
-    """The same request, its keys in pages in any order: built at the same prefill, grown at the same steps."""
+def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, group: int, monkeypatch) -> None:
+    """The same request, its keys in pages in any order: built at the same prefill, grown at the same steps. Beside it
+    in the batch a row that reads all it has."""
     model = tiny(group, 10, torch.float64)
-    taken, cache = steps_of(model, case, "none", 1, monkeypatch)
+    taken, cache = steps_of(model, case, completion, 1, monkeypatch)
     keys, values = (x[0].transpose(0, 1) for x in (cache.layers[1].keys, cache.layers[1].values))
     name, options = cases()[case]
     total, first = keys.shape[0], taken[0].view
@@ -95,9 +97,11 @@ def test_a_step_over_pages_is_that_of_the_runtime(case: str, group: int, monkeyp
     slots = slots_at(table, torch.arange(total)[None], PAGE)[0]
     pool = torch.full((table.shape[1] + 1, PAGE, keys.shape[1], 2 * keys.shape[2]), float("nan"), dtype=keys.dtype)
     pool.flatten(0, 1)[slots] = torch.cat([keys, values], dim=-1)
-    selector = SELECTORS[name](layer=trained(model)[0].layer(1), **options)
+    pool[0] = 0.0  # nobody's
+    router, phi = trained(model)
+    selector = SELECTORS[name](layer=router.layer(1), **options)
     index = LayerIndex(selector, pool.transpose(1, 2), Room(2, total), Unsorted(pool.shape[0] * PAGE, keys.device),
-                       scale=first.scale, rope=first.rope)
+                       scale=first.scale, rope=first.rope, maps=None if completion == "none" else phi.layer(1))
     regions = first.regions.grown(PROMPT)
     index.build(1, slots[:int(regions.mid_last)], regions)
     for x in (x for x in taken if x.queries.count == 1):
@@ -106,9 +110,13 @@ def test_a_step_over_pages_is_that_of_the_runtime(case: str, group: int, monkeyp
             index.extend(1, slots[:int(now.mid_last)], regions, now)
         regions = now
         anchors = torch.cat([slots[:now.sink_size], slots[int(now.tail_starts):length]])[None].int()
-        lanes = Lanes(torch.tensor([True]), torch.tensor([1]), anchors, torch.tensor([length - 1]),
-                      torch.zeros(1, dtype=torch.int32), torch.tensor([anchors.shape[1]]))
-        q = x.queries.rot[:, :, 0]
-        out = index.attend(q, index.choose(q, lanes), lanes, table, torch.full_like(q, float("nan")))
-        torch.testing.assert_close(out, x.step.out[:, :, 0], **close(case))
+        lanes = Lanes(torch.tensor([False, True]), torch.tensor([2, 1]), anchors.expand(2, -1),
+                      torch.tensor([length - 1] * 2), torch.tensor([length, 0], dtype=torch.int32),
+                      torch.tensor([0, anchors.shape[1]]))
+        q = x.queries.rot[:, :, 0].expand(2, -1, -1)
+        out = index.step(q, lanes, table.expand(2, -1), torch.full_like(q, float("nan")))
+        torch.testing.assert_close(out[1], x.step.out[0, :, 0], **close(case))
+        whole = dense_attention(q[:1, :, None], *(y[None, :length].transpose(1, 2) for y in (keys, values)),
+                                scale=first.scale)
+        torch.testing.assert_close(out[:1], whole[:, :, 0])
     assert regions.tail_starts > first.regions.tail_starts, "the mid region has not grown"

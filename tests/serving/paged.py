@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
 from sparsekv.core.rope import RopeTable
@@ -11,6 +12,7 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
+from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
 from sparsekv.serving.seats import Found, Places, Seats, StepRows
 
@@ -53,6 +55,16 @@ def selector(made: RouterLayer, budget: int | float, candidates: float | None) -
     return SELECTORS["sketch"](token_budget=budget, candidates=candidates, layer=made)
 
 
+def maps() -> PhiLayer:
+    """Feature maps, half of them centred and the mass capped, calibrated for two shares; one head's gate is closed."""
+    torch.manual_seed(4)
+    sizes = (HEADS * GROUP, 12), (HEADS, 6), (HEADS, 6)
+    made = FeatureMaps(*(FeatureMap(h, DIM, r, 10, blocks=not i).weights() for i, (h, r) in enumerate(sizes)))
+    offsets = torch.stack([torch.zeros(HEADS * GROUP), torch.full((HEADS * GROUP,), -0.5)])
+    offsets[:, 1] = float("-inf")
+    return PhiLayer(made.map(lambda w: 0.3 * w.detach()), offsets, (0.0, 0.3), capped=True)
+
+
 class Request:
     """A prompt and its answer: pages, and how many of its tokens are in them."""
 
@@ -65,13 +77,14 @@ class Engine:
     """One layer of a server: `step` takes the requests of a batch with the number of their new tokens."""
 
     def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
-                 candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE):
+                 candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE,
+                 completes: PhiLayer | None = None):
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
         made = made or router()
         self.unsorted = Unsorted(blocks * PAGE, torch.device("cpu"))
         self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.unsorted,
-                                scale=SCALE, rope=rope() if made.key_space == "pre" else None)
+                                scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes)
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
         self.seats.unsorted = self.unsorted
@@ -122,7 +135,7 @@ class Engine:
 
 def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> torch.Tensor:
     """A layer's sparse step."""
-    return index.attend(q, index.choose(q, lanes), lanes, table, torch.full_like(q, float("nan")))
+    return index.step(q, lanes, table, torch.full_like(q, float("nan")))
 
 
 def full(request: Request) -> torch.Tensor:

@@ -15,12 +15,15 @@ from paged import (
     Engine,
     Request,
     full,
+    maps,
     rope,
     router,
     selector,
 )
 
+from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState
@@ -29,12 +32,14 @@ from sparsekv.core.step import LayerState
 class Attached:
     """The same request decoded by the core, as `attach` does."""
 
-    def __init__(self, request: Request, made: RouterLayer, budget: int | float, candidates: float | None):
+    def __init__(self, request: Request, made: RouterLayer, budget: int | float, candidates: float | None,
+                 completes: PhiLayer | None = None):
         self.request = request
         past = request.length - 1
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
         view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=rope())
-        self.state = LayerState(view, selector(made, budget, candidates), None, window_size=WINDOW,
+        estimator = None if completes is None else PhiEstimator(completes)
+        self.state = LayerState(view, selector(made, budget, candidates), estimator, window_size=WINDOW,
                                 decode_window=DECODE_WINDOW)
 
     def _cache(self, length: int) -> list[torch.Tensor]:
@@ -51,14 +56,15 @@ class Attached:
 @pytest.mark.parametrize(("scores", "space", "sketched"), [
     ("mean_key", "rot", True), ("mean_key", "pre", True), ("mlp", "pre", True), ("mlp", "rot", False),
     ("mean_key", "rot", False)])
-@pytest.mark.parametrize(("budget", "candidates"), [(20, 0.3), (0.1, None)])
+@pytest.mark.parametrize(("budget", "candidates", "completes"), [
+    (20, 0.3, None), (0.1, None, None), (20, 0.3, maps()), (0.1, None, maps())])
 def test_a_served_layer_gives_what_attach_gives(
-    scores: str, space: str, sketched: bool, budget: int | float, candidates: float | None,
+    scores: str, space: str, sketched: bool, budget: int | float, candidates: float | None, completes: PhiLayer | None,
 ) -> None:
     """Three requests, one of them short, over a decode that moves the border of the mid region several times and lets
     it double; without a share of candidates from all codes at first, and from buckets then."""
     made = router(scores, space, sketched)
-    engine = Engine(seats=3, budget=budget, candidates=candidates, made=made)
+    engine = Engine(seats=3, budget=budget, candidates=candidates, made=made, completes=completes)
     requests = [Request(seed, 400, []) for seed in range(3)]
     for request, prompt in zip(requests, (150, 31, 77), strict=True):
         engine.step([(request, prompt)])
@@ -66,14 +72,47 @@ def test_a_served_layer_gives_what_attach_gives(
     for step in range(120):
         found = engine.step([(r, 1) for r in requests])
         if not step:
-            attached = [Attached(r, made, budget, candidates) for r in requests]
+            attached = [Attached(r, made, budget, candidates, completes) for r in requests]
         for mine, theirs in zip(found, attached, strict=True):
             assert mine is not None
             torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-5)
 
 
-def test_with_all_tokens_it_is_full_attention() -> None:
-    engine = Engine(budget=1.0, candidates=1.0)
+def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:
+    """One seat for two requests: whoever has none is attended to fully, which the engine checks. One of them goes,
+    comes back in other pages, and is summarised anew."""
+    made, completes = router(), maps()
+    engine = Engine(seats=1, budget=12, made=made, completes=completes)
+    one, two = Request(1, 400, []), Request(2, 400, [])
+    attached: Attached | None = None
+
+    def decode(batch: list[Request], seated: Request, *, anew: bool) -> None:
+        nonlocal attached
+        for step in range(20):
+            engine.seats.quiet_until = 0  # a border moves at once, although others wait for a seat
+            outs = engine.step([(r, 1) for r in batch])
+            if anew and not step:
+                attached = Attached(seated, made, 12, 0.5, completes)
+            assert attached is not None
+            for request, out in zip(batch, outs, strict=True):
+                assert (out is not None) == (request is seated)
+                if out is not None:
+                    torch.testing.assert_close(out, attached.step(), rtol=1e-4, atol=1e-5)
+
+    engine.step([(one, 120)])
+    engine.step([(two, 90)])
+    decode([one, two], one, anew=True)
+    decode([two], two, anew=True)
+    decode([two, one], two, anew=False)
+    engine.free = engine.free + one.pages  # preempted: all of it is computed again
+    one.pages, length, one.length = [], one.length, 0
+    engine.step([(one, length)])
+    decode([one], one, anew=True)
+
+
+@pytest.mark.parametrize("completes", [None, maps()])
+def test_with_all_tokens_it_is_full_attention(completes: PhiLayer | None) -> None:
+    engine = Engine(budget=1.0, candidates=1.0, completes=completes)
     request = Request(1, 300, [])
     for chunk in (60, 40):
         engine.step([(request, chunk)])

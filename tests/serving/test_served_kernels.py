@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged import Engine, Request, router, step
+from paged import Engine, Request, maps, router, step
 
-from sparsekv.kernels import attend, codes, indexing, routing, sketch
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
 
 
-@pytest.mark.parametrize(("scores", "space"), [("mean_key", "rot"), ("mlp", "pre")])
-def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scores", "space", "completes"), [
+    ("mean_key", "rot", None), ("mlp", "pre", None), ("mean_key", "rot", maps())])
+def test_kernels_read_the_pages(
+    scores: str, space: str, completes: PhiLayer | None, monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Three rows, two of them sparse."""
-    engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60)
+    engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60, completes=completes)
     requests = [Request(seed, 200, []) for seed in range(3)]
     for request, prompt in zip(requests, (90, 70, 30), strict=True):
         engine.step([(request, prompt)])
     engine.step([(r, 1) for r in requests])
     seen = []
-    attends = engine.index.attend
+    steps = engine.index.step
 
-    def attend_and_tell(q, tokens, lanes, table, out):
+    def step_and_tell(q, lanes, table, out):
         seen.append((q, lanes, table))
-        return attends(q, tokens, lanes, table, out)
+        return steps(q, lanes, table, out)
 
-    monkeypatch.setattr(engine.index, "attend", attend_and_tell)
+    monkeypatch.setattr(engine.index, "step", step_and_tell)
     engine.step([(r, 1) for r in requests])
     monkeypatch.undo()
     (q, lanes, table), = seen
@@ -38,8 +42,9 @@ def test_kernels_read_the_pages(scores: str, space: str, monkeypatch: pytest.Mon
     expected = step(engine.index, q, lanes, table)
     written = engine.index.codes.clone()
     with monkeypatch.context() as kernels:
-        for module in (attend, codes, indexing, routing, sketch):
+        for module in (attend, codes, completion, features, indexing, routing, sketch):
             kernels.setattr(module, "on_device", lambda x: True)
+        kernels.setattr(completion, "fits", lambda q, maps: True)  # which asks a GPU
         engine.index.codes[:, :, 16:91] = 99
         engine.index.write(keys, slots)
         assert (written != engine.index.codes).float().mean() < 1e-3, "a rounding at most"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +23,21 @@ SHAPE = ServedShape("LlamaForCausalLM", 3, 4, 2, 16)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     where = tmp_path_factory.mktemp("settings")
-    made, _ = artifacts(make_model(), scores="mean_key", space="rot")
+    made, maps = artifacts(make_model(), scores="mean_key", space="rot")
     made.save(where / "router")
+    made.save(where / "both" / "router")
+    maps.save(where / "both" / "phi")
+    maps.config = replace(maps.config, layers=[0, 1], sink_size=8)
+    maps.maps = maps.maps.map(lambda w: w[:2])
+    maps.shift, maps.gate = maps.shift[:2], maps.gate[:2]
+    maps.save(where / "phi")
     artifacts(make_model(), sketched=False)[0].save(where / "bare")
     common = made.config.model, "router"
     layers = {1: LayerSetting(0.02), 2: LayerSetting(0.1)}
     Settings(*common, "none", 2, 9, layers, str(where / "router")).save(where / "recommended.json")
-    gates = {1: LayerSetting(0.02, [1.0] * 4)}
-    Settings(*common, "phi", 2, 9, gates, str(where / "router")).save(where / "completed.json")
+    gates = {1: LayerSetting(0.02, [1.0, 0.5, 0.0, 1.0]), 2: LayerSetting(0.02)}
+    Settings(*common, "phi", 2, 9, gates, str(where / "router")).save(where / "mapless.json")
+    Settings(*common, "phi", 2, 9, gates, str(where / "router"), str(where / "phi")).save(where / "completed.json")
     return where
 
 
@@ -66,8 +74,29 @@ def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
     assert served_model(load(folder, router="bare"), SHAPE).selector.name == "router"
 
 
+def test_maps_complete_where_there_are_some(folder: Path) -> None:
+    """On with artifacts that have them, in the layers that they have, off if told so."""
+    plan = served_model(load(folder, artifacts="both", dense_layers=[]), SHAPE)
+    assert all(plan.maps(i) is not None for i in range(3)) and plan.layer(1) is not None
+    for off in ({"artifacts": "both", "completion": "none"}, {"router": "both"}):
+        assert served_model(load(folder, **off), SHAPE).maps(1) is None
+    alone = served_model(load(folder, router="router", phi="phi", sink_size=4), SHAPE)
+    assert alone.maps(1) is not None and alone.maps(2) is None
+
+
+def test_a_recommended_file_brings_gates_by_layer(folder: Path) -> None:
+    for made in (Serving.load(folder / "completed.json"), load(folder, recommended="mapless.json", phi="phi")):
+        plan = served_model(made, SHAPE)
+        found = plan.maps(1)
+        assert found is not None and plan.maps(2) is None
+        assert found.offset.exp().tolist() == [1.0, 0.5, 0.0, 1.0]
+    plan = served_model(load(folder, recommended="completed.json", completion="none"), SHAPE)
+    assert plan.maps(1) is None and plan.budgets == {1: 0.02, 2: 0.02}
+
+
 @pytest.mark.parametrize(("entries", "said"), [
     ({}, "names no router"),
+    ({"router": "router", "completion": "centroid"}, "completion 'centroid'; expected phi or none"),
     ({"router": "router", "budget": 1}, "an entry 'budget'"),
     ({"router": 3}, "router is 3"),
     ({"router": "router", "token_budget": 1.5}, "share of the context"),
@@ -86,7 +115,11 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     ({"router": "nowhere"}, "nowhere"),
     ({"router": "bare", "selector": "sketch"}, "no sketches"),
     ({"router": "router", "dense_layers": [3]}, "layer 3; this model has layers 0 to 2"),
-    ({"recommended": "completed.json"}, "completes with phi"),
+    ({"recommended": "mapless.json"}, "completion phi needs trained feature maps"),
+    ({"router": "router", "completion": "phi"}, "completion phi needs trained feature maps"),
+    ({"recommended": "recommended.json", "phi": "phi", "completion": "phi"}, "completes with none and has no gates"),
+    ({"artifacts": "phi"}, "hold no router"),
+    ({"router": "router", "phi": "phi"}, "different sink_size"),
 ])
 def test_settings_that_do_not_fit(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):

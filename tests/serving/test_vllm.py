@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,26 @@ from sparsekv.serving.settings import VARIABLE
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 HERE = Path(__file__).parent
 ALL = {"token_budget": 1.0, "candidates": 1.0, "dense_below": 0, "dense_layers": [0]}
+PHI = {"phi": "phi"}
+"""Where all is read nothing is left of an estimate, unless it is another request's."""
 ENGINE = {"max_model_len": 1024, "max_num_seqs": 8, "block_size": 32}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tiny model, and routers of three kinds for it."""
+    """A tiny model, and routers of three kinds and feature maps for it."""
     from tiny_artifacts import artifacts
 
     where = tmp_path_factory.mktemp("served")
     tiny().save_pretrained(where / "model")
     for name, kinds in {"sketch": {"scores": "mean_key", "space": "rot"}, "pre": {"scores": "mlp", "space": "pre"},
                         "buckets": {"scores": "mean_key", "space": "pre", "sketched": False}}.items():
-        artifacts(tiny(), **kinds)[0].save(where / name)
+        router, phi = artifacts(tiny(), **kinds)
+        router.save(where / name)
+    phi.config = replace(phi.config, read_shares=[0.0, 0.1])
+    phi.shift = torch.cat([phi.shift, phi.shift - 0.5], dim=1)
+    phi.gate[:, 1] = 0.0
+    phi.save(where / "phi")
     return where
 
 
@@ -91,16 +99,17 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
         [wave(prompts(300, 90, 410, 33, 150), 60)], {"max_num_batched_tokens": 64}, {}, {"mixed": 1}),
     "prefix hits": (
         [wave([p := prompts(200)[0]], 30), wave([p, p + prompts(40, seed=1)[0], p[:150] + prompts(30, seed=2)[0]], 30),
-         wave([p], 30)], {"enable_prefix_caching": True}, {}, {"built": 3}),
+         wave([p], 30)], {"enable_prefix_caching": True}, PHI, {"built": 3}),
     "preemption": (
-        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 30, "max_model_len": 512}, {},
+        [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 30, "max_model_len": 512}, PHI,
         {"preemptions": 1}),
     "seats change hands": (
-        [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2}, {"built": 6}),
+        [wave(prompts(*range(60, 220, 10), seed=s), 25) for s in range(2)], {}, {"requests": 2, **PHI},
+        {"built": 6}),
     "short ones by themselves, before and after": (
         [wave(prompts(60, 90), 40), wave(prompts(260, 40), 80), wave(prompts(50), 90), wave(prompts(250, 300), 30)],
         {}, {"dense_below": 200}, {"built": 3, "short": 100}),
-    "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16}, {"moved": 10}),
+    "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16, **PHI}, {"moved": 10}),
 }
 
 
@@ -117,19 +126,21 @@ def test_with_all_buckets_the_tokens_are_vllms_own(folder: Path, name: str) -> N
         assert ours["cached"][1][0] > 100
 
 
-@pytest.mark.parametrize("router", ["sketch", "pre", "buckets"])
-def test_with_a_budget_the_tokens_are_those_of_attach(folder: Path, router: str) -> None:
+@pytest.mark.parametrize(("router", "completed"), [
+    ("sketch", False), ("pre", False), ("buckets", False), ("sketch", True), ("buckets", True)])
+def test_with_a_budget_the_tokens_are_those_of_attach(folder: Path, router: str, completed: bool) -> None:
     """The prompts are prefilled in one step, so that every step after it is one of the runtime's."""
     texts, tokens = prompts(180, 250, 61, 120), 80
-    options = {"token_budget": 0.08, "candidates": 0.3, "decode_window": 24}
-    if router == "buckets":
-        expected = attached(folder, texts, tokens, router=router, token_budget=0.08, decode_window=24)
-    else:
-        expected = attached(folder, texts, tokens, router=router, **options)
-    found = serve(folder, [wave(texts, tokens)], {**options, "dense_below": 0}, router=router)
+    options = {"token_budget": 0.08, "decode_window": 24, **({} if router == "buckets" else {"candidates": 0.3})}
+    maps = {"phi": str(folder / "phi")} if completed else {}
+    expected = attached(folder, texts, tokens, router=router, **options, **maps)
+    found = serve(folder, [wave(texts, tokens)], {**options, **maps, "dense_below": 0}, router=router)
     assert found["tokens"][0] == expected
-    own = serve(folder, [wave(texts, tokens)], None)
-    assert found["tokens"] != own["tokens"], "the budget made no difference"
+    if completed:
+        others = [attached(folder, texts, tokens, router=router, **options)]
+    else:
+        others = serve(folder, [wave(texts, tokens)], None)["tokens"]
+    assert found["tokens"] != others, f"{'completion' if completed else 'the budget'} made no difference"
     assert found["seen"]["moved"] > 0
 
 

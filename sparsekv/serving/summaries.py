@@ -1,0 +1,95 @@
+"""What completes a served layer's steps: the summary of every request that decodes sparsely, in buffers of fixed size.
+It is made and grown by the estimator of the core (`core/estimators/phi.py`), of which a request is one row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.estimators.phi import PhiEstimator, Summary
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.kernels import CompletionQuery
+
+
+def heads_of(maps: PhiLayer, query_heads: tuple[int, int], kv_heads: tuple[int, int]) -> PhiLayer:
+    """The maps of some heads, from the first up to the last: those that a tensor-parallel rank holds."""
+    own = slice(*query_heads)
+    return maps._replace(maps=maps.maps.heads(own, slice(*kv_heads)), offsets=maps.offsets[:, own])
+
+
+class Summaries:
+    """By seat a row of all that the core's estimator keeps of a request. Seat `seats` is nobody's: nothing is left of
+    its estimate, which is zero. like: keys of the layer, `[1, Hkv, n, d]`. Raises SparseKVError for maps that no
+    kernel holds."""
+
+    def __init__(self, maps: PhiLayer, like: Tensor, seats: int):
+        self.estimator = made = empty_request(maps.to(like.device), like)
+        if not made.in_kernel:
+            raise SparseKVError("the maps of keys have too many units or features for a program's shared memory on "
+                                "this GPU; train smaller ones, or serve with completion none in the settings file")
+        made.layer = made.calibrated = maps._replace(offsets=maps.offsets.to(like.device))  # the others stay behind
+        self.kept = {name: _by_seat(getattr(made, name), seats + 1) for name in made.row_state}
+        offset = made.summary.offset
+        self.summary = Summary(self.kept["state"], self.kept["bias"], offset.new_zeros(seats + 1, offset.shape[1]))
+
+    def fresh(self) -> PhiEstimator:
+        """The estimator of a new request."""
+        return self.estimator.fork()
+
+    def put(self, seat: int, made: PhiEstimator) -> None:
+        """A request's summary into its seat's rows, which its estimator has from then on."""
+        self.summary.offset[seat] = made.summary.offset[0]
+        for name, rows in self.kept.items():
+            setattr(made, name, _put(rows, seat, getattr(made, name)))
+
+    def asked(self, q: Tensor, seats: Tensor) -> CompletionQuery:
+        """The queries' side of a step, q `[R, Hq, d]` with RoPE, of the requests in seats `[R]`."""
+        return self.estimator.asked(q, self.summary, seats)
+
+
+def empty_request(maps: PhiLayer, like: Tensor) -> PhiEstimator:
+    """The estimator of a request without a mid region, its maps as they are run."""
+    nowhere = torch.zeros(1, dtype=torch.int64, device=like.device)
+    heads = maps.offsets.shape[1]
+    view = LayerView(like[:, :, :0], like[:, :, :0], Regions(nowhere, nowhere, 0, 0), 1.0, heads)
+    made = PhiEstimator(maps)
+    made.build(view)
+    made.reads(view, 0.0)
+    made.query(view, Queries(like.new_zeros(1, heads, 1, like.shape[-1]), nowhere))
+    return made
+
+
+def bytes_of(maps: PhiLayer, seats: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that a layer with keys of `dtype` keeps for φ: its maps, at most, and by seat."""
+    heads, dim, _ = maps.maps.key.w_in.shape
+    made = empty_request(maps, torch.zeros(1, heads, 0, dim, dtype=dtype))
+    rows = [getattr(made, name) for name in made.row_state]
+    return _bytes((made.key_map, made.weights)), (seats + 1) * _bytes((*rows, made.summary.offset))
+
+
+def _bytes(x: Any) -> int:
+    if isinstance(x, tuple):
+        return sum(map(_bytes, x))
+    return 0 if x is None else x.numel() * x.element_size()
+
+
+def _by_seat(x: Any, rows: int) -> Any:
+    """Zeros of so many rows like those of a tensor, or of the tensors in a tuple; None stays None."""
+    if isinstance(x, tuple):
+        return type(x)(*(_by_seat(y, rows) for y in x))
+    return None if x is None else x.new_zeros(rows, *x.shape[1:])
+
+
+def _put(rows: Any, seat: int, found: Any) -> Any:
+    """Write what was found of one request into its row, and give that row."""
+    if isinstance(found, tuple):
+        return type(found)(*(_put(a, seat, b) for a, b in zip(rows, found, strict=True)))
+    if found is None:
+        return None
+    rows[seat] = found[0]
+    return rows[seat:seat + 1]
