@@ -25,6 +25,7 @@ from sparsekv.foundation.progress import progress
 from sparsekv.foundation.ranks import Ranks, join
 from sparsekv.sources.corpus import TokenWindow, check_corpus, make_windows, read_documents
 from sparsekv.sources.hub import decoder, load_config, load_model
+from sparsekv.sources.synthetic import synthetic_windows
 from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.store.place import Place, place
 from sparsekv.store.store import CaptureStore, document_name, finished_document
@@ -87,13 +88,17 @@ def _capture(
 
 
 def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[TokenWindow]:
-    """The windows of a capture that come from its corpus. Raises SparseKVError where that has too little text."""
-    return make_windows(
+    """The windows of a capture that come from its corpus, those of its words first. Raises SparseKVError where that has
+    too little text."""
+    windows = make_windows(
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_options=dataset_options(config)),
-        tokenizer, length=config.context_length, count=config.num_documents - config.generated_documents,
+        tokenizer, length=config.context_length, count=config.num_documents - config.made_documents,
         seed=config.seed, pack=config.pack, chat_template=config.chat_template,
         remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
+    made = synthetic_windows(tokenizer, windows, length=config.context_length, count=config.synthetic_documents,
+                             seed=config.seed)
+    return made + windows
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,6 +66,9 @@ class TrainConfig:
     context_length: int | None = option(None, help="Length of every window, best that of the contexts that will be "
                                                    "decoded; without it 16384, on a CPU 2048, at most the model's own "
                                                    "[tokens].", group="Sizes", min=64)
+    synthetic_documents: int | None = option(None, help="Windows of them that are made-up text of the corpus's words: "
+                                                        "records, tables, logs, repeated passages; without it a "
+                                                        "quarter [windows].", group="Sizes", min=0)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
     phi_steps: int | None = option(None, help="Training steps of the feature maps, nearly all of the time [steps].",
@@ -84,6 +87,7 @@ class TrainingPlan:
     on a machine of other size."""
 
     documents: int
+    synthetic: int
     context_length: int
     queries: int
     layer_group: int
@@ -193,7 +197,8 @@ def _capture_config(config: TrainConfig, plan: TrainingPlan, out: Path) -> Captu
 
     return CaptureConfig(
         model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
-        context_length=plan.context_length, num_documents=plan.documents, layers=config.layers,
+        context_length=plan.context_length, num_documents=plan.documents, synthetic_documents=plan.synthetic,
+        layers=config.layers,
         queries_per_document=plan.queries, dtype=config.dtype, device=config.device)
 
 
@@ -225,9 +230,10 @@ def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, 
     documents = config.num_documents or sizes.documents or max(
         LEAST_WINDOWS, min(TOKENS // length, ROOM // store_bytes(shape, 1, length, queries)))
     phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
-    plan = TrainingPlan(documents, length, queries, 0, sizes.router, phi)
+    made = documents // 4 if config.synthetic_documents is None else config.synthetic_documents
+    plan = TrainingPlan(documents, made, length, queries, 0, sizes.router, phi)
     fit = estimate(shape, _work(plan), GPU).layers_at_once(memory, shape.layers)
-    return TrainingPlan(documents, length, queries, 0 if fit == shape.layers else fit, sizes.router, phi)
+    return replace(plan, layer_group=0 if fit == shape.layers else fit)
 
 
 def _work(plan: TrainingPlan) -> Work:
@@ -247,7 +253,8 @@ def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Size
     rows = {
         "model": f"{config.model}, {shape.parameters / 1e9:.2f} B parameters, {shape.layers} of {shape.all_layers} "
                  "layers",
-        "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.queries} queries each; {at_once} "
+        "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.synthetic} of them made up, "
+                 f"{plan.queries} queries each; {at_once} "
                  f"layers at once; {sizes.measured}",
         "disk": f"{_bytes(found.store)} for the capture, {_bytes(found.artifacts)} for the artifacts; "
                 f"{_bytes(free_bytes(Path(config.output)))} free",
@@ -291,7 +298,7 @@ def _kept_plan(plan: Any, out: Path) -> TrainingPlan:
         raise SparseKVError(f"{where} is damaged or of another version of sparsekv; go on with that version, or add "
                             "--overwrite to start anew")
     made: TrainingPlan = from_record(TrainingPlan, plan, where)
-    if min(made.documents, made.context_length, made.queries) < 1 or made.layer_group < 0:
+    if min(made.documents, made.context_length, made.queries) < 1 or min(made.layer_group, made.synthetic) < 0:
         raise damaged(where, "a size of its plan is below 1")
     return made
 

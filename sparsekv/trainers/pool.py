@@ -15,7 +15,7 @@ from sparsekv.core.layer import needed
 from sparsekv.core.offline import Window
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.corpus import GENERATED
+from sparsekv.sources.corpus import GENERATED, SYNTHETIC
 from sparsekv.store.store import CaptureStore
 
 PLACES = ("capture", "output")
@@ -150,7 +150,7 @@ def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], li
     cut = store.num_documents - validation
     kept = _sources(store, range(cut, store.num_documents))
     apart = [i for i in range(cut) if kept and kept.isdisjoint(_sources(store, [i]))]
-    written = sum(_sources(store, [i]) == {GENERATED} for i in range(cut))
+    written = sum(_sources(store, [i]) in ({GENERATED}, {SYNTHETIC}) for i in range(cut))
     enough = 2 * (len(apart) - written) >= cut - written
     return apart if enough else list(range(cut)), list(range(cut, store.num_documents))
 

@@ -8,6 +8,8 @@ from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import writing
+from sparsekv.sources.corpus import TokenWindow
+from sparsekv.sources.synthetic import synthetic_windows
 from sparsekv.trainers.pool import split_documents
 
 VOCABULARY = SIZES["vocab_size"]
@@ -24,6 +26,9 @@ class Vocabulary(Words):
 
     def __len__(self) -> int:
         return VOCABULARY
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("!") + i - 3) for i in ids if i > 2 or not skip_special_tokens)
 
 
 def test_rows_are_what_the_model_says() -> None:
@@ -69,5 +74,20 @@ def test_generated_windows_stand_before_those_of_the_corpus(tmp_path) -> None:
     store.documents[5]["sources"] = ["another"]
     store.documents[2]["sources"] = ["another"]
     assert split_documents(store, 1) == ([0, 1, 3, 4], [5])
-    with pytest.raises(SparseKVError, match="leaves none of the 2 windows"):
+    with pytest.raises(SparseKVError, match="leave none of the 2 windows"):
         captured(model, tmp_path / "none", num_documents=2, generated_documents=2)
+
+
+def test_synthetic_windows_are_of_the_corpus_words_and_stand_before_it(tmp_path) -> None:
+    tokenizer, body = Vocabulary(), "abc fgh. "
+    corpus = [TokenWindow(tokenizer(body * 300)["input_ids"][:2000], ("x",))]
+    made, again, other = (synthetic_windows(tokenizer, corpus, length=2500, count=3, seed=s) for s in (1, 1, 2))
+    assert made == again and made != other and len({w.sha256 for w in made}) == 3
+    for window in made:
+        assert len(window.tokens) == 2500 and window.tokens[0] == 1 and window.sources == ("synthetic",)
+    text = tokenizer.decode(made[0].tokens, skip_special_tokens=True)
+    assert tokenizer.decode(tokenizer("abc")["input_ids"][1:]) in text
+    options = {"model": "tiny", "corpus": "embedded", "context_length": 120, "num_documents": 5}
+    store = run_capture(CaptureConfig(**options, synthetic_documents=2, output=str(tmp_path / "mixed")),
+                        model=tiny("llama"), tokenizer=tokenizer)
+    assert [d["sources"] == ["synthetic"] for d in store.documents] == [True, True, False, False, False]
