@@ -35,4 +35,6 @@ def check_memory(needed: float, device: str, what: str, remedy: str) -> None:
 
 
 def _gigabytes(count: float) -> str:
-    return f"{float(count) / 1e9:.3g} GB"
+    if count > 1e18:  # a file may say any whole number, also one that no float holds
+        return "more than 1e9 GB"
+    return f"{count / 1e9:.3g} GB"

@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsekv.artifacts.checks import brief, check_model_record, check_version, damaged, digest, from_record
 from sparsekv.core.rope import LAYOUTS
+from sparsekv.foundation.config import MOST
 from sparsekv.foundation.errors import SparseKVError
 
 FORMAT_VERSION = 2
@@ -63,6 +64,8 @@ def check_manifest(raw: dict[str, Any], name: str) -> Manifest:
             raise damaged(where, f"its option {key} is {brief(made.config.get(key))}, expected {kind.__name__}")
     if made.context_length < 2 or not made.documents or not made.layers:
         raise damaged(where, "it has no tokens, no documents or no layers")
+    if made.context_length > MOST:
+        raise damaged(where, f"its windows are of {brief(made.context_length)} tokens, expected at most {MOST}")
     for layer, about in made.layers.items():
         if not re.fullmatch("0|[1-9][0-9]{,5}", layer) or int(layer) >= made.model["num_layers"]:
             raise damaged(where, f"it names layer {brief(layer)} of a model of {made.model['num_layers']}")
