@@ -188,7 +188,8 @@ class Buffers:
         made.queries = Queries(made.q[:, :, None], self.lengths)
         maps = self.phi.layer
         made.phi = PhiEstimator(SimpleNamespace(query_map=double(maps.query_map), offset=maps.offset.double()))
-        made.phi.state = double(self.phi.state)
+        made.phi.state, made.phi.bias, made.phi.in_place = double(self.phi.state), self.phi.bias.double(), True
+        made.phi.key_map = double(self.phi.key_map)
         return made
 
     def sketch_router(self, candidates: float | None = None) -> SketchRouter:
