@@ -66,10 +66,13 @@ def maps() -> PhiLayer:
 
 
 class Request:
-    """A prompt and its answer: pages, and how many of its tokens are in them."""
+    """A prompt and its answer: pages, and how many of its tokens are in them. flat: scores differ by so little that
+    what is not read has weight."""
 
-    def __init__(self, seed: int, total: int, pages: list[int]):
+    def __init__(self, seed: int, total: int, pages: list[int], *, flat: bool = False):
         self.q, self.k, self.v = tokens(total, seed)
+        if flat:
+            self.q /= 8
         self.pages, self.length = pages, 0
 
 

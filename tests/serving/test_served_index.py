@@ -65,17 +65,21 @@ def test_a_served_layer_gives_what_attach_gives(
     it double; without a share of candidates from all codes at first, and from buckets then."""
     made = router(scores, space, sketched)
     engine = Engine(seats=3, budget=budget, candidates=candidates, made=made, completes=completes)
-    requests = [Request(seed, 400, []) for seed in range(3)]
+    requests = [Request(seed, 400, [], flat=completes is not None) for seed in range(3)]
     for request, prompt in zip(requests, (150, 31, 77), strict=True):
         engine.step([(request, prompt)])
     attached: list[Attached] = []
+    apart = 0.0
     for step in range(120):
         found = engine.step([(r, 1) for r in requests])
         if not step:
             attached = [Attached(r, made, budget, candidates, completes) for r in requests]
+            bare = Attached(requests[0], made, budget, candidates)
         for mine, theirs in zip(found, attached, strict=True):
             assert mine is not None
             torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-5)
+        apart = max(apart, float((found[0] - bare.step()).abs().max()))
+    assert (apart > 0.1) == (completes is not None), "completion makes a difference, and nothing else does"
 
 
 def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:
@@ -83,7 +87,7 @@ def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:
     comes back in other pages, and is summarised anew."""
     made, completes = router(), maps()
     engine = Engine(seats=1, budget=12, made=made, completes=completes)
-    one, two = Request(1, 400, []), Request(2, 400, [])
+    one, two = (Request(seed, 400, [], flat=True) for seed in (1, 2))
     attached: Attached | None = None
 
     def decode(batch: list[Request], seated: Request, *, anew: bool) -> None:

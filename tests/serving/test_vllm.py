@@ -190,6 +190,6 @@ def test_thirty_two_requests_for_two_thousand_tokens(folder: Path) -> None:
 
 def test_two_ranks_take_their_heads(folder: Path) -> None:
     texts = prompts(180, 120)
-    options = {"token_budget": 0.08, "candidates": 0.3, "decode_window": 24}
+    options = {"token_budget": 0.08, "candidates": 0.3, "decode_window": 24, "phi": str(folder / "phi")}
     found = serve(folder, [wave(texts, 40)], {**options, "dense_below": 0}, router="pre", tensor_parallel_size=2)
     assert found["tokens"][0] == attached(folder, texts, 40, router="pre", **options)

@@ -1,0 +1,111 @@
+"""A completed step over pages on a CUDA device: what the CPU's is, without a wait, in a graph that lives on while
+requests grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from paged import HEADS, LONGEST, PAGE, SCALE, SINK, maps, router, selector, tokens
+
+from sparsekv.core.regions import Regions
+from sparsekv.kernels import slots_at
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
+
+LENGTHS, WINDOW, GROWN = (150, 121, 90), 16, 20
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Served:
+    """Two requests in seats 1 and 0, and one that has none and reads all."""
+
+    def __init__(self, device: str):
+        self.device, blocks = device, 40
+        self.table = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(2)).int() + 1).reshape(3, -1)
+        made = [tokens(200, seed) for seed in range(3)]
+        pool = torch.zeros(blocks, PAGE, HEADS, 2 * made[0][1].shape[-1])
+        for row, (_, k, v) in enumerate(made):
+            pool.flatten(0, 1)[self._slots(row, 200)] = torch.cat([k, v], -1)
+        # scores differ by so little that what is not read has weight
+        self.q = torch.stack([q[n - 1] for (q, _, _), n in zip(made, LENGTHS, strict=True)]) / 8
+        self.index = LayerIndex(selector(router(), 12, 0.5), pool.to(device).transpose(1, 2), Room(2, LONGEST),
+                                Unsorted(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps())
+        self.regions = [Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), n - GROWN, SINK, WINDOW)
+                        for n in LENGTHS[:2]]
+        for row, regions in enumerate(self.regions):
+            self.index.build(1 - row, self._slots(row, int(regions.mid_last)).to(device), regions)
+
+    def grow(self, row: int) -> None:
+        old, length = self.regions[row], LENGTHS[row]
+        self.regions[row] = new = old.grown(length).moved(length - WINDOW)
+        self.index.extend(1 - row, self._slots(row, int(new.mid_last)).to(self.device), old, new)
+
+    def lanes(self) -> Lanes:
+        """Of all rows as they are now."""
+        anchors, used = torch.full((3, 64), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.long)
+        for row, regions in enumerate(self.regions):
+            slots = self._slots(row, LENGTHS[row])
+            own = torch.cat([slots[:SINK], slots[int(regions.tail_starts):]])
+            anchors[row, :len(own)], used[row] = own.int(), len(own)
+        lengths = torch.tensor(LENGTHS)
+        return Lanes(*(x.to(self.device) for x in (
+            torch.tensor([True, True, False]), torch.tensor([1, 0, 2]), anchors, lengths - 1,
+            torch.where(torch.arange(3) == 2, lengths, 0).int(), used)))
+
+    def inputs(self) -> tuple[Any, ...]:
+        return self.q.to(self.device), self.lanes(), self.table.to(self.device)
+
+    def attend(self, q: torch.Tensor, chosen: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> list[torch.Tensor]:
+        """Attention over chosen tokens, completed and not."""
+        assert self.index.summaries is not None
+        return [self.index.attend(q, chosen, lanes, table, torch.empty_like(q), completion)
+                for completion in (self.index.summaries.asked(q, lanes.seat), None)]
+
+    def _slots(self, row: int, count: int) -> torch.Tensor:
+        return slots_at(self.table[row:row + 1], torch.arange(count)[None], PAGE)[0]
+
+
+def captured(step: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """A graph of a step, which waits for nothing; the step itself on a CPU."""
+    if device == "cpu":
+        return step
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_in_a_graph_reads_what_lies_in_the_seats(device: str) -> None:
+    there, here = Served(device), Served("cpu")
+    q, lanes, table = there.inputs()
+    out = torch.empty_like(q)
+    replay = captured(lambda: there.index.step(q, lanes, table, out), device)
+    for grows in (None, 1, 0):
+        if grows is not None:
+            there.grow(grows)
+            here.grow(grows)
+            for kept, new in zip(lanes, there.lanes(), strict=True):
+                kept.copy_(new)
+        out.fill_(float("nan"))
+        replay()
+        chosen = there.index.choose(q, lanes)
+        torch.testing.assert_close(out, there.attend(q, chosen, lanes, table)[0], rtol=1e-5, atol=1e-5)
+        own, mine, pages = here.inputs()
+        expected, plain = here.attend(own, chosen.cpu(), mine, pages)
+        torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-3)
+        assert (plain - expected)[:2].abs().amax((1, 2)).min() > 0.05, "completion makes no difference"
+        assert torch.equal(plain[2], expected[2])
