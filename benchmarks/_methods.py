@@ -50,7 +50,7 @@ def estimators() -> list[list[str]]:
         [f"`{name}`", row.source, row.stands, "yes" if row.needs else ""] for name, row in ESTIMATOR_ROWS.items())]
 
 
-PLACES = {"README.md": (sources,), "docs/runtime.md": (selectors, options, estimators)}
+PLACES = {"docs/papers.md": (sources,), "docs/runtime.md": (selectors, options, estimators)}
 """Pages, and the tables in them: each between `<!-- methods: NAME -->` and `<!-- end -->`."""
 
 

@@ -1,5 +1,5 @@
-"""docs/results/real.md and its figures, from the rows of real.json: every model, every length; and the short tables of
-README, docs/evaluation.md and docs/train.md."""
+"""docs/results/real.md and its figures, from the rows of real.json: every model, every length; and a table of
+docs/results/phi.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGETS = ((0.01, -2.0), (0.02, -1.0))
 AGREED = (0.05, 85.0)
 """Budget, and agreement with full attention's answers at least."""
 FIRST = ("coder-1.5b", 16_384)
-"""The model and the length of README's figure and tables."""
+"""The model and the length of README's figure and table."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 LEAST = 60.0
@@ -51,11 +51,28 @@ def of_metric(rows: Sequence[dict[str, Any]], case: str, metric: str) -> list[di
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """The page of real.json."""
-    parts = ["# Real models",
-             "Models that nobody tuned to retrieve, as their publishers quantised them; every row of real.json has its "
-             "command, commit and machine. Prompts are prefilled densely but for their last token, layer 0 stays "
-             "dense, the budget is the share of the context that a query may retrieve. A table is of one card, full "
-             "attention included."]
+    parts = ["# How good are the answers of a real model?",
+             "The model is as its publisher made it; nobody tuned it to retrieve. Prompts are read with full attention "
+             "but for their last token. Layer 0 keeps full attention. A budget is the share of the context that a "
+             "query may retrieve. A table is of one card, full attention included. real.json has the command and the "
+             "commit of every row."]
+    mine, case = first(rows)
+    if mine:
+        parts += [
+            f"![RULER score by bytes read](real.png)\n\nThe grey line is full attention; the axis begins at {LEAST:g} "
+            "points.",
+            f"## In short, {FIRST[1] // 1024}k tokens",
+            "Points to full attention, paired by prompt ± half the 95 % interval, and bytes of a sparse layer's keys "
+            "and values.", short(rows)[1],
+            "The same model goes on with held-out windows of prose and of program text, 256 tokens each. Perplexity "
+            "says how likely the text was. The error is the relative L2 distance of a head's output to full "
+            "attention's. Perplexity may fall below full attention's, so that it measures no nearness. Equal answers "
+            "are those to RULER's prompts, equal as far as both go, in points of 100.", beyond(rows)[1],
+            "How one method's score stands to another's on the same prompts, in points, with the 95 % interval. Where "
+            "the interval has zero in it, the two are not told apart.", pairs(rows)[1],
+            "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
+            "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
+            "RULER's texts are others."]
     for title, mine in models(rows).items():
         one = mine[0]
         trained = f" Router and maps were trained on {one['trained']}." if "trained" in one else ""
@@ -179,14 +196,17 @@ def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
             (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
     mine, case = first(rows)
     if mine:
-        shown = [FULL, *SHORT, *best_rivals(mine, case)]
+        shown = [FULL, *(m for m in SHORT if m != "topk+phi"), *best_rivals(mine, case)]
         (folder / "real.png").write_bytes(score_by_bytes(mine, case, shown, LEAST).png)
 
 
 def first(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The rows of README's model, and their case of RULER."""
+    """The rows of README's model on the card with most prompts, and their case of RULER."""
     name, length = FIRST
-    return next((m for title, m in models(rows).items() if title.partition(" ")[0] == name), []), f"ruler@{length}"
+    case = f"ruler@{length}"
+    found = [m for title, m in models(rows).items() if title.partition(" ")[0] == name]
+    return max(found, key=lambda m: max((r.get("samples") or 0 for r in m if r["case"] == case), default=0),
+               default=[]), case
 
 
 def rivals_of(rows: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
@@ -213,7 +233,7 @@ def minus(text: str) -> str:
 
 
 def short(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """README's table: points to full attention and bytes of a sparse layer, by budget, rivals behind."""
+    """The short table: points to full attention and bytes of a sparse layer, by budget, rivals behind."""
     mine, case = first(rows)
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
     budgets = sorted({b for m, b in scores if b is not None and m in SHORT})
@@ -229,7 +249,7 @@ def short(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def beyond(rows: Sequence[dict[str, Any]], budget: float = 0.01) -> list[str]:
-    """README's second table: perplexity and error of attention on texts, and answers equal to full attention's."""
+    """The second table: perplexity and error of attention on texts, and answers equal to full attention's."""
     mine, case = first(rows)
     lines = [[WORDS[m], *text_cells(mine, m, budget),
               next((cell_text(r) for r in of_metric(mine, case, "same_answers")
@@ -241,11 +261,11 @@ PAIRS = (("topk", "full"), ("sketch", "full"), ("topk+phi", "topk"), ("topk+cent
          ("topk+phi", "topk+centroid"), ("sketch+phi", "sketch"), ("sketch+centroid", "sketch"),
          ("sketch+phi", "sketch+centroid"), ("sketch+phi", "token_select"), ("sketch+phi", "lfps"),
          ("sketch+phi", "quest"), ("sketch+phi", "snapkv"))
-"""What docs/evaluation.md compares."""
+"""What is compared."""
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """docs/evaluation.md's table: differences between methods, paired by prompt, with their intervals."""
+    """Differences between methods, paired by prompt, with their intervals."""
     mine, case = first(rows)
     known = {(r["method"], plain(r["against"]), r["budget"]): r for r in mine
              if r["case"] == case and r["metric"] == "difference"}
@@ -280,8 +300,8 @@ def text_cells(rows: Sequence[dict[str, Any]], method: str, budget: float) -> li
 
 
 def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """docs/train.md's table: what router and maps were trained on, and what that does to points, perplexity and error;
-    untrained completion before it."""
+    """A table of docs/results/phi.md: what router and maps were trained on, and what that does to points, perplexity
+    and error; untrained completion first."""
     case = f"ruler@{FIRST[1]}"
     mine, _ = first(rows)
 

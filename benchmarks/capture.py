@@ -2,7 +2,7 @@
 
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
-    python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/capture.md
+    python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/results/capture.md
 
 Methods: `prefill` is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the
 chunks and through the attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and
@@ -148,7 +148,7 @@ def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[
 
 
 def report(rows: list[dict[str, Any]]) -> None:
-    """Write the table of `docs/capture.md`."""
+    """Write the table of `docs/results/capture.md`."""
     lines = ["| case | machine | prefill, one piece [s] | same in chunks [s] | capture [s] | ratio to chunks | ratio "
              "to one piece | peak GPU memory, chunks / capture [GB] | stored [GB] | commit |", "| --- |" + " --- |" * 9]
     for case in dict.fromkeys(r["case"] for r in rows):
@@ -163,7 +163,7 @@ def report(rows: list[dict[str, Any]]) -> None:
         peaks = " / ".join(cell(m, "peak_gb") for m in ("prefill_chunked", "capture"))
         cells = [case, origin["machine"], *seconds, *ratios, peaks, cell("capture", "stored_gb"), origin["commit"]]
         lines.append("| " + " | ".join(cells) + " |")
-    fill(RESULTS.parent / "capture.md", lines)
+    fill(RESULTS / "capture.md", lines)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Windows of made-up text: records, tables, logs, lists of terms, repeated passages and shuffled ones, whose words are
 the corpus's own. Feature maps that have only seen running text estimate attention in such contexts badly (ours, not in
-the papers; docs/training.md has the errors)."""
+the papers; docs/log/maps.md has the errors)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz step that Jordan et al. fitted to bring singular values to 0.7 … 1.2 soon."""
 STEPS = 3
-"""Theirs are five; here three serve as well (docs/results/training-log.md) and cost less."""
+"""Theirs are five; here three serve as well (docs/log/maps.md) and cost less."""
 RMS = 2 / 3
 """Root mean square of a step at rate 1. Adam's is about 0.2 after a while (Liu et al. 2025) and nearly 1 at first; with
 this one the learning rate that suits Adam suits Muon."""

@@ -1,0 +1,160 @@
+"""The first screen of README and of the site: one table, what it shows in sentences, and where its rows are from. All
+of it is drawn from real.json, generate.json and decode.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._real_page import FIRST, best_rivals, first, minus, of_metric, text_cells
+from sparsekv.core.registry import FULL, row_of
+from sparsekv.evaluation.methods import percent, plain
+from sparsekv.evaluation.tables import markdown
+
+Rows = Sequence[dict[str, Any]]
+
+BUDGET = 0.01
+"""The share of the context that is retrieved: the table's one configuration."""
+METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
+           "sketch+centroid": "sketch + untrained centroids", "sketch+phi": "**sketch + φ**"}
+"""What README shows of this project's methods, in its words."""
+MODEL = "Qwen2.5-Coder-1.5B-Instruct"
+TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
+"""What generate.json calls them."""
+STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
+"""What decode.json calls them."""
+OLDER = ("The default recipe differs: a quarter of its windows is made up, and maps of keys have ReLU units; it has "
+         "not been measured yet.")
+"""Said of the rows of the commit whose recipe was another."""
+SHAPE, CONTEXT = "8B shape", "128k"
+TOKEN_CASE, STEP_CASE = "8b-128k-b1", "32x8-128k-b1"
+
+
+def named(method: str) -> str:
+    """A rival's name as its paper writes it."""
+    row = row_of(plain(method))
+    names = {"token_select": "TokenSelect", "lfps": "LFPS", "quest": "Quest", "magicpig": "MagicPIG",
+             "snapkv": "SnapKV", "pyramidkv": "PyramidKV", "streaming_llm": "StreamingLLM"}
+    return METHODS.get(method) or names.get(plain(method)) or (row.label if row else method)
+
+
+def times(rows: Rows, case: str, names: dict[str, str], metric: str) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """The newest times of one card and commit that has all of these methods, and one of its rows; else nothing."""
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in rows:
+        if r["case"].partition(",")[0] == case and r["metric"] == metric:
+            groups.setdefault((r["machine"], r["commit"]), {})[r["method"]] = r
+    found = [g for g in groups.values() if set(names.values()) <= set(g)]
+    if not found:
+        return {}, None
+    # of several machines the one that the scores are of: the smaller card, whose times are the longer ones
+    chosen = sorted(found, key=lambda g: "H100" in next(iter(g.values()))["machine"])[-1]
+    return {m: chosen[name]["value"] for m, name in names.items()}, next(iter(chosen.values()))
+
+
+def speed(generate: Rows, decode: Rows) -> tuple[str, dict[str, str], str]:
+    """Header of the column of times, its cells by method, and where they are from. A token of a whole model, or one
+    layer's step where no run has all three methods."""
+    found, one = times(generate, TOKEN_CASE, TOKEN, "loop_ms")
+    if one is not None:
+        return (f"a token, {SHAPE}, {CONTEXT} [ms]", {m: f"{v:.1f}" for m, v in found.items()},
+                f"one row of {CONTEXT} tokens, a model of the {SHAPE} with random weights, {card(one)}")
+    found, one = times(decode, STEP_CASE, STEP, "us")
+    if one is None:
+        return "", {}, ""
+    return (f"a step of one layer, {SHAPE}, {CONTEXT} [µs]", {m: f"{v:.0f}" for m, v in found.items()},
+            f"one layer of 32 query and 8 KV heads of 128 over {CONTEXT} tokens, {card(one)}")
+
+
+def card(r: dict[str, Any]) -> str:
+    """The machine of a row and its commit."""
+    name = r["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+    return f"one {name}, commit {r['commit']}"
+
+
+def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
+    """README's table: score, bytes, error and time of one budget, then where its rows are from."""
+    mine, case = first(real)
+    scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
+    header, cells, origin = speed(generate, decode)
+    lines = []
+    for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
+        budgets = sorted(b for m, b in scores if m == method and b is not None)
+        budget = None if method == FULL else BUDGET if BUDGET in budgets else next(iter(budgets), None)
+        one = scores.get((method, budget))
+        if one is None:
+            continue
+        more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
+        error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
+        read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
+        lines.append([named(method) + more, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
+                      *([cells.get(method, "–")] if header else [])])
+    table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
+                      "bytes read, of the cache's", "error of attention, prose", *([header] if header else [])], lines)
+    return ["", table, "", origins(real, origin), ""]
+
+
+def origins(real: Rows, times_of: str) -> str:
+    """Where the table's rows are from, a sentence a column."""
+    mine, case = first(real)
+    one = next(r for r in of_metric(mine, case, "score") if r["method"] == FULL)
+    trained = next((r["trained"] for r in mine if "trained" in r), "")
+    prompts = max(r["samples"] for r in of_metric(mine, case, "score"))
+    error = next((r for r in of_metric(mine, f"perplexity_prose@{FIRST[1]}", "rel_err")), one)
+    of_error = "" if error["commit"] == one["commit"] else f" ({card(error)})"
+    sentences = [
+        f"Score: RULER, 13 tasks, {prompts} prompts, {MODEL} ({one['quantisation']}), {FIRST[1] // 1024}k tokens, "
+        f"{card(one)}; ± is half the 95 % interval.",
+        *([f"The maps are of {trained}."] if trained else []),
+        *([OLDER] if one["commit"] == "e2aef9d" else []),
+        "Bytes: what a step of a sparse layer reads, index and estimate included, of the keys and values of that "
+        "layer.",
+        f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{of_error}.",
+        *([f"Time: {times_of}."] if times_of else [])]
+    return " ".join(sentences)
+
+
+def difference(real: Rows, method: str, against: str, budget: float = BUDGET) -> dict[str, Any] | None:
+    """The row of how a method stands to another on RULER, paired by prompt; None where it was not measured."""
+    mine, case = first(real)
+    return next((r for r in mine if r["case"] == case and r["metric"] == "difference" and r["budget"] == budget
+                 and (r["method"], plain(r["against"])) == (method, against)), None)
+
+
+def apart(found: dict[str, Any]) -> str:
+    """What an interval says of two methods."""
+    return "higher" if found["low"] > 0 else "lower" if found["high"] < 0 else "not told apart"
+
+
+def facts(real: Rows) -> list[str]:
+    """What the scores say of pairs of methods, and two sentences on untrained completion."""
+    mine, case = first(real)
+    best = [(plain(m), b) for m in best_rivals(mine, case) for b in (BUDGET, 0.02)]
+    pairs = [("sketch", FULL, BUDGET), ("topk", FULL, BUDGET), ("sketch+phi", FULL, BUDGET),
+             ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
+             *(("sketch+phi", rival, b) for rival, b in best)]
+    lines = []
+    for method, against, budget in pairs:
+        found = difference(real, method, against, budget)
+        if found is not None:
+            lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
+                          minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
+    table = markdown(["method", "against", "retrieved", "points", "95 % interval", "the first is"], lines)
+    return ["", table, "", untrained(real), ""]
+
+
+def untrained(real: Rows) -> str:
+    """How φ stands to centroids of the request's keys, which nobody trained: on RULER and on text."""
+    mine, _ = first(real)
+    found = difference(real, "sketch+phi", "sketch+centroid")
+    errors = [text_cells(mine, m, BUDGET)[2:] for m in ("sketch+phi", "sketch+centroid")]
+    said = []
+    if found is not None:
+        said.append({"higher": "On RULER φ scores above untrained centroids.",
+                     "lower": "On RULER φ scores below untrained centroids.",
+                     "not told apart": "On RULER untrained centroids score as well as φ."}[apart(found)])
+    if "–" not in (*errors[0], *errors[1]):
+        shares = [float(a) / float(b) for a, b in zip(*errors, strict=True)]
+        said.append(f"On text the error of φ is {shares[0]:.2f} of theirs for prose and {shares[1]:.2f} for program "
+                    "text.")
+    return " ".join(said)

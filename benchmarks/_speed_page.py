@@ -1,0 +1,235 @@
+"""docs/results/decode.md, generate.md and served.md with a figure each, from decode.json, generate.json, serving.json
+and served_quality.json. A table is of one card and one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._first_page import card
+from sparsekv.evaluation.canvas import INK, SERIES, Drawing, canvas, drawn, written
+from sparsekv.evaluation.tables import markdown
+
+Rows = Sequence[dict[str, Any]]
+
+STEPS = {
+    "sdpa_cudnn": "full attention, cuDNN", "sdpa_flash": "full attention, FlashAttention",
+    "flashinfer": "full attention, FlashInfer", "flex": "full attention, FlexAttention",
+    "sparse": "buckets, 3.1 %", "sparse_phi": "buckets, 3.1 % + φ", "sparse_mlp": "buckets by a query model, 3.1 %",
+    "sparse_probes": "32 buckets, whole", "sparse_sketch": "sketch, 1 %", "sparse_sketch_phi": "sketch, 1 % + φ",
+    "sparse_sketch_tenth": "sketch, codes of a tenth", "sparse_sketch_all": "sketch, all codes",
+    "sparse_sketch_flat": "sketch, equal scores", "floor": "bytes alone",
+    "route_only": "choice of buckets alone", "attention_only": "attention alone", "buckets_only": "buckets' attention"}
+"""What decode.json calls a step, and what it is; full attention first."""
+GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
+TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
+          "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
+          "transformers": "transformers", "transformers_compiled": "transformers, compiled"}
+METRICS = {"loop_ms": "a token, lean loop [ms]", "generate_ms": "a token, `generate` [ms]",
+           "first_s": "first tokens [s]", "index_s": "index [s]", "capture_ms": "a capture [ms]",
+           "peak_gb": "most memory [GB]"}
+SERVED = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
+TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
+         "niah_multikey_3": "needle among keys",
+         "ruler_vt": "chains of variables", "ruler_cwe": "common words", "ruler_fwe": "frequent words"}
+
+
+def shape(case: str) -> tuple[str, str, str]:
+    """`32x8-128k-b4`: heads, context, rows."""
+    heads, context, rows, *more = case.split("-")
+    return heads.replace("x", " / "), context + "".join(f", {m}" for m in more), rows.removeprefix("b")
+
+
+def size(context: str) -> float:
+    """`128k` in tokens."""
+    number = context.partition(",")[0]
+    return float(number[:-1]) * {"k": 2**10, "M": 2**20}[number[-1]]
+
+
+def runs(rows: Rows) -> list[list[dict[str, Any]]]:
+    """The rows of one card and one commit each, the largest run first."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for r in rows:
+        found.setdefault((r["machine"], r["commit"]), []).append(r)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def words(*lines: tuple[str, str]) -> str:
+    """A table of two columns of words; the first line is its header."""
+    return "\n".join([f"| {' | '.join(lines[0])} |", "| --- | --- |", *(f"| {a} | {b} |" for a, b in lines[1:])])
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def steps(rows: Rows) -> str:
+    """Microseconds a step, a line a shape."""
+    values = {(r["case"], r["method"]): r["value"] for r in rows}
+    methods = [m for m in STEPS if any(r["method"] == m for r in rows)]
+    lines = [[*shape(case), *(number(values.get((case, m))) for m in methods)]
+             for case in sorted({r["case"] for r in rows}, key=lambda c: (shape(c)[0], size(shape(c)[1]), c))]
+    return markdown(["query / KV heads", "context [tokens]", "rows", *(f"{STEPS[m]} [µs]" for m in methods)], lines)
+
+
+def decode(rows: Rows) -> str:
+    """docs/results/decode.md."""
+    layer = [r for r in rows if r["case"] == "layer-128k"]
+    timed = [r for r in rows if r["case"][0].isdigit()]
+    parts = [
+        "# How long does a step of one layer take?",
+        "One decode step of one attention layer: one new token for each row of the batch. Everything runs in one CUDA "
+        "graph, over rotated copies of the cache, so that nothing is found in the GPU's L2 cache.",
+        "![Time of a step by context](decode-growth.png)",
+        words(("fixed here", "value"), ("precision, head dimension", "bfloat16, 128"),
+              ("sink, local window [tokens]", "1, 2047"), ("buckets", "1024"),
+              ("budget of buckets", "3.125 % of the mid region"),
+              ("budget of sketches", "1 % of the context, chosen among the codes of a tenth"),
+              ("φ", "128 features, half of them centred, capped")),
+        "“Bytes alone” is the time that the chosen keys and values, the anchors and the bucket means take at "
+        "4.3 TB/s. “Equal scores” is the case in which all keys score the same. A table is of one card and one commit; "
+        "decode.json has the command of every row. [The log](../log/decode.md) says what was tried."]
+    for run in runs(timed):
+        parts += [f"## {card(run[0]).replace('one ', '')}", steps(run)]
+    if layer:
+        parts += ["## What a prefill of 128k tokens adds, one layer", f"{card(layer[0]).replace('one ', '')}.",
+                  markdown(["operation", "time [ms]"], [[r["method"], f"{r['value']:.2f}"] for r in layer])]
+    return "\n\n".join(parts) + "\n"
+
+
+def growth(rows: Rows) -> Drawing:
+    """The time of a step by context, one row of 32 query and 8 KV heads, of the newest run that has all of it."""
+    chosen = next(r for r in runs([r for r in rows if r["case"][0].isdigit()])
+                  if {"sdpa_cudnn", "sparse_sketch"} <= {x["method"] for x in r})
+    figure, axes = canvas()
+    for method, colour in zip(GROWTH, ("#7f7f7f", "#882255", "#CC79A7", "#D55E00"), strict=True):
+        line = sorted((size(shape(r["case"])[1]), r["value"]) for r in chosen
+                      if r["method"] == method and r["case"].startswith("32x8") and r["case"].endswith("-b1"))
+        axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
+                  label=STEPS[method])
+    return _context_axes(figure, axes, "a step of one layer [µs]")
+
+
+def _context_axes(figure: Any, axes: Any, what: str) -> Drawing:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = [2**13, 2**15, 2**17, 2**19, 2**20]
+    low, high = axes.get_xlim()
+    ticks = [t for t in ticks if low <= t <= high]
+    axes.set_xticks(ticks, [f"{t // 1024}k" if t < 2**20 else "1M" for t in ticks])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(written)
+    low, high = axes.get_ylim()
+    marks = [v for v in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= v <= high]
+    axes.set_yticks(marks, [written(v) for v in marks])
+    axes.set_xlabel("context [tokens]")
+    axes.set_ylabel(what)
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    return drawn(figure)
+
+
+def generate(rows: Rows) -> str:
+    """docs/results/generate.md."""
+    values = {(r["case"], r["method"], r["metric"], r["machine"], r["commit"]): r["value"] for r in rows}
+    parts = [
+        "# How long does a token of a whole model take?",
+        "Models with random weights in bfloat16. “8b” has the shape of Llama 3.1 8B. The quality of answers plays no "
+        "part here.",
+        "![Time of a token by context](generate.png)",
+        words(("column", "what it is"),
+              ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "
+               "plain loop, the last 24 of 48"),
+              ("a token, `generate`", "the same by `model.generate`"),
+              ("first tokens", "the tokens ahead of those: index, compilation and captures of CUDA graphs"),
+              ("index", "making index and estimate, kernels already loaded"),
+              ("a capture", "mean of the captures, the compiler's run in the first"),
+              ("most memory", "the GPU's, weights and cache included")),
+        "The ratio is of a token in the lean loop to the fastest full attention of the same table. “–”: it was not "
+        "run, or found no memory. Every row of generate.json has its command."]
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for r in rows:
+        groups.setdefault((r["case"].partition(",")[0], r["machine"], r["commit"]), []).append(r["case"])
+    for case in dict.fromkeys(c for c, *_ in groups):
+        name, context, batch = case.rsplit("-", 2)
+        parts.append(f"## {name}, {context} tokens, {batch.removeprefix('b')} row{'s' if batch != 'b1' else ''}")
+        for (of, machine, commit), titles in groups.items():
+            if of != case:
+                continue
+
+            def value(method: str, metric: str, place: Any = (titles[0], machine, commit)) -> float | None:
+                return values.get((place[0], method, metric, *place[1:]))
+
+            dense = [v for m in ("dense", "transformers", "transformers_compiled") if (v := value(m, "loop_ms"))
+                     if value("dense", "loop_ms")]
+            lines = [[TOKENS.get(m, m), *(number(value(m, x), 2) for x in METRICS),
+                      f"{min(dense) / v:.2f} ×" if dense and (v := value(m, "loop_ms")) else "–"]
+                     for m in TOKENS if value(m, "loop_ms") is not None]
+            prefill = value("dense", "prefill_s")
+            said = f"{card({'machine': machine, 'commit': commit}).replace('one ', '')}."
+            parts += [said + (f" Prefill {prefill:.2f} s." if prefill else ""),
+                      markdown(["method", *METRICS.values(), "ratio"], lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def tokens(rows: Rows) -> Drawing:
+    """Milliseconds a token by context, one row of the 8B shape, of the run that has most of it."""
+    found = [r for r in rows if r["metric"] == "loop_ms" and r["case"].startswith("8b-") and "-b1" in r["case"]]
+    machine = max({r["machine"] for r in found}, key=lambda m: len({r["case"] for r in found if r["machine"] == m}))
+    figure, axes = canvas()
+    colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#882255", "#CC79A7", "#56B4E9", "#0072B2"),
+                       strict=True))
+    for method in (m for m in TOKENS if m != "transformers"):
+        line = sorted({size(r["case"].split("-")[1]): r["value"] for r in found
+                       if r["method"] == method and r["machine"] == machine}.items())
+        if line:
+            axes.plot([x for x, _ in line], [y for _, y in line], color=colours[method], marker="o", markersize=3.5,
+                      linewidth=1.7, label=TOKENS[method])
+    return _context_axes(figure, axes, "a token [ms]")
+
+
+def served(rows: Rows, quality: Rows) -> str:
+    """docs/results/served.md."""
+    values = {(r["case"], r["method"], r["metric"]): r for r in rows}
+    lines = []
+    for case in sorted({r["case"] for r in rows}, key=lambda c: (size(c.split("-")[1]), c)):
+        of = [values.get((case, m, "token_ms")) for m in ("vllm_fa3", "vllm_sparsekv")]
+        first = [values.get((case, m, "first_s")) for m in ("vllm_fa3", "vllm_sparsekv")]
+        _, context, batch = case.split("-")
+        lines.append([context, batch[1:], of[1]["commit"] if of[1] else "–",
+                      *(number(r["value"], 2) if r else "–" for r in of),
+                      f"{of[0]['value'] / of[1]['value']:.2f} ×" if of[0] and of[1] else "–",
+                      *(number(r["value"], 2) if r else "–" for r in first)])
+    cuda = [r for r in quality if r["metric"] == "score" and "H200" in r["machine"]]
+    scores = {(r["case"].partition("@")[0], r["method"]): r["value"] for r in cuda}
+    methods = [m for m in SERVED if any(r["method"] == m for r in cuda)]
+    marks = [[SERVED[m], *(number(scores.get((t, m))) for t in TASKS),
+              number(scores.get(("ruler", m)) or sum(scores[t, m] for t in TASKS) / len(TASKS))] for m in methods]
+    parts = [
+        "# How fast and how good is it inside vLLM?",
+        "vLLM 0.26 on an H200. These rows are of an index whose buckets stay as they were trained, without completion. "
+        "The served index of now moves them to each request and completes by φ; its speed and its quality have not "
+        "been measured on a GPU.",
+        "![Time of a token inside vLLM](served.png)",
+        "## Speed", "The 8B shape with random weights, 1 % retrieved, 10 % of the codes scored, full CUDA graphs. A "
+        "line is of one commit. Requests of 8k and 32k are too short to gain and are attended to fully.",
+        markdown(["context [tokens]", "rows", "commit", "FlashAttention 3, a token [ms]", "sparsekv, a token [ms]",
+                  "tokens a second", "FlashAttention 3, first token [s]", "sparsekv, first token [s]"], lines),
+        "Beside the pages of four requests of 128k the backend kept 4.3 GB.",
+        "## Quality", f"RULER at 16k, points of 100, the yardstick model ([what it is](quality.md)), 2 % retrieved, 24 "
+        f"prompts a task, commit {cuda[0]['commit']}. The router is of 16 windows of another text.",
+        markdown(["decoded by", *TASKS.values(), "mean"], marks),
+        "`attach` with the same settings loses as much as the server does. In float32 on a CPU both score alike on "
+        "every task and give the same tokens. No run has speed and quality in one configuration.",
+        "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
+    return "\n\n".join(parts) + "\n"
+
+
+def served_figure(rows: Rows) -> Drawing:
+    """Milliseconds a token inside vLLM by context, one row."""
+    figure, axes = canvas()
+    for method, colour in (("vllm_fa3", SERIES[7]), ("vllm_sparsekv", "#882255")):
+        line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in rows
+                      if r["metric"] == "token_ms" and r["method"] == method and r["case"].endswith("-b1"))
+        axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
+                  label=SERVED[method])
+    return _context_axes(figure, axes, "a token [ms]")

@@ -1,0 +1,131 @@
+"""README: every figure of it is in a row or on the page that explains it; it is short; pages are guides, not logs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._real_page import FIRST
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+METHODS = {"full attention": "full", "exact top-k": "topk", "sketch": "sketch",
+           "sketch + untrained centroids": "sketch+centroid", "sketch + φ": "sketch+phi", "TokenSelect": "token_select",
+           "LFPS": "lfps:alpha=0.1:fills=true", "Quest": "quest", "MagicPIG": "magicpig"}
+"""What README calls a method, and what rows do."""
+EXPLAINED = {
+    "60 points": "docs/results/real.md", "22k tokens": "docs/runtime.md", "8B": "docs/runtime.md",
+    "1.5B": "docs/results/phi.md", "3.11": "pyproject.toml", "5 to 8 minutes": "docs/start.md",
+    "1, 2 and 5 %": "docs/how-to/budget.md"}
+"""Figures of README's prose, and the page that has them too."""
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def between(name: str) -> str:
+    return README.partition(f"<!-- {name} -->")[2].partition(f"<!-- end of {name} -->")[0]
+
+
+def table(text: str) -> list[list[str]]:
+    """The lines of a table, its header first."""
+    lines = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def budget_of(words: str) -> float | None:
+    """`1 %` of a cell."""
+    found = re.search(r"(\d+) %", words)
+    return int(found[1]) / 100 if found else None
+
+
+def shown(cell: str) -> float:
+    """The number that a cell begins with."""
+    found = re.match(r"[+−]?[\d.]+", cell)
+    assert found is not None, cell
+    return float(found[0].replace("−", "-"))
+
+
+def only(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The one row of README's model."""
+    found = [r for r in found if r["case"].startswith(f"{FIRST[0]}:")]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_the_table_is_in_the_rows() -> None:
+    header, *lines = table(between("first"))
+    first = budget_of(header[0])
+    real = [r for r in rows("real") if r["case"].endswith((f":ruler@{FIRST[1]}", f":perplexity_prose@{FIRST[1]}"))]
+    assert len(lines) >= 5
+    for name, score, read, error, *_ in lines:
+        name, _, more = name.strip("*").partition(",")
+        method = METHODS[name]
+        budget = None if method == "full" else budget_of(more) or first
+        one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == ("score", method, budget)])
+        assert one["commit"] in between("first")
+        assert shown(score) == pytest.approx(one["value"], abs=0.051)
+        assert shown(score.partition("± ")[2]) == pytest.approx((one["high"] - one["low"]) / 2, abs=0.051)
+        if method != "full":
+            assert shown(read) == pytest.approx(100 * one["bytes_share"], abs=0.051)
+        if error not in ("–", "0"):
+            one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == ("rel_err", method, first)])
+            assert shown(error) == pytest.approx(one["value"], abs=0.00051)
+
+
+def test_the_times_are_in_the_rows_of_one_card_and_commit() -> None:
+    header, *lines = table(between("first"))
+    commit = re.search(r"Time: .*?commit (\w+)", between("first"))[1]  # type: ignore[index]
+    whole = "[ms]" in header[4]
+    names = ({"full attention": "dense", "sketch": "sketch", "sketch + φ": "sketch_phi"} if whole else
+             {"full attention": "sdpa_cudnn", "sketch": "sparse_sketch", "sketch + φ": "sparse_sketch_phi"})
+    known = [r for r in rows("generate" if whole else "decode") if r["commit"] == commit and r["case"].partition(",")[0]
+             == ("8b-128k-b1" if whole else "32x8-128k-b1") and r["metric"] == ("loop_ms" if whole else "us")]
+    timed = {line[0].strip("*"): line[4] for line in lines if line[4] != "–"}
+    assert set(timed) == set(names)
+    for name, cell in timed.items():
+        values = [r["value"] for r in known if r["method"] == names[name]]
+        assert any(shown(cell) == pytest.approx(v, abs=0.051 if whole else 0.51) for v in values), (name, cell, values)
+
+
+def test_differences_are_in_the_rows() -> None:
+    real = [r for r in rows("real") if r["case"] == f"{FIRST[0]}:ruler@{FIRST[1]}" and r["metric"] == "difference"]
+    _, *lines = table(between("facts"))
+    assert len(lines) >= 5
+    for method, against, budget, points, interval, says in lines:
+        found = [r for r in real if (r["method"], r["against"], r["budget"])
+                 == (METHODS[method], METHODS[against], budget_of(budget))]
+        low, high = (float(x.replace("−", "-")) for x in interval.split(" to "))
+        assert any(shown(points) == pytest.approx(r["value"], abs=0.051) and low == pytest.approx(r["low"], abs=0.051)
+                   and high == pytest.approx(r["high"], abs=0.051) for r in found), (method, against, points)
+        assert says == ("higher" if low > 0 else "lower" if high < 0 else "not told apart")
+
+
+def test_no_other_figure_stands_in_readme_that_no_page_explains() -> None:
+    prose = README
+    for name in ("first", "facts"):
+        prose = prose.replace(between(name), "")
+    prose = re.sub(r"^```.*?^```", "", prose, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"!?\[[^]]*\]\([^)]*\)", "", prose)
+    for figure, page in EXPLAINED.items():
+        assert figure in README and figure in (ROOT / page).read_text(encoding="utf-8"), (figure, page)
+        prose = prose.replace(figure, "")
+    assert not re.findall(r"(?<![\w.])\d[\d.,]*\w*", prose.replace("Apache-2.0", "")), "a figure without its page"
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    assert len(README.splitlines()) <= 120
+    for target in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_page_is_no_longer_than_250_lines_but_its_tables(page: Path) -> None:
+    lines = [line for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("|")]
+    assert len(lines) <= 250
