@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks._real_page import FIRST, best_rivals, first, minus, of_metric, text_cells
 from sparsekv.core.registry import FULL, row_of
+from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent, plain
 from sparsekv.evaluation.tables import markdown
 
@@ -158,3 +159,49 @@ def untrained(real: Rows) -> str:
         said.append(f"On text the error of φ is {shares[0]:.2f} of theirs for prose and {shares[1]:.2f} for program "
                     "text.")
     return " ".join(said)
+
+
+COLOURS = {FULL: "#7f7f7f", "topk": "#0072B2", "sketch": "#B07AA1", "sketch+centroid": "#009E73",
+           "sketch+phi": "#882255"}
+OTHERS = ("#E69F00", "#56B4E9", "#D55E00")
+"""Colours of rivals."""
+LEAST = 60.0
+"""Points at which the axis begins."""
+
+
+def figure(real: Rows) -> Drawing:
+    """Score by bytes, a line a method through its budgets, named in a legend; budgets stand at the points of sketch +
+    φ."""
+    mine, case = first(real)
+    scores = [r for r in of_metric(mine, case, "score") if r["value"] is not None]
+    shown = dict(zip((*METHODS, *best_rivals(mine, case)), (*COLOURS.values(), *OTHERS), strict=False))
+    whole, axes = canvas()
+    shares = []
+    for method, colour in shown.items():
+        line = sorted((r["bytes_share"], r["value"], r["budget"]) for r in scores
+                      if r["method"] == method and r.get("bytes_share") is not None and r["budget"] is not None)
+        name = named(method).strip("*")
+        if method == FULL:
+            axes.axhline(next(r["value"] for r in scores if r["method"] == FULL), color=colour, linewidth=1.8,
+                         label=name)
+        elif line:
+            shares += [x for x, *_ in line]
+            wide = 2.4 if method == "sketch+phi" else 1.6
+            axes.plot([x for x, *_ in line], [y for _, y, _ in line], color=colour, linewidth=wide, marker="o",
+                      markersize=wide + 2.4, label=name)
+            if method == "sketch+phi":
+                for x, y, budget in line:
+                    axes.annotate(percent(budget), (x, y), xytext=(6, -11), textcoords="offset points", fontsize=8,
+                                  color=colour)
+    low, high = min(shares, default=0.01) / 1.25, max(shares, default=1.0) * 1.25
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    ticks = [x for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if low <= x <= high]
+    axes.set_xticks(ticks, [percent(x) for x in ticks])
+    axes.minorticks_off()
+    top = max(r["value"] for r in scores)
+    axes.set_ylim(LEAST, top + 2)
+    axes.set_xlabel("bytes that a step of a sparse layer reads, of its keys and values")
+    axes.set_ylabel("RULER score [points of 100]")
+    axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, ncols=2, loc="lower right")
+    return drawn(whole)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekv.core.registry import FULL, rivals
+from sparsekv.core.registry import rivals
 from sparsekv.evaluation.figures import score_by_bytes
 from sparsekv.evaluation.methods import percent, plain
 from sparsekv.evaluation.tables import bytes_read, cell_text, every_method, in_order, markdown, table
@@ -20,8 +20,6 @@ FIRST = ("coder-1.5b", 16_384)
 """The model and the length of README's figure and table."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
-LEAST = 60.0
-"""Points at which the axis of README's figure begins."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
          "topk+centroid": "exact top-k + untrained centroids", "sketch": "sketches (`sketch`)",
          "sketch+centroid": "… + untrained centroids", "sketch+phi": "**… + φ**", "router+phi": "buckets alone + φ",
@@ -59,8 +57,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     mine, case = first(rows)
     if mine:
         parts += [
-            f"![RULER score by bytes read](real.png)\n\nThe grey line is full attention; the axis begins at {LEAST:g} "
-            "points.",
+            "![RULER score by bytes read](real.png)\n\nThe grey line is full attention. The axis begins at 60 points.",
             f"## In short, {FIRST[1] // 1024}k tokens",
             "Points to full attention, paired by prompt ± half the 95 % interval, and bytes of a sparse layer's keys "
             "and values.", short(rows)[1],
@@ -188,16 +185,11 @@ def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
 
 
 def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Score by bytes, full attention a line: a figure a model and length (`real-coder-1.5b-16384.png`), and README's
-    (`real.png`)."""
+    """Score by bytes, full attention a line: a figure a model and length (`real-coder-1.5b-16384.png`)."""
     for title, mine in models(rows).items():
         for case in dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@")):
             drawn = score_by_bytes(mine, case, in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
             (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
-    mine, case = first(rows)
-    if mine:
-        shown = [FULL, *(m for m in SHORT if m != "topk+phi"), *best_rivals(mine, case)]
-        (folder / "real.png").write_bytes(score_by_bytes(mine, case, shown, LEAST).png)
 
 
 def first(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:

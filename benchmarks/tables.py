@@ -78,7 +78,8 @@ def figures() -> None:
 
     _real_page.figures(load("real"), RESULTS)
     of_quality(_quality_page.named(load("quality-rivals")), RESULTS)
-    for name, drawing in (("decode-growth", _speed_page.growth(load("decode"))),
+    for name, drawing in (("real", _first_page.figure(load("real"))),
+                          ("decode-growth", _speed_page.growth(load("decode"))),
                           ("generate", _speed_page.tokens(load("generate"))),
                           ("served", _speed_page.served_figure(load("serving"))),
                           ("phi", _phi_page.bars(load("phi-training"))),
