@@ -103,6 +103,8 @@ def all_stages() -> list[Stage]:
         Stage("rivals16", "ruler", 16_384, rivals, one, 0, 4),
         Stage("main32", "ruler", 32_768, OURS, (0.01, 0.02), 0, 3),
         Stage("rest32", "ruler", 32_768, ("full", *COMPLETIONS), (0.01, 0.02), 0, 3),
+        Stage("all4", "ruler", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 4),
+        Stage("text-all4", "text", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 6),
         Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
         Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),

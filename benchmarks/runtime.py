@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,17 +24,23 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, fill, row, take_over
+from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
+from sparsekv.core.estimators import Estimator, PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.offload import HostView
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
+OFFLOADED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
 
 
@@ -175,9 +182,11 @@ def dense_step(layer: Layer, view: LayerView, i: int) -> torch.Tensor:
     return dense_attention(layer.queries[:, :, i:i + 1], layer.keys, layer.values, scale=view.scale)
 
 
-def step(layer: Layer, view: LayerView, selector: Selector, read: list[float], i: int) -> torch.Tensor:
+def step(
+    layer: Layer, view: LayerView, selector: Selector, read: list[float], i: int, estimator: Estimator | None = None,
+) -> torch.Tensor:
     queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
-    done = sparse_step(view, queries, selector, None)
+    done = sparse_step(view, queries, selector, estimator)
     if not done.out.is_cuda:
         read.append(float(read_shares(view, queries, [done.selection], 0.0)[0].mean()))
     return done.out
@@ -190,49 +199,81 @@ def offloaded_view(view: LayerView) -> HostView:
     return on_host
 
 
+def random_maps(layer: Layer) -> PhiLayer:
+    """Maps of the sizes that `sparsekv train` makes, with random weights."""
+    recipe, (_, heads, _, dim) = RECIPES[DEFAULT], layer.keys.shape
+    query = FeatureMap(layer.queries.shape[1], dim, dim, recipe.width, recipe.query_blocks)
+    keys = CentredMap(heads, dim, dim, recipe.key_width, shared=recipe.shared)
+    maps = FeatureMaps(*(m.weights() for m in (query, keys.plain, keys.centred)))
+    device = layer.keys.device
+    return PhiLayer(maps.map(lambda w: w.detach().to(device)), torch.zeros(1, layer.queries.shape[1], device=device),
+                    capped=recipe.calibrate)
+
+
+def offloaded(layer: Layer) -> dict[str, Callable[[], tuple[Selector, Estimator | None]]]:
+    """What is measured with the cache in CPU memory: buckets, sketches at several budgets, and with φ at the least."""
+    def sketched(share: float) -> Selector:
+        return SELECTORS["sketch"](token_budget=share, layer=bench_router(layer, "mean_key"))
+
+    return {"router": lambda: (SELECTORS["router"](token_budget=BUDGET, layer=bench_router(layer)), None),
+            **{f"sketch-{share:.0%}": functools.partial(lambda share: (sketched(share), None), share)
+               for share in OFFLOADED_SHARES},
+            f"sketch-{OFFLOADED_SHARES[0]:.0%}+phi": lambda: (sketched(OFFLOADED_SHARES[0]),
+                                                              PhiEstimator(random_maps(layer)))}
+
+
 @torch.inference_mode()
-def offload(lengths: list[int], steps: int) -> list[dict[str, Any]]:
+def offload(lengths: list[int], wanted: list[str] | None, steps: int) -> list[dict[str, Any]]:
     """One 8B-shaped layer in bfloat16 with its cache in CPU memory."""
-    sync, gigabyte, rows = torch.cuda.synchronize, 2**30, []
-    _, heads_kv, dim = SHAPES["8b"]
+    rows: list[dict[str, Any]] = []
     for length in lengths:
-        case = f"offload-{length // 1024}k"
         layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
-        view = view_of(layer, length)
-        router = SELECTORS["router"](token_budget=BUDGET, layer=bench_router(layer))
-        sync()
-        start = time.perf_counter()
-        build(view, router, None)
-        sync()
-        seconds = time.perf_counter() - start
-        away = offloaded_view(view)
-        reads: list[float] = []
-        with_all = step(layer, view, router, reads, 0).float()
-        error = float((step(layer, away, router, reads, 0).float() - with_all).norm() / with_all.norm())
-        assert error < 1e-2, f"offloaded attention differs by {error}"
-        here = median_us(functools.partial(step, layer, view, router, reads), steps, sync)
-        dense = median_us(functools.partial(dense_step, layer, view), steps, sync)
-        q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
-        everything = torch.cuda.memory_allocated()
-        del layer, view
-        small = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        us = median_us(functools.partial(step, q_layer, away, router, reads), steps, sync)
-        peak = torch.cuda.max_memory_allocated()
-        tokens = int(router.budget[0])
-        moved = tokens * heads_kv * dim * 2 * 2
-        rows += [row(case, "router", "us", us, "µs/layer step"), row(case, "router", "bytes", moved, "B/layer step"),
-                 row(case, "router", "peak_gb", peak / gigabyte, "GiB"),
-                 row(case, "router", "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer"),
-                 row(case, "router-on-gpu", "us", here, "µs/layer step"),
-                 row(case, "router-on-gpu", "peak_gb", everything / gigabyte, "GiB"),
-                 row(case, "sdpa-on-gpu", "us", dense, "µs/layer step")]
-        print(f"{case} router {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB, held "
-              f"{small / gigabyte:.3f}; on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; sdpa {dense:.0f} µs; "
-              f"error {error:.1e}", flush=True)
-        del away, router, q_layer
-        torch.cuda.empty_cache()
+        names = list(offloaded(layer))
+        dense = median_us(functools.partial(dense_step, layer, view_of(layer, length)), steps, torch.cuda.synchronize)
+        case = f"offload-{length // 1024}k"
+        rows.append(row(case, "sdpa-on-gpu", "us", dense, "µs/layer step"))
+        del layer
+        for name in names:
+            if wanted is None or name in wanted:
+                rows += offload_one(case, name, length, steps)
+                torch.cuda.empty_cache()
     return rows
+
+
+def offload_one(case: str, name: str, length: int, steps: int) -> list[dict[str, Any]]:
+    """A method's rows, first checked against the same step over a cache on the GPU."""
+    sync, gigabyte = torch.cuda.synchronize, 2**30
+    layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
+    view = view_of(layer, length)
+    selector, estimator = offloaded(layer)[name]()
+    sync()
+    start = time.perf_counter()
+    build(view, selector, estimator)
+    sync()
+    seconds = time.perf_counter() - start
+    away = offloaded_view(view)
+    with_all = step(layer, view, selector, [], 0, estimator).float()
+    here = median_us(functools.partial(step, layer, view, selector, [], estimator=estimator), steps, sync)
+    if isinstance(estimator, PhiEstimator):
+        estimator.in_place = False  # as it is where it was built over keys in CPU memory
+    error = float((step(layer, away, selector, [], 0, estimator).float() - with_all).norm() / with_all.norm())
+    assert error < 1e-2, f"offloaded attention differs by {error}"
+    q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
+    everything = torch.cuda.memory_allocated()
+    del layer, view
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    us = median_us(functools.partial(step, q_layer, away, selector, [], estimator=estimator), steps, sync)
+    peak = torch.cuda.max_memory_allocated()
+    moved = int(selector.budget[0]) * 2 * away.keys[0, :, 0].numel() * away.keys.element_size()
+    print(f"{case} {name} {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB, held "
+          f"{held / gigabyte:.3f}; on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; error {error:.1e}",
+          flush=True)
+    return [row(case, name, "us", us, "µs/layer step"), row(case, name, "bytes", moved, "B/layer step"),
+            row(case, name, "peak_gb", peak / gigabyte, "GiB"),
+            row(case, name, "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer"),
+            row(case, f"{name}-on-gpu", "us", here, "µs/layer step"),
+            row(case, f"{name}-on-gpu", "peak_gb", everything / gigabyte, "GiB")]
 
 
 def report(rows: list[dict[str, Any]], page: Path) -> None:
@@ -255,14 +296,23 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
         built = [found.get((case, method, "build_seconds")) for case in ("cpu-128k", "cpu-128k-8b")]
         cells.append(" / ".join("–" if b is None else f"{b:.2f}" for b in built) if any(built) else "")
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    lines += ["", "One layer of 8 KV heads of 128 on an NVIDIA H200, bfloat16, budget 2 %:", "",
-              "| context | offload, µs | over the bus, MB | GPU memory, GiB | KV on the GPU, GiB | transformers' "
-              "offloaded cache, µs |", "| ---: | ---: | ---: | ---: | ---: | ---: |"]
+    machines = dict.fromkeys(r["machine"].partition(",")[0] for r in rows if r["case"].startswith("offload"))
+    lines += ["", "Keys and values in CPU memory: a layer of 32 query and 8 KV heads of 128 in bfloat16 on an "
+              f"{', '.join(machines)}. Buckets (`router`) at 2 %, sketches at several budgets, with φ at the least. A "
+              "token is 32 such layers one by one, none of them in a graph.", "",
+              "| context | method | ms a token | over the bus, MB a layer | GPU memory, GiB a layer | keys on the GPU: "
+              "ms a token | GiB a layer |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
     for case in (c for c in cases if c.startswith("offload")):
-        theirs = found.get((case, "transformers-offloaded", "us"))
-        lines.append(f"| {case.removeprefix('offload-')} | {found[case, 'router', 'us']:,.0f} | "
-                     f"{found[case, 'router', 'bytes'] / 1e6:.1f} | {found[case, 'router', 'peak_gb']:.2f} | "
-                     f"{found[case, 'router-on-gpu', 'peak_gb']:.2f} | {'' if theirs is None else f'{theirs:,.0f}'} |")
+        for method in (m for c, m, metric in found if c == case and metric == "us" and not m.endswith("-on-gpu")):
+            here = [found.get((case, f"{method}-on-gpu", metric)) for metric in ("us", "peak_gb")]
+            moved, peak = (found.get((case, method, metric)) for metric in ("bytes", "peak_gb"))
+            lines.append(f"| {case.removeprefix('offload-')} | {method} | {found[case, method, 'us'] * 0.032:.1f} | "
+                         f"{moved / 1e6:,.1f} | {'' if peak is None else f'{peak:.2f}'} | "
+                         f"{'' if here[0] is None else f'{here[0] * 0.032:.1f}'} | "
+                         f"{'' if here[1] is None else f'{here[1]:.2f}'} |")
+        dense = found.get((case, "sdpa-on-gpu", "us"))
+        if dense is not None:
+            lines.append(f"| {case.removeprefix('offload-')} | full attention | | | | {dense * 0.032:.1f} | |")
     fill(page, lines)
 
 
@@ -285,7 +335,7 @@ def main() -> None:
         new = [r for folder in options.rows for r in json.loads((folder / "runtime.json").read_text())]
         return report(take_over("runtime", new), RESULTS.parent / "runtime.md")
     else:
-        rows = offload(options.lengths, options.steps)
+        rows = offload(options.lengths, options.selectors, options.steps)
     if not options.dry:
         take_over("runtime", rows, options.output)
 

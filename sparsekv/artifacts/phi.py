@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,14 +115,17 @@ class PhiArtifact:
                  path: Path | None = None):
         self.config, self.maps, self.path = config, maps, path
         self.shift, self.gate = shift, gate
+        self._open: list[list[bool]] = (gate > 0).tolist()
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
-    def layer(self, layer_idx: int) -> PhiLayer | None:
-        """The maps of a model layer, or None where it has none (no completion there)."""
+    def layer(self, layer_idx: int, gate: Sequence[float] | None = None) -> PhiLayer | None:
+        """The maps of a model layer, with another `gate`, of `Hq` factors, on top of its own; None where it has no maps
+        or all gates are closed: nothing completes it, at no cost."""
         row = self._row.get(layer_idx)
-        if row is None:
+        if row is None or not any(o and g > 0 for o, g in zip(self._open[row], gate or self._open[row], strict=True)):
             return None
-        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
+        own = self.gate[row] if gate is None else self.gate[row] * torch.tensor(gate, device=self.gate.device)
+        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + own.log(),
                         tuple(self.config.read_shares), self.config.capped)
 
     @property

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from sparsekv.core.moments import edges_of
 from sparsekv.foundation.errors import SparseKVError
 
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
@@ -50,6 +52,12 @@ class Regions:
     @property
     def mid_sizes(self) -> Tensor:
         return self.mid_last - self.mid_first
+
+    @cached_property
+    def edges(self) -> list[int]:
+        """`edges_of` the mid region, read once for all layers that have these regions, so that what follows is queued
+        without a wait."""
+        return edges_of(self.mid_first, self.mid_last)
 
     @property
     def context(self) -> Tensor:

@@ -31,6 +31,7 @@ REST_EPS = 1e-5
 QUERY_PROGRAMS, QUERY_ROWS, QUERY_WARPS = 128, 16, 8
 """Programs wanted, the most queries of one of them, and its warps: they run beside the selection and must leave it
 room."""
+FACTOR_WARPS = 4
 LN_2 = 0.6931471805599453
 BESIDE_BYTES = 10_240
 """Shared memory that the query kernel wants beside the widest matrix of a map, which it holds whole."""
@@ -216,6 +217,11 @@ def moments_cap(q: Tensor, moments: ScoreMoments, offset: Tensor) -> Tensor:
 def factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
     """A covariance `[..., d, d]` as `rank` rows `[..., ρ, d]`, by Cholesky steps on the largest variance that is left,
     and the variances after them, `[..., d]`: `rowsᵀ rows + diag(left)`, its diagonal exact."""
+    return (launch_factored if on_device(covariance) else factored_reference)(covariance, rank)
+
+
+def factored_reference(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
+    """`factored` in plain torch."""
     left = covariance.diagonal(dim1=-2, dim2=-1).clone()
     least = 1e-6 * left.amax(-1, keepdim=True)
     rows = covariance.new_zeros(*left.shape[:-1], min(rank, left.shape[-1]), left.shape[-1])
@@ -228,4 +234,18 @@ def factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
         row = torch.where(size > least, row / size.clamp(min=1e-30).sqrt(), 0.0)
         rows[..., step, :] = row
         left = (left - row.square()).clamp(min=0)
+    return rows, left
+
+
+def launch_factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
+    """`factored` through Triton: one launch for its ten and more a step."""
+    from sparsekv.kernels.completion_triton import factor_kernel
+
+    covariance = covariance.contiguous()
+    *some, dim, _ = covariance.shape
+    rank = min(rank, dim)
+    rows, left = (torch.empty(*some, *s, dtype=torch.float32, device=covariance.device) for s in ((rank, dim), (dim,)))
+    if left.numel():
+        factor_kernel[(left.numel() // dim,)](covariance, rows, left, dim, rank, DIM=power_of_two(dim),
+                                              RANK=power_of_two(rank), num_warps=FACTOR_WARPS)
     return rows, left

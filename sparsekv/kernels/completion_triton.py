@@ -127,3 +127,30 @@ def query_kernel(
                         + log_normal_cdf(limit - tl.sqrt(variance)))
             tl.store(found.cap + at, tl.where(limit == float("inf"), float("inf"), expected + moved))
         sums, cache_row = after, row_after
+
+
+@triton.jit
+def factor_kernel(covariance, rows, rest, dim, rank, DIM: tl.constexpr, RANK: tl.constexpr):
+    """Pivoted Cholesky steps of one covariance: a step reads one of its rows."""
+    # grid: (matrices,)
+    # covariance  [matrices, d, d] fp32   dim = d
+    # rows        [matrices, ρ, d] fp32   written; rank = ρ
+    # rest        [matrices, d] fp32      written: the variances that are left
+    at = tl.program_id(0).to(tl.int64)
+    place, part = tl.arange(0, DIM), tl.arange(0, RANK)
+    inside = place < dim
+    covariance += at * dim * dim
+    left = tl.load(covariance + place * (dim + 1), mask=inside, other=0.0)
+    least = 1e-6 * tl.max(left, 0)
+    found = tl.zeros([RANK, DIM], tl.float32)
+    for step in range(rank):
+        size, pivot = tl.max(left, 0), tl.argmax(left, 0)
+        row = tl.load(covariance + pivot * dim + place, mask=inside, other=0.0)
+        here = tl.sum(tl.where((place == pivot)[None, :], found, 0.0), 1)
+        row -= tl.sum(here[:, None] * found, 0)
+        row = tl.where(size > least, row / tl.sqrt(tl.maximum(size, 1e-30)), 0.0)
+        found = tl.where((part == step)[:, None], row[None, :], found)
+        left = tl.maximum(left - row * row, 0.0)
+    tl.store(rest + at * dim + place, left, mask=inside)
+    tl.store(rows + (at * rank + part)[:, None] * dim + place[None, :], found,
+             mask=(part < rank)[:, None] & inside[None, :])

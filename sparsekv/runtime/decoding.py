@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from sparsekv.artifacts.checks import brief
@@ -182,12 +181,8 @@ def gated_maps(
     phi: PhiArtifact, layer_idx: int, layers: Mapping[int, LayerSetting] | None,
 ) -> PhiLayer | None:
     """The maps of a layer, with the gates of a settings file if there is one; None where it is not completed."""
-    maps, gate = phi.layer(layer_idx), None if layers is None else layers[layer_idx].gate
-    if maps is None or (layers is not None and gate is None):
-        return None
-    if gate is None:
-        return maps
-    return maps._replace(offsets=maps.offsets + torch.tensor(gate, device=maps.offsets.device).log())
+    gate = None if layers is None else layers[layer_idx].gate
+    return None if layers is not None and gate is None else phi.layer(layer_idx, gate)
 
 
 def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:

@@ -41,7 +41,7 @@ from sparsekv.kernels.bucket_sums import (
     launch_bucket_sums,
 )
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
-from sparsekv.kernels.completion import launch_query, phi_query_reference
+from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
 from sparsekv.kernels.features import (
     fused,
     key_features,
@@ -308,6 +308,22 @@ def maps_of_keys(
     return KeyFeatures(random(heads, dim, units, scale=dim**-0.5).to(dtype), random(batch, heads, units),
                        random(heads, units, features, scale=units**-0.5).to(dtype), random(heads, features),
                        torch.randint(-1, 2, (batch, heads, features), device=device).float())
+
+
+def check_factored(shape: tuple[int, ...], device: str) -> None:
+    """shape: matrices, dimension, rows. Of the last matrix nothing is left after two rows, the first is zero."""
+    count, dim, rank = shape
+    torch.manual_seed(dim)
+    parts = torch.randn(2, count, 3 * dim, dim, device=device) * torch.rand(dim, device=device) * 3
+    parts[:, -1, :, 2:] = 0.0
+    parts[:, 0] = 0.0
+    covariance = parts.mT @ parts / parts.shape[2]
+    (rows, left), (true_rows, true_left) = launch_factored(covariance, rank), factored_reference(
+        covariance.double(), rank)
+    assert rows.shape == true_rows.shape and left.shape == true_left.shape
+    made, truth = (r.mT @ r + torch.diag_embed(x) for r, x in ((rows.double(), left.double()), (true_rows, true_left)))
+    assert error(made, truth) < 1e-5
+    assert error(made.diagonal(dim1=-2, dim2=-1), covariance.diagonal(dim1=-2, dim2=-1)) < 1e-5
 
 
 def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -59,7 +59,7 @@ KINDS = {
     "*u8": "bins",
     "*fp32": "steps partial partial_lse taken taken_mass out_lse logits scores z s m log_scale all_mass mass numerator "
              "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
-             "spreads",
+             "spreads covariance",
     "fp32": "scale eps",
     "half": "q k v values out x w b y means features source keys centroids found logs w_in b_in w_a b_a "
             "w_b alpha w_out b_out",
@@ -186,6 +186,7 @@ def main() -> None:
             "FEATURES": 128}
     check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
+    check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
         of_keys = {"SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
         check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))

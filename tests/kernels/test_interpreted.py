@@ -66,6 +66,11 @@ def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -
     checks.check_sums_and_features(shape, dtype, "cpu")
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16)], ids=str)
+def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
+    checks.check_factored(shape, "cpu")
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [
     ((4, 2, 16, 24, 16, 1), torch.float16), ((3, 3, 80, 32, 48, 2), torch.float32),
     ((6, 1, 24, 16, 100, 3), torch.float16), ((4, 2, 16, 24, 16, 2, 0), torch.float16),

@@ -50,6 +50,11 @@ def test_what_is_left_where_nearly_all_is_read(shape: tuple[int, ...], dtype: to
     checks.check_what_is_left(shape, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16), (8, 128, 16), (3, 256, 16)], ids=str)
+def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
+    checks.check_factored(shape, DEVICE)
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(6, 2, 24, 40, 37, 5, 3), (4, 4, 64, 100, 64, 64, 1), (16, 1, 16, 7, 9, 20, 5),
                                    (32, 8, 128, 1024, 1024, 32, 1), (16, 1, 64, 256, 4096, 100, 2)], ids=str)

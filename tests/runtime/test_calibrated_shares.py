@@ -48,6 +48,27 @@ def test_a_step_takes_the_shift_of_what_it_reads(made, options: dict, shift: flo
     torch.testing.assert_close(offset.flatten()[0], torch.tensor(shift), atol=0.02, rtol=0)
 
 
+def test_a_layer_whose_gates_are_closed_is_not_completed(made) -> None:
+    model, _, phi = made
+    heads, last = phi.gate.shape[1], phi.config.layers[-1]
+    gate = phi.gate.clone()
+    gate[-1] = 0.0
+    closed = PhiArtifact(phi.config, phi.maps, phi.shift, gate)
+    assert closed.layer(last) is None and closed.layer(0) is not None
+    # gates of a settings file on top of the artifact's own, which has closed head 1
+    assert phi.layer(0, [0.0] * heads) is None and phi.layer(0, [0.0, 1.0, *[0.0] * (heads - 2)]) is None
+    torch.testing.assert_close(phi.layer(0, [0.5] * heads).offset, phi.layer(0).offset + torch.tensor(0.5).log())
+    ids = torch.randint(1, 95, (1, 120), generator=torch.Generator().manual_seed(0))
+    found = []
+    for maps in (closed, None):
+        with attach(model, phi=maps, selector="topk", token_budget=0.1, dense_below=0, dense_layers=[
+                i for i in phi.config.layers if i != last]) as attachment:
+            cache = attachment.prefill(ids[:, :-1])
+            found.append(model(ids[:, -1:], past_key_values=cache).logits)
+            assert cache.layers[last].state.estimator is None
+    assert torch.equal(*found)
+
+
 def test_the_table_is_saved_and_loaded(made, tmp_path) -> None:
     made[2].save(tmp_path / "phi")
     loaded = PhiArtifact.load(tmp_path / "phi")

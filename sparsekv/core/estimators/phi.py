@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekv.core.estimators.base import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows, take_rows
-from sparsekv.core.moments import blocks, edges_of, key_covariance, key_mean
+from sparsekv.core.moments import blocks, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
     RANK,
@@ -101,7 +101,7 @@ class PhiEstimator(Estimator):
 
     def build(self, view: LayerView) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
-        edges = edges_of(first, last)  # known once, so that what follows is queued without a wait
+        edges = view.regions.edges
         self.mean = mean = key_mean(view.keys_at, first, last, edges)
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
         centre = None if self.centre is None else view.scale * self.centre
