@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sparsekv.evaluation.canvas import Drawing, canvas, drawn, legend
+from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent
 from sparsekv.evaluation.tables import markdown
 
@@ -87,18 +87,18 @@ def bars(rows: Sequence[dict[str, Any]]) -> Drawing:
     """The error of exact top-k of 1 % completed by maps of every training, on prose and on program text."""
     _, alone, *lines = trainings(rows)
     figure, axes = canvas()
-    figure.set_size_inches(7.2, 0.34 * (len(lines) + 1) + 1.2)
-    names = [f"{text}: {windows} × {length}, {steps}" for text, windows, length, steps, *_ in lines]
+    figure.set_size_inches(7.2, 0.42 * (len(lines) + 1) + 1.0)
+    names = [f"{text},\n{windows} × {length}, {steps} steps" for text, windows, length, steps, *_ in lines]
     for shift, column, name, colour in ((-.2, 5, HELD["prose@16384"], "#0072B2"),
                                         (.2, 6, HELD["code@16384"], "#D55E00")):
         axes.barh([i + shift for i in range(len(lines))], [float(x[column]) for x in lines], 0.36, color=colour,
-                  label=f"{name} (no maps: {alone[column]})")
+                  label=f"{name} (no maps {alone[column]})")
     axes.set_yticks(range(len(lines)), names, fontsize=8)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", color="#8888", linewidth=0.5)
     axes.set_xlabel("relative error of the attention output, exact top-k 1 % + φ")
-    legend(axes)
+    figure.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=2, loc="outside upper left")
     return drawn(figure)
 
 
@@ -112,7 +112,7 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         "Exact top-k reads a share of the context, one list a group of heads, beside sink and tail. What is not read "
         "is completed by the maps, every head on.",
         "![Error by training](phi.png)",
-        "A bar is a training: its text, windows × length, steps. All maps more than halve the error.",
+        "A pair of bars is a training: its text, windows × length, steps. All maps more than halve the error.",
         "What it advises:",
         "- **Train on text like what is served.** Maps of one kind of text are worse on the other kind. Half of each "
         "is nearly the best of both.\n"

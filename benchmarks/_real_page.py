@@ -42,6 +42,16 @@ def models(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
+         "perplexity_code": "Going on with program text", "long": "Long generation", "second_turn": "Second turn"}
+
+
+def titled(case: str) -> str:
+    """`ruler@16384` in words."""
+    name, _, length = case.partition("@")
+    return f"{CASES.get(name, f'`{name}`')}, {int(length) // 1024}k tokens" if length.isdigit() else case
+
+
 def of_metric(rows: Sequence[dict[str, Any]], case: str, metric: str) -> list[dict[str, Any]]:
     """Rows of a case, differences only to full attention."""
     return [r for r in rows if r["case"] == case and r["metric"] == metric and r.get("against", "full") == "full"]
@@ -77,7 +87,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
                   f"{', '.join(sorted({r['commit'] for r in mine}))}.{trained}"]
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
-            parts += [f"### {case}", samples(mine, case)]
+            parts += [f"### {titled(case)}", samples(mine, case)]
             for metric, note in NOTES.items():
                 found = of_metric(mine, case, metric)
                 if found:
@@ -85,17 +95,17 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             parts += ["Bytes that a step of a sparse layer reads, of its keys' and values'.",
                       markdown(*bytes_read(mine, case)), *judged(mine, case)]
         for case in (c for c in cases if c.startswith("perplexity")):
-            parts += [f"### {case}", continued(mine, case)]
+            parts += [f"### {titled(case)}", continued(mine, case)]
         for case in (c for c in cases if c.startswith("long@")):
-            parts += [f"### {case}", generated(mine, case)]
+            parts += [f"### {titled(case)}", generated(mine, case)]
         for case in (c for c in cases if c.startswith("second_turn@")):
-            parts += [f"### {case}", "Second questions answered, points of 100 ± half the 95 % interval.",
+            parts += [f"### {titled(case)}", "Second questions answered, points of 100 ± half the 95 % interval.",
                       markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
         single = [c for c in cases if "@" in c and not c.startswith(
             ("ruler@", "perplexity", "long@", "second_turn@"))]
         parts += ["### Each task"] if single else []
         for case in single:
-            parts += [f"#### {case}", markdown(*table(mine, case, every_method(mine)))]
+            parts += [f"#### {titled(case)}", markdown(*table(mine, case, every_method(mine)))]
     return "\n\n".join(parts) + "\n"
 
 
