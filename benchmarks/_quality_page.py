@@ -18,21 +18,21 @@ MODEL = ("The yardstick model is SmolLM2-135M, tuned to retrieve over 32k tokens
 ABOUT = {
     "quality": (
         "How many single keys does selection lose?", MODEL,
-        "![RULER score by bytes, 16k tokens](quality-16384.png)",
+        "![RULER score by bytes, 16k tokens](quality-keys.png)",
         "Router, codes and maps are of other text than the tasks: 48 windows of 16k for the prompts of 16k, 24 windows "
         "of 32k for those of 32k and 4096."),
     "quality-rivals": (
         "How do other systems do at the same budget?", MODEL + " Every system has the same prompts, the first ones of "
         "each task.",
-        "![RULER score by bytes, 32k tokens](quality-32768.png)",
+        "![RULER score by bytes, 16k tokens](quality-16384.png)",
         "What each system is set to stands in [The papers](../papers.md#the-rivals-at-one-budget). At 4096 tokens "
         "sketches score every code."),
     "quality-worst": (
         "Does completion pay where its own bytes are taken off the budget?", MODEL,
-        "![RULER score by bytes, 4096 tokens](quality-4096.png)",
+        "![RULER score by worst-case budget, 4096 tokens](quality-worst.png)",
         "Anchors, the completion's cache and a half token of features beside every token retrieved are taken off a "
         "budget here ([accounting](../runtime.md#budgets)). φ of now keeps no features beside keys, so that it costs "
-        "less than these rows charge. The figure is of budgets of retrieved tokens.")}
+        "less than these rows charge.")}
 OLDER = ("c04f146", "ef2dbd1", "d7bb713")
 """Commits whose rows call the codes fitted to a request `sketch`, and those of the artifact's basis
 `sketch:fit=fixed`."""

@@ -75,6 +75,7 @@ def written(page: str) -> str:
 def figures() -> None:
     """The figures of all pages that are drawn here."""
     from benchmarks.quality import figures as of_quality
+    from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
 
     _real_page.figures(load("real"), RESULTS)
     of_quality(_quality_page.named(load("quality-rivals")), RESULTS)
@@ -84,6 +85,8 @@ def figures() -> None:
                           ("served", _speed_page.served_figure(load("serving"))),
                           ("phi", _phi_page.bars(load("phi-training"))),
                           ("training", _training_page.bars(load("training"))),
+                          ("quality-keys", score_by_bytes(_quality_page.named(load("quality")), "ruler@16384")),
+                          ("quality-worst", score_by_budget(_quality_page.named(load("quality-worst")), "ruler@4096")),
                           ("sketch", _training_page.sketch_bars(load("sketch"))),
                           ("capture", _training_page.capture_bars(load("capture")))):
         (RESULTS / f"{name}.png").write_bytes(drawing.png)
