@@ -140,7 +140,7 @@ def generate(rows: Rows) -> str:
               ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "
                "plain loop, the last 24 of 48"),
               ("a token, `generate`", "the same by `model.generate`"),
-              ("first tokens", "the tokens ahead of those: index, compilation and captures of CUDA graphs"),
+              ("first tokens", "the tokens before those: index, compilation and captures of CUDA graphs"),
               ("index", "making index and estimate, kernels already loaded"),
               ("a capture", "mean of the captures, the compiler's run in the first"),
               ("most memory", "the GPU's, weights and cache included")),
