@@ -24,8 +24,8 @@ TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
 STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
 """What decode.json calls them."""
-OLDER = ("The default recipe differs: a quarter of its windows is made up, and maps of keys have ReLU units; it has "
-         "not been measured yet.")
+OLDER = ("The default recipe of now also has made-up windows, and ReLU units in the maps of keys; these rows do not "
+         "have them.")
 """Said of the rows of the commit whose recipe was another."""
 SHAPE, CONTEXT = "8B shape", "128k"
 TOKEN_CASE, STEP_CASE = "8b-128k-b1", "32x8-128k-b1"
@@ -88,7 +88,8 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
         more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
         error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
-        lines.append([named(method) + more, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
+        name = named(method) + more + (" (scores every key)" if method == "topk" else "")
+        lines.append([name, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
                       *([cells.get(method, "–")] if header else [])])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
                       "bytes read, of the cache's", "error of attention, prose", *([header] if header else [])], lines)
@@ -96,23 +97,21 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
 
 
 def origins(real: Rows, times_of: str) -> str:
-    """Where the table's rows are from, a sentence a column."""
+    """Where the table's rows are from, a line a column."""
     mine, case = first(real)
     one = next(r for r in of_metric(mine, case, "score") if r["method"] == FULL)
     trained = next((r["trained"] for r in mine if "trained" in r), "")
     prompts = max(r["samples"] for r in of_metric(mine, case, "score"))
     error = next((r for r in of_metric(mine, f"perplexity_prose@{FIRST[1]}", "rel_err")), one)
     of_error = "" if error["commit"] == one["commit"] else f" ({card(error)})"
-    sentences = [
-        f"Score: RULER, 13 tasks, {prompts} prompts, {MODEL} ({one['quantisation']}), {FIRST[1] // 1024}k tokens, "
-        f"{card(one)}; ± is half the 95 % interval.",
-        *([f"The maps are of {trained}."] if trained else []),
-        *([OLDER] if one["commit"] == "e2aef9d" else []),
-        "Bytes: what a step of a sparse layer reads, index and estimate included, of the keys and values of that "
-        "layer.",
+    lines = [
+        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {prompts} prompts, {MODEL} ({one['quantisation']}), "
+        f"{card(one)}. ± is half the 95 % interval.",
+        "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{of_error}.",
-        *([f"Time: {times_of}."] if times_of else [])]
-    return " ".join(sentences)
+        *([f"Time: {times_of}."] if times_of else []),
+        *([f"Training: {trained}. {OLDER if one['commit'] == 'e2aef9d' else ''}".strip()] if trained else [])]
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def difference(real: Rows, method: str, against: str, budget: float = BUDGET) -> dict[str, Any] | None:

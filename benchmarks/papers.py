@@ -1,4 +1,4 @@
-"""The papers' trained systems as published: rows of docs/results/papers.json, told in docs/papers.md.
+"""The papers' trained systems as published: rows of docs/results/papers.json, explained in docs/papers.md.
 
     python benchmarks/papers.py --part saap,completion --model MODEL --text FILE.txt [--length 8192] [--quick]
 

@@ -33,7 +33,7 @@ from benchmarks._rows import RESULTS, add_rows
 ROOT = RESULTS.parents[1]
 SHARDS = 6
 GRACE = 20
-"""Seconds that a job has after it was told to stop."""
+"""Seconds that a job has after it was asked to stop."""
 
 
 @dataclass(frozen=True)

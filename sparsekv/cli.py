@@ -37,7 +37,7 @@ class Command(NamedTuple):
 
 class Told:
     """Standard output, whose failure says that it is its own; what it cannot encode is written out. A pipe that nobody
-    reads any more ends the command without a word."""
+    reads any more ends the command silently."""
 
     def __init__(self, stream: Any):
         self._stream = stream

@@ -14,7 +14,7 @@ from sparsekv.foundation.errors import SparseKVError
 
 SAMPLES_PER_TENSOR = 64
 WEIGHTS = ("weights", "weights_float16")
-"""Hashes of rounded weights; fingerprints of before have the first."""
+"""Hashes of rounded weights; older fingerprints have the first alone."""
 MODES = ("rope", "scale", "window", "softcap")
 """How a model rotates and attends, which its weights do not say."""
 

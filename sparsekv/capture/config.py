@@ -1,4 +1,4 @@
-"""What `sparsekv capture` can be told, and the checks that need nothing but the options."""
+"""The options of `sparsekv capture`, and the checks that need nothing but the options."""
 
 from __future__ import annotations
 

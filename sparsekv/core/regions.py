@@ -65,7 +65,7 @@ class Regions:
         return self.length - self.starts
 
     def mid_mask(self, first: int = 0, last: int | None = None) -> Tensor:
-        """`[B, last − first]`, true inside the mid region; of the whole cache unless told otherwise."""
+        """`[B, last − first]`, true inside the mid region; of the whole cache by default."""
         positions = torch.arange(first, self.length if last is None else last, device=self.starts.device)
         return (positions >= self.mid_first[:, None]) & (positions < self.mid_last[:, None])
 

@@ -43,7 +43,7 @@ def _make() -> Any:
                 kwargs["device"] = str(pretrained.device)
             super().__init__(pretrained=pretrained, **kwargs)
             self.sparse_options = attach_options(options)
-            with self._attach():  # bad options are told before the first task
+            with self._attach():  # bad options are refused before the first task
                 pass
 
         def _attach(self) -> Any:

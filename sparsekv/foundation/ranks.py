@@ -34,7 +34,7 @@ class Ranks:
         """Wait for all."""
 
     def stop_others(self) -> None:
-        """This process goes no further: those that it started are told to stop, too."""
+        """This process goes no further: those that it started are stopped, too."""
 
     def mine(self, count: int) -> list[int]:
         """The documents of this rank."""

@@ -132,7 +132,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.homes) else None
         self.unsorted: Unsorted | None = None
         self.warm = False
-        # a full graph that was captured with sparse steps has to be told who is sparse, in every batch
+        # a full graph that was captured with sparse steps needs to know which rows are sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
         TURN.lowest(below, together)

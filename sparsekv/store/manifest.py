@@ -17,7 +17,7 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 WORDS, COUNTS = ("corpus", "split"), ("sink_size", "window_size", "queries_per_document", "seed")
 SAMPLE_BYTES = 2 << 30
-"""Shards of so many bytes are read and hashed before a training, where it is not told to verify all of them."""
+"""Shards of so many bytes are read and hashed before a training, unless all of them are to be verified."""
 
 
 @dataclass(frozen=True)

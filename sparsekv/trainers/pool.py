@@ -132,7 +132,7 @@ def pool_bytes(store: CaptureStore, documents: int, heads: int, *, values: bool 
 
 
 def held_out(documents: int) -> int:
-    """Windows of a capture that are for validation, unless told otherwise."""
+    """Windows of a capture that are for validation by default."""
     return max(1, min(4, documents // 10))
 
 

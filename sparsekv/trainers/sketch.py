@@ -11,7 +11,7 @@ from sparsekv.trainers.pool import Pool
 
 def code_size(width: int | None, wide: int | None, dim: int) -> tuple[int, int]:
     """Bytes of a key's code and how many of its channels have 8 bits: a quarter of the head dimension, and an eighth of
-    the bytes, unless told otherwise."""
+    the bytes, by default."""
     width = max(1, dim // 4) if width is None else width
     return width, width // 8 if wide is None or not width else wide
 
