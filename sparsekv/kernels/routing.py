@@ -120,7 +120,8 @@ def route_tokens(
 
     q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
     budget. seats `[Q]` int64: the rows of offsets, bucket means and budget that are the queries', where these are kept
-    by request; the order's rows stay the queries' own. Returns `[Q, Hkv, widest]` int32 in any order, padded with -1.
+    by request; the order's rows stay the queries' own. Returns `[Q, Hkv, widest]` int32 in the order of the buckets,
+    padded with -1.
     """
     if routable(q, scores):
         logits = launch_logits(q, scores, offsets, offsets=True, seats=seats)
@@ -159,7 +160,7 @@ def choose_tokens_reference(density: Tensor, order: Tensor, offsets: Tensor, bud
     ranked = upper.masked_fill(counts == 0, -1).argsort(dim=-1, descending=True, stable=True)
     sizes = counts.gather(-1, ranked)
     sizes = torch.minimum(sizes, (budget.clamp(max=widest)[:, None, None] - sizes.cumsum(-1) + sizes).clamp(min=0))
-    return tokens_at(order, table.gather(-1, ranked), sizes, widest)
+    return tokens_at(order, table[..., :-1], torch.empty_like(sizes).scatter_(-1, ranked, sizes), widest)
 
 
 def routable(q: Tensor, scores: RouterScores) -> bool:

@@ -20,7 +20,7 @@ def test_kernels_read_the_pages(
 ) -> None:
     """Three rows, two of them sparse."""
     engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60, completes=completes)
-    requests = [Request(seed, 200, [], flat=completes is not None) for seed in range(3)]
+    requests = [Request(seed, 200, [], flat=True) for seed in range(3)]
     for request, prompt in zip(requests, (90, 70, 30), strict=True):
         engine.step([(request, prompt)])
     engine.step([(r, 1) for r in requests])
