@@ -5,7 +5,8 @@ seat had at its last step, and whose token before this one lies in the slot that
 request; unless somebody else has written there since, which ends the seat, or the pages of the index are others. All of
 it is compared on the device, for every row with every seat, and a row that is not found is attended to fully: a wrong
 guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once on a CPU; on a
-CUDA device it looks at the first decode batch after another one, and else at what the step before left behind.
+CUDA device it looks at the first decode batch after another one, and else at what the step before left behind. It
+counts the steps after which a tail may have outgrown its room, and looks then: borders move where those of `attach` do.
 
 What is written here in plain torch is done for a decode batch on a CUDA device by two launches (`seating`).
 """
@@ -25,9 +26,10 @@ from sparsekv.serving.index import Lanes, Unsorted
 from sparsekv.serving.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 
 SLACK = 64
-"""Tokens that a tail may grow beyond its room before the row is attended to fully: the host learns late on CUDA."""
+"""Tokens that a tail may grow beyond its room before the row is attended to fully."""
 PATIENCE = 16
-"""Steps for which nobody asks again when all seats were taken."""
+"""Steps for which nobody without a seat asks again when all seats were taken."""
+NEVER = 1 << 62
 IDLE = 64
 """Batches of short requests in a row after which the seats are given up."""
 
@@ -54,6 +56,11 @@ class Places:
     def room(self) -> int:
         """Tokens of the longest tail."""
         return self.window_size + self.decode_window + 1
+
+    @property
+    def stride(self) -> int:
+        """Tokens by which a border moves: what `core.step.LayerState` takes in at once."""
+        return self.decode_window - self.decode_window // 2 + 1
 
 
 class StepRows(NamedTuple):
@@ -85,7 +92,7 @@ class Seats:
 
     def __init__(self, count: int, places: Places, longest: int, device: torch.device, most: int = 0):
         self.count, self.places, self.device, self.most = count, places, device, most
-        self.launches = device.type == "cuda"
+        self.launches = self.late = device.type == "cuda"
         self.kept: dict[int, tuple[Found, Lanes]] = {}
 
         def full(value: int, *shape: int) -> Tensor:
@@ -96,6 +103,7 @@ class Seats:
         self.arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self.steps = 0
         self.asked, self.quiet_until = False, 0
+        self.outgrows = [NEVER] * count
         self.waiting: tuple[Tensor, torch.cuda.Event] | None = None
         self.rows = 0
         self.taken, self.idle = False, 0
@@ -113,6 +121,7 @@ class Seats:
         """Nobody sits here any more."""
         self.length.zero_()
         self.last.fill_(NOWHERE)
+        self.outgrows = [NEVER] * self.count
         self.taken, self.asked = False, False
 
     def follow(self, batch: StepRows, *, new: Tensor | None = None, decode: bool = False) -> Found:
@@ -154,13 +163,15 @@ class Seats:
 
     def serve(self, batch: StepRows, found: Found, indices: Sequence[SeatIndex]) -> Found:
         """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
-        if not self._asks(found.wants):
+        if not self._asks(found):
             return found
         lengths = batch.lengths.long()
         known, seat = found.known.clone(), found.seat.clone()
         sizes = lengths.tolist()
         for row in (found.wants & found.known).nonzero()[:, 0].tolist():
             self._move(int(seat[row]), batch.table[row:row + 1], sizes[row], indices)
+        if self.steps < self.quiet_until:
+            return found
         free = self._free()
         for row in (found.wants & ~found.known).nonzero()[:, 0].tolist():
             if not free:
@@ -221,26 +232,42 @@ class Seats:
             self.kept[rows] = (Found(*(x[:rows] for x in found)), Lanes(*(x[:rows] for x in lanes)))
         return self.kept[rows]
 
-    def _asks(self, wants: Tensor) -> bool:
-        """Whether the host serves now the rows that want it, `[R]`."""
-        if self.steps < self.quiet_until:
-            return False
-        if self.device.type != "cuda":
-            return bool(wants.any())
-        rows = wants.shape[0]
+    def _asks(self, found: Found) -> bool:
+        """Whether the host serves now the rows that want it. It does not while all seats are taken, but for those that
+        have one."""
+        rows = found.wants.shape[0]
         fresh = not self.asked or rows != self.rows
         self.asked, self.rows = True, rows
         if fresh:
+            self.quiet_until = 0
+        quiet = self.steps < self.quiet_until
+        if not self.late:
+            return bool((found.wants & found.known if quiet else found.wants).any())
+        due = self.steps >= min(self.outgrows)
+        if fresh or due:
             self.waiting = None
-            return bool(wants.any())
-        late = self.waiting is not None and self.waiting[1].query() and bool(self.waiting[0].any())
-        if late or self.waiting is None or self.waiting[1].query():
-            copy = torch.empty(rows, dtype=torch.bool, pin_memory=True)
+            self._count_steps()
+            return bool(found.wants.any())
+        return not quiet and self._left_behind(found.wants) and bool(found.wants.any())
+
+    def _left_behind(self, wants: Tensor) -> bool:
+        """Whether somebody wanted something at a step before, as far as the device has said so."""
+        told = self.waiting is None or self.waiting[1].query()
+        late = told and self.waiting is not None and bool(self.waiting[0].any())
+        if told:
+            copy = torch.empty(wants.shape[0], dtype=torch.bool, pin_memory=True)
             copy.copy_(wants, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self.waiting = (copy, event)
-        return late and bool(wants.any())
+        return late
+
+    def _count_steps(self) -> None:
+        """After how many steps a tail may have outgrown its room: a request gets a token a step at most."""
+        length, tail, used = torch.stack([self.length, self.tail, self.used])[:, :self.count].tolist()
+        room = self.places.room
+        self.outgrows = [self.steps + max(1, t + room - n + 1) if n and u == self.steps else NEVER
+                         for n, t, u in zip(length, tail, used, strict=True)]
 
     def other_batch(self) -> None:
         """A batch that is not all decode: the next one that is may have rows that nobody has seen."""
@@ -272,18 +299,24 @@ class Seats:
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
         self.tail[seat] = int(regions.tail_starts)
+        self.outgrows[seat] = self.steps + max(1, int(regions.tail_starts) + self.places.room - past)
 
     def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[SeatIndex]) -> None:
-        """All but half of the generated tokens, and the local window, join the mid region."""
-        old = Regions(torch.zeros(1, dtype=torch.int64), self.tail[seat:seat + 1].cpu(), length, self.places.sink_size)
-        regions = old.moved(length - 1 - self.places.window_size - self.places.decode_window // 2)
-        slots = self._slots(table, regions)
-        for index in indices:
-            index.extend(seat, slots, old, regions)
-        self._sorted(slots)
+        """The oldest of a tail join the mid region as they would have if the host had looked at every step."""
+        past, tail, places = length - 1, int(self.tail[seat]), self.places
+        while past >= tail + places.room:
+            old = Regions(torch.zeros(1, dtype=torch.int64), torch.tensor([tail]), tail + places.room + 1,
+                          places.sink_size)
+            tail += places.stride
+            regions = old.moved(tail)
+            slots = self._slots(table, regions)
+            for index in indices:
+                index.extend(seat, slots, old, regions)
+            self._sorted(slots)
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
-        self.tail[seat] = int(regions.tail_starts)
+        self.tail[seat] = tail
+        self.outgrows[seat] = self.steps + tail + places.room - past
 
     def _sorted(self, slots: Tensor) -> None:
         """Every layer has codes of the keys in these slots."""

@@ -150,6 +150,30 @@ def test_more_requests_than_seats() -> None:
     assert all(x is not None for x in decode(engine, left, 1)[0])
 
 
+def test_borders_move_at_once_although_the_host_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the host counts the steps after which a tail may have outgrown its room, whoever waits for a seat; of
+    most steps it asks nothing."""
+    engine, exact = Engine(seats=2), Engine(seats=2)
+    looks: list[int] = []
+    monkeypatch.setattr(engine.seats, "late", True)
+    monkeypatch.setattr(engine.seats, "_left_behind", lambda wants: False)
+    count = engine.seats._count_steps
+    monkeypatch.setattr(engine.seats, "_count_steps", lambda: (looks.append(1), count()))
+    made = [[Request(s, 400, []) for s in range(3)] for _ in range(2)]
+    for which, requests in zip((engine, exact), made, strict=True):
+        for r, prompt in zip(requests, (100, 93, 80), strict=True):
+            which.step([(r, prompt)])
+    for now in range(6 * DECODE_WINDOW):
+        if now % 20 == 7:  # one of them waits a step
+            for which, requests in zip((engine, exact), made, strict=True):
+                decode(which, requests[1:], 1)
+        for which, requests in zip((engine, exact), made, strict=True):
+            decode(which, requests, 1)
+        assert torch.equal(engine.seats.tail, exact.seats.tail), now
+    assert int(exact.seats.tail[0]) > 100 + 4 * engine.seats.places.stride - engine.seats.places.window_size
+    assert 8 < len(looks) < 3 * DECODE_WINDOW
+
+
 def test_rows_that_pad_a_batch_do_nothing() -> None:
     engine = Engine()
     request = Request(1, 300, [])
@@ -165,13 +189,13 @@ def test_rows_that_pad_a_batch_do_nothing() -> None:
     assert not step(engine.index, torch.randn(3, HEADS * GROUP, DIM), lanes, batch.table).any()
 
 
-def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end() -> None:
-    """On CUDA the host learns late; a row whose tail no longer fits the buffers is not decoded sparsely."""
+def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose tail no longer fits the buffers is not decoded sparsely."""
     engine = Engine()
     request = Request(1, 400, [])
     engine.step([(request, 100)])
     decode(engine, [request], 1)
-    engine.seats.quiet_until = 10**9
+    monkeypatch.setattr(engine.seats, "_asks", lambda found: False)
     sparse = [out[0] is not None for out in decode(engine, [request], DECODE_WINDOW + SLACK + 4)]
     assert sparse == [True] * (DECODE_WINDOW + SLACK) + [False] * 4
 

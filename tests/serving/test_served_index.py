@@ -82,6 +82,23 @@ def test_a_served_layer_gives_what_attach_gives(
     assert (apart > 0.1) == (completes is not None), "completion makes a difference, and nothing else does"
 
 
+def test_after_mixed_batches_borders_lie_where_those_of_attach_do() -> None:
+    """While another's prompt is read nothing moves; then several moves come at once."""
+    made = router()
+    engine = Engine(seats=2, budget=20, candidates=0.3, made=made)
+    one, two = Request(1, 400, []), Request(2, 400, [])
+    engine.step([(one, 120)])
+    engine.step([(one, 1)])
+    attached = Attached(one, made, 20, 0.3)
+    for _ in range(3 * DECODE_WINDOW):
+        assert engine.step([(one, 1), (two, 3)])[0] is None
+        attached.step()
+    for _ in range(DECODE_WINDOW):
+        out = engine.step([(one, 1)])[0]
+        assert out is not None
+        torch.testing.assert_close(out, attached.step(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:
     """One seat for two requests: whoever has none is attended to fully, which the engine checks. One of them goes,
     comes back in other pages, and is summarised anew."""
@@ -93,7 +110,6 @@ def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:
     def decode(batch: list[Request], seated: Request, *, anew: bool) -> None:
         nonlocal attached
         for step in range(20):
-            engine.seats.quiet_until = 0  # a border moves at once, although others wait for a seat
             outs = engine.step([(r, 1) for r in batch])
             if anew and not step:
                 attached = Attached(seated, made, 12, 0.5, completes)
