@@ -7,7 +7,7 @@ candidates that the best buckets give, 10 % of it, or of all where that reads le
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
-chooses: steps, parts (index, votes, cache). What a token costs in a user's hands is
+chooses: steps, parts (index, votes, cache), summaries (of φ). What a token costs in a user's hands is
 `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps parts]
@@ -21,6 +21,7 @@ import copy
 import functools
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.router import RouterLayer
@@ -487,10 +489,29 @@ def parts() -> None:
         print(f"layer-128k {name} {value:.3f} ms", flush=True)
 
 
+def summaries(layers: int = 16) -> None:
+    """What φ adds to a prefill: of so many layers one after another, milliseconds a layer with its launches."""
+    for case, heads_q, heads, length in (("layer-128k", 32, 8, 131_072), ("layer-30k-12x2", 12, 2, 30_000)):
+        keys, values = (torch.randn(1, heads, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        estimator, starts = PhiEstimator(random_phi(heads_q, heads, DIM, "cuda")), torch.zeros(1, device="cuda").long()
+        times = []
+        for _ in range(4):
+            regions = Regions(starts, starts + length - TAIL, length, SINK)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(layers):
+                estimator.fork().build(LayerView(keys, values, regions, DIM**-0.5, heads_q))
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - began) * 1000 / layers)
+        ROWS.append(row(case, "phi_summary", "ms", round(sorted(times[1:])[1], 4), "milliseconds a layer"))
+        print(f"{case} phi_summary {ROWS[-1]['value']:.3f} ms", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", default=["steps", "parts"], choices=["steps", "parts"])
+    parser.add_argument("--parts", nargs="+", default=["steps", "parts", "summaries"],
+                        choices=["steps", "parts", "summaries"])
     parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
                         help="steps: only these")
     parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
@@ -499,7 +520,7 @@ def main() -> None:
     torch.manual_seed(0)
     check()
     for part in options.parts:
-        {"steps": lambda: steps(options), "parts": parts}[part]()
+        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))

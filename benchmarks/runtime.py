@@ -23,8 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._phi import random_phi
 from benchmarks._rows import RESULTS, fill, row, take_over
-from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.estimators import Estimator, PhiEstimator
@@ -34,10 +34,7 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
-from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.offload import HostView
-from sparsekv.trainers.options import DEFAULT
-from sparsekv.trainers.phi import RECIPES
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 OFFLOADED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -199,17 +196,6 @@ def offloaded_view(view: LayerView) -> HostView:
     return on_host
 
 
-def random_maps(layer: Layer) -> PhiLayer:
-    """Maps of the sizes that `sparsekv train` makes, with random weights."""
-    recipe, (_, heads, _, dim) = RECIPES[DEFAULT], layer.keys.shape
-    query = FeatureMap(layer.queries.shape[1], dim, dim, recipe.width, recipe.query_blocks)
-    keys = CentredMap(heads, dim, dim, recipe.key_width, shared=recipe.shared)
-    maps = FeatureMaps(*(m.weights() for m in (query, keys.plain, keys.centred)))
-    device = layer.keys.device
-    return PhiLayer(maps.map(lambda w: w.detach().to(device)), torch.zeros(1, layer.queries.shape[1], device=device),
-                    capped=recipe.calibrate)
-
-
 def offloaded(layer: Layer) -> dict[str, Callable[[], tuple[Selector, Estimator | None]]]:
     """What is measured with the cache in CPU memory: buckets, sketches at several budgets, and with φ at the least."""
     def sketched(share: float) -> Selector:
@@ -218,8 +204,8 @@ def offloaded(layer: Layer) -> dict[str, Callable[[], tuple[Selector, Estimator 
     return {"router": lambda: (SELECTORS["router"](token_budget=BUDGET, layer=bench_router(layer)), None),
             **{f"sketch-{share:.0%}": functools.partial(lambda share: (sketched(share), None), share)
                for share in OFFLOADED_SHARES},
-            f"sketch-{OFFLOADED_SHARES[0]:.0%}+phi": lambda: (sketched(OFFLOADED_SHARES[0]),
-                                                              PhiEstimator(random_maps(layer)))}
+            f"sketch-{OFFLOADED_SHARES[0]:.0%}+phi": lambda: (
+                sketched(OFFLOADED_SHARES[0]), PhiEstimator(random_phi(*SHAPES["8b"], layer.keys.device)))}
 
 
 @torch.inference_mode()

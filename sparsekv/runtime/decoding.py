@@ -49,7 +49,7 @@ class Decoding:
     layers: Mapping[int, LayerSetting] | None
     """Budget and gates by layer, from a settings file."""
     placed: dict[Any, Any] = field(default_factory=dict)
-    """Copies of what was trained, by device."""
+    """Copies of what was trained, by device, and estimators to fork, by layer and device."""
 
     def short_until(self, key: Tensor) -> int:
         """The length from which a cache with such keys `[B, Hkv, N, d]` decodes sparsely [tokens]: below it full
@@ -80,8 +80,12 @@ class Decoding:
         """A fresh estimator for a layer; None where there is none."""
         if self.phi is None:
             return None if self.estimator is None else self.estimator.fork()
-        maps = gated_maps(self._on("phi", self.phi, device), layer_idx, self.layers)
-        return None if maps is None else PhiEstimator(maps)
+        key = "estimator", layer_idx, device
+        if key not in self.placed:
+            maps = gated_maps(self._on("phi", self.phi, device), layer_idx, self.layers)
+            self.placed[key] = None if maps is None else PhiEstimator(maps)
+        made: Estimator | None = self.placed[key]
+        return None if made is None else made.fork()
 
     def spend(self, budget: int | float) -> None:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""

@@ -95,6 +95,9 @@ class PhiEstimator(Estimator):
         self.bias: Tensor
         self.built_size: Tensor | None = None
         self.covariance: Tensor | None = None
+        self.of_keys: dict[torch.dtype, KeyMap] = {}
+        self.of_queries: dict[torch.dtype, FeatureMapWeights] = {}
+        """Both maps as they are run, by precision, made once for all forks."""
         self.weights: FeatureMapWeights | None = None
         self.key_map: KeyMap | None = None
         self.in_place = False
@@ -106,7 +109,10 @@ class PhiEstimator(Estimator):
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
         centre = None if self.centre is None else view.scale * self.centre
         if self.key_map is None:
-            self.key_map = self.layer.of_keys(product_dtype(mean.new_empty(0, dtype=view.keys.dtype)))
+            dtype = product_dtype(mean.new_empty(0, dtype=view.keys.dtype))
+            if dtype not in self.of_keys:
+                self.of_keys[dtype] = self.layer.of_keys(dtype)
+            self.key_map = self.of_keys[dtype]
         self.in_place = view.keys_on_device and (fused(self.key_map) or not mean.is_cuda)
         made = for_request(self.key_map, mean)
         self.bias = made.bias
@@ -155,7 +161,10 @@ class PhiEstimator(Estimator):
 
     def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
         if self.weights is None:
-            self.weights = FeatureMapWeights(*(w.to(queries.rot.dtype).contiguous() for w in self.layer.query_map))
+            dtype = queries.rot.dtype
+            if dtype not in self.of_queries:
+                self.of_queries[dtype] = FeatureMapWeights(*(w.to(dtype).contiguous() for w in self.layer.query_map))
+            self.weights = self.of_queries[dtype]
         offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
         return self.asked(queries.folded, Summary(self.state, self.bias, offset))
 
