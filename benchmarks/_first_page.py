@@ -4,7 +4,7 @@ of it is drawn from real.json, generate.json and decode.json."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks._real_page import FIRST, best_rivals, first, minus, of_metric, text_cells
 from sparsekv.core.registry import FULL, row_of
@@ -20,15 +20,16 @@ METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
            "sketch+centroid": "sketch + untrained centroids", "sketch+phi": "**sketch + φ**"}
 """What README shows of this project's methods, in its words."""
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
+OLDER = ("The default recipe of now also has made-up windows, and ReLU units in the maps of keys; these rows do not "
+         "have them.")
+"""Said of the rows of the commit whose recipe was another."""
 TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
 STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
 """What decode.json calls them."""
-OLDER = ("The default recipe of now also has made-up windows, and ReLU units in the maps of keys; these rows do not "
-         "have them.")
-"""Said of the rows of the commit whose recipe was another."""
-SHAPE, CONTEXT = "8B shape", "128k"
-TOKEN_CASE, STEP_CASE = "8b-128k-b1", "32x8-128k-b1"
+TOKEN_CASES = {"coder-30k-b1": "this model, 30k tokens", "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
+"""Cases of generate.json that are shown where a run has all three methods, and what they are."""
+STEP_CASE = "32x8-128k-b1"
 
 
 def named(method: str) -> str:
@@ -39,8 +40,17 @@ def named(method: str) -> str:
     return METHODS.get(method) or names.get(plain(method)) or (row.label if row else method)
 
 
+class Times(NamedTuple):
+    """A column of times: header, cells by method, and what they are of."""
+
+    header: str
+    cells: dict[str, str]
+    origin: str
+
+
 def times(rows: Rows, case: str, names: dict[str, str], metric: str) -> tuple[dict[str, float], dict[str, Any] | None]:
-    """The newest times of one card and commit that has all of these methods, and one of its rows; else nothing."""
+    """The last times of one card and commit that has all of these methods, an H100's if there are some, and one of
+    their rows; else nothing."""
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for r in rows:
         if r["case"].partition(",")[0] == case and r["metric"] == metric:
@@ -48,23 +58,24 @@ def times(rows: Rows, case: str, names: dict[str, str], metric: str) -> tuple[di
     found = [g for g in groups.values() if set(names.values()) <= set(g)]
     if not found:
         return {}, None
-    # of several machines the one that the scores are of: the smaller card, whose times are the longer ones
     chosen = sorted(found, key=lambda g: "H100" in next(iter(g.values()))["machine"])[-1]
     return {m: chosen[name]["value"] for m, name in names.items()}, next(iter(chosen.values()))
 
 
-def speed(generate: Rows, decode: Rows) -> tuple[str, dict[str, str], str]:
-    """Header of the column of times, its cells by method, and where they are from. A token of a whole model, or one
-    layer's step where no run has all three methods."""
-    found, one = times(generate, TOKEN_CASE, TOKEN, "loop_ms")
-    if one is not None:
-        return (f"a token, {SHAPE}, {CONTEXT} [ms]", {m: f"{v:.1f}" for m, v in found.items()},
-                f"one row of {CONTEXT} tokens, a model of the {SHAPE} with random weights, {card(one)}")
+def speed(generate: Rows, decode: Rows) -> list[Times]:
+    """Columns of a token of a whole model; of one layer's step where no run of a model has all three methods."""
+    columns = []
+    for case, what in TOKEN_CASES.items():
+        found, one = times(generate, case, TOKEN, "loop_ms")
+        if one is not None:
+            short = what.replace(" with random weights", "").replace(" tokens", "")
+            columns.append(Times(f"a token, {short} [ms]", {m: f"{v:.1f}" for m, v in found.items()},
+                                 f"one row of {what}, {card(one)}"))
     found, one = times(decode, STEP_CASE, STEP, "us")
-    if one is None:
-        return "", {}, ""
-    return (f"a step of one layer, {SHAPE}, {CONTEXT} [µs]", {m: f"{v:.0f}" for m, v in found.items()},
-            f"one layer of 32 query and 8 KV heads of 128 over {CONTEXT} tokens, {card(one)}")
+    if not columns and one is not None:
+        columns.append(Times("a step of one layer, 8B shape, 128k [µs]", {m: f"{v:.0f}" for m, v in found.items()},
+                             f"one layer of 32 query and 8 KV heads of 128 over 128k tokens, {card(one)}"))
+    return columns
 
 
 def card(r: dict[str, Any]) -> str:
@@ -77,7 +88,7 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
     """README's table: score, bytes, error and time of one budget, then where its rows are from."""
     mine, case = first(real)
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
-    header, cells, origin = speed(generate, decode)
+    columns = speed(generate, decode)
     lines = []
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
         budgets = sorted(b for m, b in scores if m == method and b is not None)
@@ -90,10 +101,10 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
         name = named(method) + more + (" (scores every key)" if method == "topk" else "")
         lines.append([name, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
-                      *([cells.get(method, "–")] if header else [])])
+                      *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
-                      "bytes read, of the cache's", "error of attention, prose", *([header] if header else [])], lines)
-    return ["", table, "", origins(real, origin), ""]
+                      "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
+    return ["", table, "", origins(real, "; ".join(c.origin for c in columns)), ""]
 
 
 def origins(real: Rows, times_of: str) -> str:

@@ -44,6 +44,7 @@ def models(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
          "perplexity_code": "Going on with program text", "long": "Long generation", "second_turn": "Second turn"}
+"""What a case's name says, in words."""
 
 
 def titled(case: str) -> str:

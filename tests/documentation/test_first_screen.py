@@ -79,19 +79,28 @@ def test_the_table_is_in_the_rows() -> None:
             assert shown(error) == pytest.approx(one["value"], abs=0.00051)
 
 
-def test_the_times_are_in_the_rows_of_one_card_and_commit() -> None:
+COLUMNS = {
+    "a token, this model, 30k [ms]": ("generate", "coder-30k-b1", "loop_ms", 0.051),
+    "a token, an 8B shape, 128k [ms]": ("generate", "8b-128k-b1", "loop_ms", 0.051),
+    "a step of one layer, 8B shape, 128k [µs]": ("decode", "32x8-128k-b1", "us", 0.51)}
+"""Headers of times: file, case and metric of the rows, and half the last digit."""
+TIMED = {"full attention": ("dense", "sdpa_cudnn"), "sketch": ("sketch", "sparse_sketch"),
+         "sketch + φ": ("sketch_phi", "sparse_sketch_phi")}
+
+
+def test_the_times_of_a_column_are_in_the_rows_of_one_card_and_commit() -> None:
     header, *lines = table(between("first"))
-    commit = re.search(r"Time: .*?commit (\w+)", between("first"))[1]  # type: ignore[index]
-    whole = "[ms]" in header[4]
-    names = ({"full attention": "dense", "sketch": "sketch", "sketch + φ": "sketch_phi"} if whole else
-             {"full attention": "sdpa_cudnn", "sketch": "sparse_sketch", "sketch + φ": "sparse_sketch_phi"})
-    known = [r for r in rows("generate" if whole else "decode") if r["commit"] == commit and r["case"].partition(",")[0]
-             == ("8b-128k-b1" if whole else "32x8-128k-b1") and r["metric"] == ("loop_ms" if whole else "us")]
-    timed = {line[0].strip("*"): line[4] for line in lines if line[4] != "–"}
-    assert set(timed) == set(names)
-    for name, cell in timed.items():
-        values = [r["value"] for r in known if r["method"] == names[name]]
-        assert any(shown(cell) == pytest.approx(v, abs=0.051 if whole else 0.51) for v in values), (name, cell, values)
+    assert len(header) > 4
+    for number, name in enumerate(header[4:], start=4):
+        file, case, metric, digit = COLUMNS[name]
+        timed = {line[0].strip("*"): shown(line[number]) for line in lines if line[number] != "–"}
+        assert set(timed) == set(TIMED)
+        runs: dict[tuple[str, str], dict[str, float]] = {}
+        for r in rows(file):
+            if r["case"].partition(",")[0] == case and r["metric"] == metric and r["commit"] in between("first"):
+                runs.setdefault((r["machine"], r["commit"]), {})[r["method"]] = r["value"]
+        assert any(all(value == pytest.approx(run.get(TIMED[m][file == "decode"], -1.0), abs=digit)
+                       for m, value in timed.items()) for run in runs.values()), name
 
 
 def test_differences_are_in_the_rows() -> None:
