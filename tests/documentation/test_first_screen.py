@@ -138,3 +138,36 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
 def test_a_page_is_no_longer_than_250_lines_but_its_tables(page: Path) -> None:
     lines = [line for line in page.read_text(encoding="utf-8").splitlines() if not line.startswith("|")]
     assert len(lines) <= 250
+
+
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / f"{name}.md" for name in (
+    "index", "start", "questions", "concepts", "ways", "sketch", "completion", "prefill")),
+    *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+HISTORY = ("no longer", "of before", "without more words", "unless told", "used to be", "before this", "until now")
+"""What only the log says."""
+
+
+def prose(page: Path) -> str:
+    """A page without code, tables, headings and the addresses of links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "<")))
+    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_a_sentence_of_a_guide_has_few_figures(page: Path) -> None:
+    text = prose(page)
+    if page == ROOT / "README.md" or page.stem == "index":
+        text = re.sub(r"^- \w+: .*$", "", text, flags=re.MULTILINE)  # where the rows of the table are from
+    for sentence in re.split(r"(?<=[.:;])\s+|\n\n|\n- ", text):
+        figures = re.findall(r"(?<![\w.\-])[−+]?\d[\d.,]*\w*", sentence)
+        assert len(figures) <= 4, f"three numbers make a table: {sentence}"
+
+
+NO_LOGS = [p for p in PAGES if p.parent.name not in ("log", "results") and p.stem != "changelog"]
+
+
+@pytest.mark.parametrize("page", NO_LOGS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_history_stands_in_the_log_alone(page: Path) -> None:
+    for words in HISTORY:
+        assert words not in prose(page), f"{words!r} is history"
