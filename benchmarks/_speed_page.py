@@ -21,6 +21,8 @@ STEPS = {
     "sparse_sketch_flat": "sketch, equal scores", "floor": "bytes alone",
     "route_only": "choice of buckets alone", "attention_only": "attention alone", "buckets_only": "buckets' attention"}
 """What decode.json calls a step, and what it is; full attention first."""
+DENSE = {"ours": "ours", "sdpa_cudnn": "cuDNN", "flashinfer": "FlashInfer", "sdpa_flash": "FlashAttention",
+         "floor": "bytes alone"}
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
           "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
@@ -72,6 +74,20 @@ def steps(rows: Rows) -> str:
     return markdown(["query / KV heads", "context [tokens]", "rows", *(f"{STEPS[m]} [µs]" for m in methods)], lines)
 
 
+def dense(rows: Rows) -> str:
+    """Microseconds of full attention, a line a shape, and the ratio to the faster of cuDNN and FlashInfer."""
+    values = {(r["case"], r["method"]): r["value"] for r in rows}
+    lines = []
+    for case in dict.fromkeys(r["case"] for r in rows):
+        _, heads, dim, context, count = case.split("-")
+        peers = [values[case, m] for m in ("sdpa_cudnn", "flashinfer") if (case, m) in values]
+        lines.append([heads.replace("x", " / "), dim[1:], context, count[1:],
+                      *(number(values.get((case, m))) for m in DENSE),
+                      f"{values[case, 'ours'] / min(peers):.2f} ×" if peers else "–"])
+    return markdown(["query / KV heads", "head dimension", "context [tokens]", "rows",
+                     *(f"{name} [µs]" for name in DENSE.values()), "ours, of the faster of two"], lines)
+
+
 def decode(rows: Rows) -> str:
     """docs/results/decode.md."""
     layer = [r for r in rows if r["case"] == "layer-128k"]
@@ -91,6 +107,10 @@ def decode(rows: Rows) -> str:
         "decode.json has the command of every row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):
         parts += [f"## {card(run[0]).replace('one ', '')}", steps(run)]
+    for run in runs([r for r in rows if r["case"].startswith("dense-")]):
+        parts += [f"## Full attention, {card(run[0]).replace('one ', '')}",
+                  "The kernel that layers with full attention decode with, against its peers. The ratio is to the "
+                  "faster of cuDNN and FlashInfer.", dense(run)]
     if layer:
         parts += ["## What a prefill of 128k tokens adds, one layer", f"{card(layer[0]).replace('one ', '')}.",
                   markdown(["operation", "time [ms]"], [[r["method"], f"{r['value']:.2f}"] for r in layer])]

@@ -7,10 +7,10 @@ candidates that the best buckets give, 10 % of it, or of all where that reads le
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
 twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
-chooses: steps, parts (index, votes, cache), summaries (of φ). What a token costs in a user's hands is
-`benchmarks/generate.py`.
+chooses: steps, parts (index, votes, cache), summaries (of φ), dense (full attention, `_dense.py`). What a token costs
+in a user's hands is `benchmarks/generate.py`.
 
-    python benchmarks/decode.py [--output FOLDER] [--parts steps parts]
+    python benchmarks/decode.py [--output FOLDER] [--parts steps parts dense]
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import _dense
 from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
@@ -82,8 +83,11 @@ ALL_UP_TO = 131_072
 """Keys up to which a step by all codes is timed beside one by candidates."""
 SHAPES = [  # case, query heads, KV heads, tokens, batch
     ("4x1-171k-b1", 4, 1, 171_000, 1), ("32x8-8k-b1", 32, 8, 8_192, 1), ("32x8-32k-b1", 32, 8, 32_768, 1),
-    ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1), ("32x8-512k-b1", 32, 8, 524_288, 1),
+    ("32x8-64k-b1", 32, 8, 65_536, 1), ("32x8-128k-b1", 32, 8, 131_072, 1), ("32x8-171k-b1", 32, 8, 171_000, 1),
+    ("32x8-512k-b1", 32, 8, 524_288, 1),
     ("32x8-128k-b4", 32, 8, 131_072, 4), ("32x8-128k-b8", 32, 8, 131_072, 8), ("32x8-1M-b1", 32, 8, 1_048_576, 1),
+    ("32x8-32k-b8", 32, 8, 32_768, 8), ("12x2-30k-b1", 12, 2, 30_000, 1), ("12x2-30k-b8", 12, 2, 30_000, 8),
+    ("12x2-30k-b24", 12, 2, 30_000, 24),
 ]
 
 
@@ -149,6 +153,7 @@ class Buffers:
         widest = -(-mid * PROBES // BUCKETS)
         self.budget = (torch.full((batch,), widest, dtype=torch.long, device="cuda"), widest)
         regions = Regions(self.starts, self.tails, length, SINK)
+        self.first = regions.mid_first
         self.view = LayerView(self.k, self.v, regions, DIM**-0.5, heads_q)
         self.queries = Queries(self.q[:, :, None], self.lengths)
         self.flat = Queries(torch.zeros_like(self.queries.rot), self.lengths)
@@ -212,6 +217,7 @@ class Buffers:
         made.weights, made.buckets = None, self.buckets if routed else None
         made.basis, made.side, made.codes = self.sketch, None, self.codes
         (made.widest, made.widest_pool), (made.budget, made.pool) = self.widest, self.spent
+        made.first = self.first
         return made
 
     def attention_only(self) -> torch.Tensor:
@@ -510,17 +516,19 @@ def summaries(layers: int = 16) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--parts", nargs="+", default=["steps", "parts", "summaries"],
-                        choices=["steps", "parts", "summaries"])
+    parts_of = ["steps", "parts", "summaries", "dense"]
+    parser.add_argument("--parts", nargs="+", default=parts_of, choices=parts_of)
     parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
                         help="steps: only these")
     parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
     parser.add_argument("--profile", action="store_true", help="steps: print the kernels of a step, each alone")
     options = parser.parse_args()
     torch.manual_seed(0)
-    check()
+    if "steps" in options.parts:
+        check()
     for part in options.parts:
-        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries}[part]()
+        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries,
+         "dense": lambda: ROWS.extend(_dense.measure(timed))}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))

@@ -124,7 +124,7 @@ class Index(NamedTuple):
     """All that choosing reads of B requests: buckets, and the query model that scores them (None: their means do);
     codes by number, and their sketch with `queries` by request; budget and pool `[B]` int64, tokens to read and
     candidates to score, and the largest of each. Without codes buckets choose alone; without buckets every token of the
-    mid region is a candidate."""
+    mid region is a candidate, from `first [B]` int64 on."""
 
     buckets: Buckets | None
     weights: QueryModel | None
@@ -134,6 +134,7 @@ class Index(NamedTuple):
     pool: Tensor
     widest: int
     widest_pool: int
+    first: Tensor | None = None
 
 
 def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: bool) -> Buckets:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 BINS, FLOOR, SHIFT = 256, 816, 20
 """Bins, the bits of 2⁻²⁵ as a float32 without its last SHIFT, and those bits: eight bins to a doubling."""
-WEIGHT_ONE = 2.0**15
-"""The weight of a block's best candidate: half precision then holds what is 2⁻²⁹ of it, to 2⁻¹¹."""
+LEAST = -60000.0
+"""The least score that kernels write, a logarithm to the base 2 in half precision: smaller ones count as this."""
 DONE, CHOSEN, THRESHOLD, TIES, TICKET, HEADER = 0, 1, 2, 3, 4, 5
 """Behind the bins of a histogram stand HEADER numbers: programs that have counted; tokens that are chosen; the bin that
 is the threshold; how many of its candidates are chosen; the next block of `select_kernel` that is to be taken. Behind

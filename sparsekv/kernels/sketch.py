@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsekv.kernels.codes import TWIN_KEYS, Sketch, lower_channels, row_stride
 from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.histogram import BINS, HEADER, best_tokens_reference, bins_of
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_heads, dense_last, on_device, overlaps, power_of_two
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_heads, dense_last, on_device, overlaps, padded, power_of_two
 from sparsekv.kernels.routing import (
     RunArguments,
     empty_runs,
@@ -31,8 +31,12 @@ from sparsekv.kernels.types import RouterScores
 
 SCORED_AT_ONCE, SCORE_WARPS = 256, 4
 """Candidates of a block of `score_kernel`."""
-BINNED_BLOCKS, BINNED_PARTS, BINNED_WARPS = 2, 256, 4
-"""Blocks of them that a program of `histogram_kernel` counts, and blocks whose masses it adds at once."""
+ALL_AT_ONCE, ALL_WARPS, ALL_PROGRAMS, ALL_STAGES = 256, 4, 528, 3
+"""Tokens of a block of `score_all_kernel`, its warps, the programs wanted, and blocks of codes on their way to one."""
+ALL_BYTES, SIDE_BYTES = 64 * 1024, 8 * 1024
+"""Bytes of codes that are on their way to a program of it at most, and of a sketch that it holds at once."""
+BINNED_AT_ONCE, BINNED_PARTS, BINNED_WARPS = 512, 256, 1
+"""Candidates that a program of `histogram_kernel` counts, and blocks whose masses it adds at once."""
 SELECTED_AT_ONCE, LOOK_BACK, SELECT_WARPS = 2048, 128, 8
 """Candidates of a block of `select_kernel`, and blocks ahead of its own that a program looks at together."""
 ALIGNED = 16
@@ -130,9 +134,13 @@ def launch_tokens(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
     candidates: Candidates | None, first: Tensor | None, last: Tensor | None,
 ) -> Tensor:
-    """`sketch_tokens` through Triton: the buckets' scores; the candidates' runs, beside them the queries' planes; the
-    candidates' scores, their histogram, the selection. Each launch is prepared while the one before it ends."""
-    scored = launch_scores(q, sketch, codes, scale, widest, candidates, first, last)
+    """`sketch_tokens` through Triton: the scores of the candidates, or of all tokens; their histogram; the selection.
+    Each launch is prepared while the one before it ends."""
+    if candidates is None:
+        assert first is not None and last is not None
+        scored = launch_all(q, sketch, codes, scale, widest, first, last)
+    else:
+        scored = launch_scores(q, sketch, codes, scale, widest, candidates)
     binned = launch_histogram(scored, budget, widest, None if candidates is None else candidates.seats)
     return launch_select(binned, widest)
 
@@ -140,7 +148,7 @@ def launch_tokens(
 class Prepared(NamedTuple):
     """What codes are multiplied by, in whole numbers: four planes `[Q, Hq, 4, w]` int8 and their step `[Q, Hq]`;
     histogram `[Q, Hkv, histogram_size]` int32 of zeros; the runs of candidates in the buckets' order and how many
-    candidates these are (`empty_runs`; None where all tokens are candidates).
+    candidates these are (`empty_runs`).
 
     A score is the step times `256 p₀ + p₁` by the bytes of a code, and `256 p₂ + p₃` by 16 times the lower channels of
     bytes that hold two. That is the side of `query_side_reference` to 2⁻¹⁶ of its largest."""
@@ -148,53 +156,45 @@ class Prepared(NamedTuple):
     planes: Tensor
     steps: Tensor
     histogram: Tensor
-    runs: Tensor | None = None
-    counts: Tensor | None = None
+    runs: Tensor
+    counts: Tensor
 
 
 def launch_prepare(
-    q: Tensor, sketch: Sketch, width: int, scale: float, size: int, candidates: Candidates | None = None,
+    q: Tensor, sketch: Sketch, width: int, scale: float, size: int, candidates: Candidates,
 ) -> Prepared:
-    """What scoring codes of `width` bytes needs, through Triton, with histograms of `size` numbers."""
+    """What scoring candidates by codes of `width` bytes needs, through Triton, with histograms of `size` numbers: the
+    buckets' scores; the candidates' runs, and beside them the queries' planes."""
     from sparsekv.kernels.sketch_triton import prepare_kernel
 
     q, maps = dense_last(q), sketch.queries.contiguous()
     count, heads_q, dim = q.shape
-    rows, heads = (maps.shape[0] if maps.dim() == 4 else 1), maps.shape[-3]
-    group, device, overlap = heads_q // heads, q.device, overlaps(q.device)
+    heads, device, overlap = maps.shape[-3], q.device, overlaps(q.device)
     planes = torch.empty(count, heads_q, 4, width, dtype=torch.int8, device=device)
     steps = torch.empty(count, heads_q, dtype=torch.float32, device=device)
     histogram = torch.empty(count, heads, size, dtype=torch.int32, device=device)
-    prepared = Prepared(planes, steps, histogram)
-    # without candidates no program reads these
-    table = RunArguments(*(steps,) * 6)
-    lists, buckets, widest, pdl, seats = 0, 1, 0, {}, None
-    per_row = max(1, count // rows)
-    if candidates is not None:
-        offsets, seats = candidates.offsets.contiguous(), candidates.seats
-        logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, seats=seats)
-        lists, buckets, widest = count * heads, offsets.shape[2] - 1, candidates.widest
-        per_row = count // offsets.shape[0] if seats is None else 1
-        runs, counts = empty_runs(count, heads, buckets, device)
-        table = RunArguments(logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts)
-        prepared = prepared._replace(runs=runs, counts=counts)
-        pdl = {"launch_pdl": True} if overlap else {}
-    most, wide = power_of_two(group), padded_buckets(buckets)
+    offsets, seats = candidates.offsets.contiguous(), candidates.seats
+    logits = launch_logits(candidates.q, candidates.scores, offsets, offsets=True, seats=seats)
+    lists, buckets = count * heads, offsets.shape[2] - 1
+    runs, counts = empty_runs(count, heads, buckets, device)
+    table = RunArguments(logits, offsets, candidates.budget.contiguous(), seats_or(seats, offsets), runs, counts)
+    most, wide = power_of_two(heads_q // heads), padded_buckets(buckets)
     prepare_kernel[(lists + count * heads_q,)](
-        table, as_heads(q), maps, planes, steps, histogram, scale, lists, heads, per_row, buckets, widest,
-        dim, row_stride(maps, 4), size, GROUP=group, ROWS=most, PADDED=wide, RANK=sketch.rank, BYTES=width,
-        WIDTH=power_of_two(width), DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap,
-        num_warps=rank_warps(most * wide), **pdl)
-    return prepared
+        table, as_heads(q), maps, planes, steps, histogram, scale, lists, heads,
+        count // offsets.shape[0] if seats is None else 1, buckets, candidates.widest, dim, row_stride(maps, 4), size,
+        GROUP=heads_q // heads, ROWS=most, PADDED=wide, RANK=sketch.rank, BYTES=width, WIDTH=power_of_two(width),
+        DIM=power_of_two(dim), SEATED=seats is not None, OVERLAP=overlap, num_warps=rank_warps(most * wide),
+        **({"launch_pdl": True} if overlap else {}))
+    return Prepared(planes, steps, histogram, runs, counts)
 
 
 class Scored(NamedTuple):
-    """What `score_kernel` makes of the candidates: weights `[Q, Hkv, K, G]` float16, WEIGHT_ONE for the largest of a
-    block and -1 where there is no candidate; tops `[Q, Hkv, blocks, G]`, the largest scores of blocks, and masses, the
-    sums of their weights over WEIGHT_ONE; the tokens (None where candidate i is token i) and how many are listed
-    (`[Q, Hkv]`; behind them nothing is written, and K is a multiple of ALIGNED); the zeros of `Prepared`."""
+    """The scores of the candidates `[Q, Hkv, G, K]` float16, logarithms to the base 2, -inf where there is no
+    candidate; K is a multiple of ALIGNED. tops `[Q, Hkv, G, parts]`, the largest scores of some candidates together,
+    and masses, the sums of the powers of what theirs are less than it; the tokens (None where candidate i is token i)
+    and how many are listed (`[Q, Hkv]`; behind them nothing is written); a histogram of zeros."""
 
-    weights: Tensor
+    scores: Tensor
     tops: Tensor
     masses: Tensor
     tokens: Tensor | None
@@ -202,44 +202,87 @@ class Scored(NamedTuple):
     histogram: Tensor
 
 
+def empty_scores(q: Tensor, heads: int, width: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for scores, tops and masses."""
+    shape = q.shape[0], heads, q.shape[1] // heads
+    scores = torch.empty(*shape, width, dtype=torch.float16, device=q.device)
+    tops, masses = (torch.empty(*shape, parts, dtype=torch.float32, device=q.device) for _ in range(2))
+    return scores, tops, masses
+
+
+def dense_codes(codes: Tensor) -> Tensor:
+    """Codes of a head one behind the other, and heads and rows by whole codes."""
+    width = codes.shape[-1]
+    if codes.stride()[2:] != (width, 1) or codes.stride(0) % width or codes.stride(1) % width:
+        return codes.contiguous()
+    return codes
+
+
 def launch_scores(
-    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, widest: int, candidates: Candidates | None,
-    first: Tensor | None, last: Tensor | None,
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, widest: int, candidates: Candidates,
 ) -> Scored:
-    """The scores of the candidates through Triton, of which at most `widest` will be chosen."""
+    """The scores of the buckets' candidates through Triton, of which at most `widest` will be chosen."""
     from sparsekv.kernels.sketch_triton import score_kernel
 
-    device = q.device
     count, heads_q, _ = q.shape
-    heads, length, bytes_ = codes.shape[1:]
-    if codes.stride()[2:] != (bytes_, 1) or codes.stride(0) % bytes_ or codes.stride(1) % bytes_:
-        codes = codes.contiguous()
-    width = length if candidates is None else ALIGNED * -(-candidates.widest // ALIGNED)
+    heads, _, bytes_ = codes.shape[1:]
+    codes, order = dense_codes(codes), dense_last(candidates.order)
+    width = ALIGNED * -(-candidates.widest // ALIGNED)
     prepared = launch_prepare(q, sketch, bytes_, scale, histogram_size(width, widest), candidates)
-    blocks, group = -(-width // SCORED_AT_ONCE), heads_q // heads
-    tokens = None if candidates is None else torch.empty(count, heads, width, dtype=torch.int32, device=device)
-    weights = torch.empty(count, heads, width, group, dtype=torch.float16, device=device)
-    tops, masses = (torch.empty(count, heads, blocks, group, dtype=torch.float32, device=device) for _ in range(2))
-    scored = Scored(weights, tops, masses, tokens, prepared.counts, prepared.histogram)
-    if not width:
-        return scored
-    if candidates is None:
-        assert first is not None and last is not None
-        edges = first.to(torch.int32).contiguous(), last.to(torch.int32).contiguous()
-        lists, wide, strides = (edges[0],) * 3, 1, (0, 0)
-    else:
-        assert prepared.runs is not None and prepared.counts is not None
-        order = dense_last(candidates.order)
-        wide, strides, edges = prepared.runs.shape[3], (order.stride(0), order.stride(1)), (order, order)
-        lists = order, prepared.runs, prepared.counts
-    overlap = overlaps(device)
-    score_kernel[(count * heads, blocks)](
-        prepared.planes, prepared.steps, codes, *lists, *edges, prepared.steps if tokens is None else tokens, weights,
-        tops, masses, heads, count // codes.shape[0], width, *codes.stride()[:2], *strides, LISTED=tokens is not None,
-        PADDED=wide, RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)),
-        GROUP=group, HEADS=power_of_two(group), BLOCK=SCORED_AT_ONCE, PACKED=codes.is_cuda, OVERLAP=overlap,
-        num_warps=SCORE_WARPS, **({"launch_pdl": True} if overlap else {}))
-    return scored
+    blocks, group, overlap = -(-width // SCORED_AT_ONCE), heads_q // heads, overlaps(q.device)
+    tokens = torch.empty(count, heads, width, dtype=torch.int32, device=q.device)
+    scores, tops, masses = empty_scores(q, heads, width, blocks)
+    if width:
+        score_kernel[(count * heads, blocks)](
+            prepared.planes, prepared.steps, codes, order, prepared.runs, prepared.counts, tokens, scores, tops, masses,
+            heads, count // codes.shape[0], width, *codes.stride()[:2], *order.stride()[:2],
+            PADDED=prepared.runs.shape[3], RANK=sketch.rank, BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16),
+            WIDTH=max(32, power_of_two(bytes_)), GROUP=group, HEADS=power_of_two(group), BLOCK=SCORED_AT_ONCE,
+            PACKED=codes.is_cuda, OVERLAP=overlap, num_warps=SCORE_WARPS, **({"launch_pdl": True} if overlap else {}))
+    return Scored(scores, tops, masses, tokens, prepared.counts, prepared.histogram)
+
+
+def slices_of(width: int, lists: int) -> tuple[int, int]:
+    """Slices that the tokens of every list are cut into, and blocks of a slice."""
+    blocks = -(-width // ALL_AT_ONCE)
+    each = max(1, -(-blocks // max(1, ALL_PROGRAMS // max(1, lists))))
+    return -(-blocks // each), each
+
+
+def side_depth(dim: int, width: int) -> int:
+    """How much of the head dimension a program of `score_all_kernel` holds at once of the sketch of codes of `width`
+    bytes."""
+    return max(16, min(padded(dim), SIDE_BYTES // (4 * max(32, power_of_two(width)))))
+
+
+def all_stages(width: int) -> int:
+    """Blocks of codes of `width` bytes that are loaded ahead."""
+    return max(1, min(ALL_STAGES, ALL_BYTES // (ALL_AT_ONCE * max(32, power_of_two(width)))))
+
+
+def launch_all(
+    q: Tensor, sketch: Sketch, codes: Tensor, scale: float, widest: int, first: Tensor, last: Tensor,
+) -> Scored:
+    """The scores of all tokens `first[q] <= i < last[q]` through Triton, of which at most `widest` will be chosen."""
+    from sparsekv.kernels.sketch_triton import score_all_kernel
+
+    q, maps, codes = dense_last(q), sketch.queries.contiguous(), dense_codes(codes)
+    count, heads_q, dim = q.shape
+    heads, length, bytes_ = codes.shape[1:]
+    rows, group, overlap = (maps.shape[0] if maps.dim() == 4 else 1), heads_q // heads, overlaps(q.device)
+    width = ALIGNED * -(-length // ALIGNED)
+    slices, each = slices_of(width, count * heads)
+    histogram = torch.empty(count, heads, histogram_size(width, widest), dtype=torch.int32, device=q.device)
+    scores, tops, masses = empty_scores(q, heads, width, slices)
+    if width and count:
+        score_all_kernel[(count * heads, slices)](
+            as_heads(q), maps, codes, first.contiguous(), last.contiguous(), scores, tops,
+             masses, histogram, scale, heads, count // codes.shape[0], max(1, count // rows), length, width,
+            each * ALL_AT_ONCE, dim, *codes.stride()[:2], row_stride(maps, 4), histogram.shape[2], RANK=sketch.rank,
+            BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)),
+            DEPTH=side_depth(dim, bytes_), GROUP=group, HEADS=power_of_two(group), BLOCK=ALL_AT_ONCE,
+            STAGES=all_stages(bytes_), PACKED=codes.is_cuda, OVERLAP=overlap, num_warps=ALL_WARPS)
+    return Scored(scores, tops, masses, None, None, histogram)
 
 
 class Binned(NamedTuple):
@@ -268,17 +311,17 @@ def launch_histogram(scored: Scored, budget: Tensor, widest: int, seats: Tensor 
     most `widest`; the zeros of the histogram are used up."""
     from sparsekv.kernels.sketch_triton import histogram_kernel
 
-    weights, tops, masses, tokens, counts, histogram = scored
-    count, heads, width, group = weights.shape
-    blocks, device = tops.shape[2], weights.device
+    scores, tops, masses, tokens, counts, histogram = scored
+    count, heads, group, width = scores.shape
+    parts, device = tops.shape[3], scores.device
     bins = torch.empty(count, heads, width, dtype=torch.uint8, device=device)
     overlap = overlaps(device)
     if width:
-        histogram_kernel[(count * heads, -(-blocks // BINNED_BLOCKS))](
-            weights, tops, masses, histogram if counts is None else counts, budget.contiguous(),
-            seats_or(seats, histogram), bins, histogram, heads, width, blocks, widest, histogram.shape[2], GROUP=group,
-            HEADS=power_of_two(group), PARTS=min(BINNED_PARTS, power_of_two(blocks)), BLOCKS=BINNED_BLOCKS,
-            BLOCK=SCORED_AT_ONCE, LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap,
+        histogram_kernel[(count * heads, -(-width // BINNED_AT_ONCE))](
+            scores, tops, masses, histogram if counts is None else counts, budget.contiguous(),
+            seats_or(seats, histogram), bins, histogram, heads, width, parts, widest, histogram.shape[2], GROUP=group,
+            HEADS=power_of_two(group), PARTS=min(BINNED_PARTS, power_of_two(parts)), SCORED=SCORED_AT_ONCE,
+            BLOCK=BINNED_AT_ONCE, LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap,
             num_warps=BINNED_WARPS, **({"launch_pdl": True} if overlap else {}))
     return Binned(bins, tokens, counts, histogram)
 

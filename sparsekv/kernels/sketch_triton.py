@@ -14,7 +14,8 @@ from sparsekv.kernels.routing_triton import bucket_runs, kept_row, tokens_of
 BINS: tl.constexpr = tl.constexpr(layout.BINS)
 FLOOR: tl.constexpr = tl.constexpr(layout.FLOOR)
 SHIFT: tl.constexpr = tl.constexpr(layout.SHIFT)
-WEIGHT_ONE: tl.constexpr = tl.constexpr(layout.WEIGHT_ONE)
+LEAST: tl.constexpr = tl.constexpr(layout.LEAST)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 DONE: tl.constexpr = tl.constexpr(layout.DONE)
 CHOSEN: tl.constexpr = tl.constexpr(layout.CHOSEN)
 THRESHOLD: tl.constexpr = tl.constexpr(layout.THRESHOLD)
@@ -42,7 +43,7 @@ def prepare_kernel(
 ):
     """The first `lists` programs: which tokens of every bucket are candidates of a query and head. Then one program a
     query and query head: the four planes of its side and their step; the first of a group clears its histogram."""
-    # grid: (lists + Q·Hq,), lists = Q·Hkv or 0
+    # grid: (lists + Q·Hq,), lists = Q·Hkv
     # run        what `bucket_runs` reads and writes
     # q          [Q, Hq, d]                with RoPE
     # maps       [B or 1, Hkv, d, r]       `Sketch.queries`, RANK = r; stride m_row, 0 where all rows share them
@@ -59,6 +60,33 @@ def prepare_kernel(
 
 
 @triton.jit
+def whole_numbers(low, high, pairs):
+    """What bytes are multiplied by, and the lower channels of those that are pairs, in whole numbers of 16 bits, and
+    their unit; from the sides of the lower and of the upper channels `[WIDTH, ...]`. A byte of two channels is 16 times
+    the upper one and the lower one."""
+    bytewise = tl.where(pairs, high / 16, low)
+    lower = tl.where(pairs, (low - high / 16) / 16, 0.0)
+    step = tl.max(tl.maximum(tl.abs(bytewise), tl.abs(lower)), 0) / 32512
+    step = tl.where(step > 0, step, 1.0)
+    return tl.floor(bytewise / step + 0.5).to(tl.int32), tl.floor(lower / step + 0.5).to(tl.int32), step
+
+
+@triton.jit
+def bytes_of(number):
+    """256 times the first and the second are the number, int8 both."""
+    upper = (number + 128) >> 8
+    return upper.to(tl.int8), (number - 256 * upper).to(tl.int8)
+
+
+@triton.jit
+def clear(histogram, h_row):
+    """A list's histogram."""
+    for start in range(0, h_row, BINS):
+        each = start + tl.arange(0, BINS)
+        tl.store(histogram + each, tl.zeros([BINS], tl.int32), mask=each < h_row)
+
+
+@triton.jit
 def query_planes(
     q, maps, seats, planes, steps, histogram, at, scale, heads, per_row, dim, m_row, h_row,
     GROUP: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
@@ -71,26 +99,19 @@ def query_planes(
     maps += kept_row(seats, row // per_row, True, SEATED=SEATED) * m_row + head // GROUP * dim * RANK
     byte = tl.arange(0, WIDTH)
     low = channels(own, maps, byte, byte < BYTES, dim, RANK=RANK, DIM=DIM) * scale
-    # a byte of two channels is 16 times the upper one and the lower one
     high = channels(own, maps, byte + RANK - BYTES, (byte >= WHOLE) & (byte < BYTES), dim, RANK=RANK, DIM=DIM) * scale
-    bytewise = tl.where(byte < WHOLE, low, high / 16)
-    lower = tl.where(byte < WHOLE, 0.0, (low - high / 16) / 16)
-    step = tl.max(tl.maximum(tl.abs(bytewise), tl.abs(lower)), 0) / 32512
-    step = tl.where(step > 0, step, 1.0)
+    bytewise, lower, step = whole_numbers(low, high, byte >= WHOLE)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     tl.store(steps + at, step)
     place = planes + at * 4 * BYTES + byte
-    for plane in tl.static_range(2):
-        number = tl.floor((bytewise if plane == 0 else lower) / step + 0.5).to(tl.int32)
-        upper = (number + 128) >> 8
-        tl.store(place + 2 * plane * BYTES, upper.to(tl.int8), mask=byte < BYTES)
-        tl.store(place + (2 * plane + 1) * BYTES, (number - 256 * upper).to(tl.int8), mask=byte < BYTES)
+    for pair in tl.static_range(2):
+        first, second = bytes_of(bytewise if pair == 0 else lower)
+        tl.store(place + 2 * pair * BYTES, first, mask=byte < BYTES)
+        tl.store(place + (2 * pair + 1) * BYTES, second, mask=byte < BYTES)
     if at % GROUP == 0:
-        for start in range(0, h_row, BINS):
-            each = start + tl.arange(0, BINS)
-            tl.store(histogram + at // GROUP * h_row + each, tl.zeros([BINS], tl.int32), mask=each < h_row)
+        clear(histogram + at // GROUP * h_row, h_row)
 
 
 @triton.jit
@@ -105,26 +126,36 @@ def lower_of(held, PACKED: tl.constexpr):
 
 
 @triton.jit
-def score_kernel(
-    planes, steps, codes, order, runs, counts, first, last, tokens, weights, tops, masses, heads, per_row, count,
-    c_row, c_head, o_row, o_head,
-    LISTED: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+def scores_of(
+    held, planes, lower_planes, step, PAIRS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """The scores of BLOCK candidates for the group's heads, as weights that are WEIGHT_ONE for the block's largest and
-    -1 where there is no candidate; that largest score, and the sum of the weights over WEIGHT_ONE. LISTED: candidates
-    are those of the runs, and are written down; blocks behind the last stay as they are. Else all tokens between first
-    and last are."""
+    """Scores of a block of codes `[BLOCK, WIDTH]` for a group's heads, logarithms to the base 2, `[BLOCK, HEADS]`. Both
+    planes of a head are columns side by side, `[WIDTH, 2·HEADS]`: their products end in the same thread."""
+    sums = tl.dot(held, planes, out_dtype=tl.int32)
+    if PAIRS:
+        sums = tl.dot(lower_of(held, PACKED=PACKED), lower_planes, sums, out_dtype=tl.int32)
+    upper, lower = tl.split(tl.reshape(sums, [BLOCK, HEADS, 2]))
+    return tl.maximum((256 * upper + lower).to(tl.float32) * (step * LOG2E)[None, :], LEAST)
+
+
+@triton.jit
+def score_kernel(
+    planes, steps, codes, order, runs, counts, tokens, scores, tops, masses, heads, per_row, count, c_row, c_head,
+    o_row, o_head,
+    PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, OVERLAP: tl.constexpr,
+):
+    """The scores of BLOCK candidates of the runs for the group's heads, the largest of a head, and the sum of the
+    powers of what they are less than it; the candidates are written down. Blocks behind the last stay as they are."""
     # grid: (Q·Hkv, blocks of candidates)
     # planes, steps  [Q, Hq, 4, w] int8, [Q, Hq] fp32   `Prepared`
     # codes          [B, Hkv, M, w] int8                strides c_row, c_head; ALIGNED divides all places
     # order          [B, Hkv, M] int32                  tokens by bucket; strides o_row, o_head
     # runs, counts   [Q, Hkv, 2, C] and [Q, Hkv] int32  see `bucket_runs`
-    # first, last    [Q] int32                          tokens
-    # tokens         [Q, Hkv, K] int32                  written if LISTED; count = K
-    # weights        [Q, Hkv, K, G] fp16                written
-    # tops, masses   [Q, Hkv, blocks, G] fp32           written: natural logarithm; sum over WEIGHT_ONE
+    # tokens         [Q, Hkv, K] int32                  written; count = K
+    # scores         [Q, Hkv, G, K] fp16                written: logarithms to the base 2, -inf = no candidate
+    # tops, masses   [Q, Hkv, G, blocks] fp32           written: logarithm to the base 2; sum over the power of that
     WHOLE: tl.constexpr = 2 * BYTES - RANK
     at = tl.program_id(0).to(tl.int64)
     row, head = at // heads, at % heads
@@ -134,54 +165,127 @@ def score_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    if LISTED:
-        there = tl.load(counts + at)
-        if tl.program_id(1) * BLOCK >= there:
-            return
-        used = place < there
-        token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, tl.program_id(1) * BLOCK,
-                          used, BLOCK=BLOCK, PADDED=PADDED)
-        tl.store(tokens + at * count + place, token, mask=place < count)
-    else:
-        token = place
-        used = (place < count) & (place >= tl.load(first + row)) & (place < tl.load(last + row))
+    there = tl.load(counts + at)
+    if tl.program_id(1) * BLOCK >= there:
+        return
+    used = place < there
+    token = tokens_of(order + cache_row * o_row + head * o_head, runs + at * 2 * PADDED, tl.program_id(1) * BLOCK, used,
+                      BLOCK=BLOCK, PADDED=PADDED)
+    tl.store(tokens + at * count + place, token, mask=place < count)
     # codes lie one behind the other: as many bytes are loaded at once as divide all places
     own = codes + tl.multiple_of(cache_row * c_row + head * c_head, ALIGNED)
     held = tl.load(own + token[:, None].to(tl.int64) * BYTES + byte[None, :],
                    mask=used[:, None] & (byte < BYTES)[None, :], other=0)
-    # both planes of a head are columns side by side: their products end in the same thread
     column = tl.arange(0, 2 * HEADS)
     plane = planes + ((at * GROUP + column // 2)[None, :] * 4 + (column % 2)[None, :]) * BYTES + byte[:, None]
     inside = (column // 2 < GROUP)[None, :] & (byte < BYTES)[:, None]
-    sums = tl.dot(held, tl.load(plane, mask=inside, other=0), out_dtype=tl.int32)
-    if WHOLE < BYTES:
-        sums = tl.dot(lower_of(held, PACKED=PACKED), tl.load(plane + 2 * BYTES, mask=inside, other=0), sums,
-                      out_dtype=tl.int32)
-    upper, lower = tl.split(tl.reshape(sums, [BLOCK, HEADS, 2]))
     step = tl.load(steps + at * GROUP + group, mask=group < GROUP, other=1.0)
-    total = tl.where(used[:, None], (256 * upper + lower).to(tl.float32) * step[None, :], float("-inf"))
+    first = tl.load(plane, mask=inside, other=0)
+    second = first
+    if WHOLE < BYTES:
+        second = tl.load(plane + 2 * BYTES, mask=inside, other=0)
+    total = scores_of(held, first, second, step, PAIRS=WHOLE < BYTES, BLOCK=BLOCK, HEADS=HEADS, PACKED=PACKED)
+    total = tl.where(used[:, None], total, float("-inf"))
     top = tl.max(total, 0)
-    weight = tl.exp(total - tl.where(top == float("-inf"), 0.0, top)[None, :])
-    part = (at * tl.num_programs(1) + tl.program_id(1)) * GROUP + group
+    part = (at * GROUP + group) * tl.num_programs(1) + tl.program_id(1)
     tl.store(tops + part, top, mask=group < GROUP)
-    tl.store(masses + part, tl.sum(weight, 0), mask=group < GROUP)
-    tl.store(weights + (at * count + place)[:, None] * GROUP + group[None, :],
-             tl.where(used[:, None], weight * WEIGHT_ONE, -1.0).to(tl.float16),
+    tl.store(masses + part, tl.sum(tl.exp2(total - top[None, :]), 0), mask=group < GROUP)
+    tl.store(scores + (at * GROUP + group)[None, :] * count + place[:, None], total.to(tl.float16),
              mask=(place < count)[:, None] & (group < GROUP)[None, :])
 
 
 @triton.jit
+def side_of(side, query, maps, channel, used, width, dim, RANK: tl.constexpr):
+    """`side [WIDTH, columns]` with the products of some channels of the maps and a part of the queries."""
+    weights = tl.load(maps + width[None, :] * RANK + channel[:, None], mask=used[:, None] & (width < dim)[None, :],
+                      other=0.0)
+    return tl.dot(weights.to(tl.float32), query, side, input_precision="tf32")
+
+
+@triton.jit
+def score_all_kernel(
+    q, maps, codes, first, last, scores, tops, masses, histogram, scale, heads, per_row, asking, length, count, size,
+    dim, c_row, c_head, m_row, h_row,
+    RANK: tl.constexpr, BYTES: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The scores of the tokens of one slice for the group's heads, the largest of a head, and the sum of the powers of
+    what they are less than it. Every program makes the planes of its queries' sides by itself; the first of a list
+    clears its histogram."""
+    # grid: (Q·Hkv, slices of `size` tokens, a multiple of BLOCK)
+    # q             Heads [Q, Hq, d]      with RoPE
+    # maps          [B or 1, Hkv, d, r]   `Sketch.queries`, RANK = r; stride m_row, 0 where all rows share them, and
+    #                                     `asking` queries do
+    # codes         [B, Hkv, M, w] int8   of `per_row` queries; strides c_row, c_head; ALIGNED divides all places
+    # first, last   [Q] int64             candidates are the tokens between; length = M
+    # scores        [Q, Hkv, G, K] fp16   written: logarithms to the base 2, -inf = no candidate; count = K
+    # tops, masses  [Q, Hkv, G, slices]   written, fp32: logarithm to the base 2; sum over the power of that
+    # histogram     [Q, Hkv, h_row] int32 cleared
+    WHOLE: tl.constexpr = 2 * BYTES - RANK
+    at = tl.program_id(0).to(tl.int64)
+    row, head = at // heads, at % heads
+    byte, group = tl.arange(0, WIDTH), tl.arange(0, HEADS)
+    maps += row // asking * m_row + head * dim * RANK
+    column = tl.arange(0, 2 * HEADS)
+    own_q = q.base + row * q.row + (head * GROUP + column // 2)[None, :] * q.head
+    low = tl.zeros([WIDTH, 2 * HEADS], tl.float32)
+    high = tl.zeros([WIDTH, 2 * HEADS], tl.float32)
+    for at_dim in tl.range(0, dim, DEPTH, num_stages=1):
+        width = at_dim + tl.arange(0, DEPTH)
+        query = tl.load(own_q + width[:, None], mask=(column // 2 < GROUP)[None, :] & (width < dim)[:, None],
+                        other=0.0).to(tl.float32)
+        low = side_of(low, query, maps, byte, byte < BYTES, width, dim, RANK=RANK)
+        if WHOLE < BYTES:
+            high = side_of(high, query, maps, byte + RANK - BYTES, (byte >= WHOLE) & (byte < BYTES), width, dim,
+                           RANK=RANK)
+    bytewise, lower, step = whole_numbers(low * scale, high * scale, (byte >= WHOLE)[:, None])
+    even = (column % 2 == 0)[None, :]
+    first_byte, second_byte = bytes_of(bytewise)
+    planes = tl.where(even, first_byte, second_byte)
+    first_byte, second_byte = bytes_of(lower)
+    lower_planes = tl.where(even, first_byte, second_byte)
+    step = tl.max(tl.reshape(step, [HEADS, 2]), 1)
+    if tl.program_id(1) == 0:
+        clear(histogram + at * h_row, h_row)
+    start, end = tl.load(first + row).to(tl.int32), tl.load(last + row).to(tl.int32)
+    own = codes + tl.multiple_of(row // per_row * c_row + head * c_head, ALIGNED)
+    # every thread has its own: one sum for all only at the end
+    top = tl.full([BLOCK, HEADS], LEAST, tl.float32)
+    mass = tl.zeros([BLOCK, HEADS], tl.float32)
+    begin = tl.program_id(1) * size
+    for block in tl.range(begin, tl.minimum(begin + size, count), BLOCK, num_stages=STAGES):
+        place = block + tl.arange(0, BLOCK)
+        held = tl.load(own + place[:, None].to(tl.int64) * BYTES + byte[None, :],
+                       mask=(place < length)[:, None] & (byte < BYTES)[None, :], other=0)
+        total = scores_of(held, planes, lower_planes, step, PAIRS=WHOLE < BYTES, BLOCK=BLOCK, HEADS=HEADS,
+                          PACKED=PACKED)
+        total = tl.where(((place >= start) & (place < end))[:, None], total, float("-inf"))
+        higher = tl.maximum(top, total)
+        mass = mass * tl.exp2(top - higher) + tl.exp2(total - higher)
+        top = higher
+        tl.store(scores + (at * GROUP + group)[None, :] * count + place[:, None], total.to(tl.float16),
+                 mask=(place < count)[:, None] & (group < GROUP)[None, :])
+    if OVERLAP:
+        gdc_launch_dependents()
+    highest = tl.max(top, 0)
+    part = (at * GROUP + group) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(tops + part, highest, mask=group < GROUP)
+    tl.store(masses + part, tl.sum(mass * tl.exp2(top - highest[None, :]), 0), mask=group < GROUP)
+
+
+@triton.jit
 def histogram_kernel(
-    weights, tops, masses, counts, budget, seats, bins, histogram, heads, count, parts, width, h_row,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    scores, tops, masses, counts, budget, seats, bins, histogram, heads, count, parts, width, h_row,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SCORED: tl.constexpr, BLOCK: tl.constexpr,
     LISTED: tl.constexpr, SEATED: tl.constexpr, OVERLAP: tl.constexpr,
 ):
-    """The bins of BLOCKS blocks of `score_kernel`, from the softmax of every head over all candidates, summed over the
-    group; and how many candidates are in each bin above 1, the number of candidates in the place of bin 0. The last
-    program of a list to count finds the threshold."""
-    # grid: (Q·Hkv, parts / BLOCKS)
-    # weights       [Q, Hkv, K, G] fp16       as `score_kernel` writes them; count = K
-    # tops, masses  [Q, Hkv, parts, G] fp32   the same
+    """The bins of BLOCK candidates, from the softmax of every head over all candidates, summed over the group; and how
+    many candidates are in each bin above 1, the number of candidates in the place of bin 0. The last program of a list
+    to count finds the threshold."""
+    # grid: (Q·Hkv, blocks of candidates)
+    # scores        [Q, Hkv, G, K] fp16       as `score_kernel` or `score_all_kernel` writes them; count = K
+    # tops, masses  [Q, Hkv, G, parts] fp32   the same; of SCORED candidates each, if LISTED
     # counts        [Q, Hkv] int32            candidates, if LISTED
     # budget        [Q] or by seat, int64     tokens
     # seats         [Q] int64                 if SEATED
@@ -189,52 +293,45 @@ def histogram_kernel(
     # histogram     [Q, Hkv, h_row] int32     zeros before; bins and header are written
     at = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, HEADS)
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    place = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    there = count
+    there, written = count, parts
     if LISTED:
         there = tl.load(counts + at)
-        if tl.program_id(1) * BLOCKS * BLOCK >= there:
+        written = tl.cdiv(there, SCORED)
+        if tl.program_id(1) * BLOCK >= there:
             return
-    weight = tl.load(weights + (at * count + place)[:, :, None] * GROUP + group[None, None, :],
-                     mask=(place < there)[:, :, None] & (group < GROUP)[None, None, :], other=-1.0).to(tl.float32)
-    written = tl.cdiv(there, BLOCK)
-    tops += at * parts * GROUP + group
-    masses += at * parts * GROUP + group
-    highest = tl.full([PARTS, HEADS], float("-inf"), tl.float32)
-    sums = tl.zeros([PARTS, HEADS], tl.float32)
+    score = tl.load(scores + (at * GROUP + group)[:, None] * count + place[None, :],
+                    mask=(group < GROUP)[:, None] & (place < there)[None, :], other=float("-inf")).to(tl.float32)
+    tops += (at * GROUP + group)[:, None] * parts
+    masses += (at * GROUP + group)[:, None] * parts
+    highest = tl.full([HEADS, PARTS], LEAST, tl.float32)
+    sums = tl.zeros([HEADS, PARTS], tl.float32)
     for start in range(0, written, PARTS):
-        part = (start + tl.arange(0, PARTS))[:, None]
-        inside = (part < written) & (group < GROUP)[None, :]
-        each = tl.load(tops[None, :] + part * GROUP, mask=inside, other=float("-inf"))
-        mass = tl.load(masses[None, :] + part * GROUP, mask=inside, other=0.0)
+        part = start + tl.arange(0, PARTS)
+        inside = (group < GROUP)[:, None] & (part < written)[None, :]
+        each = tl.load(tops + part[None, :], mask=inside, other=LEAST)
+        mass = tl.load(masses + part[None, :], mask=inside, other=0.0)
         higher = tl.maximum(highest, each)
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        sums = sums * tl.exp(highest - shift) + mass * tl.exp(each - shift)
+        sums = sums * tl.exp2(highest - higher) + mass * tl.exp2(each - higher)
         highest = higher
-    top = tl.max(highest, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    mass = tl.sum(sums * tl.exp(highest - top[None, :]), 0)
-    own = tl.load(tops[None, :] + block[:, None] * GROUP, mask=(block < written)[:, None] & (group < GROUP)[None, :],
-                  other=float("-inf"))
-    factor = tl.exp(own - top[None, :]) / (tl.where(mass > 0, mass, 1.0) * WEIGHT_ONE)[None, :]
-    share = tl.sum(tl.maximum(weight, 0.0) * factor[:, None, :], 2)
-    used = tl.max(weight, 2) >= 0
+    top = tl.max(highest, 1)
+    mass = tl.sum(sums * tl.exp2(highest - top[:, None]), 1)
+    whole = tl.where(mass > 0, top + tl.log2(tl.where(mass > 0, mass, 1.0)), 0.0)
+    share = tl.sum(tl.exp2(score - whole[:, None]), 0)
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> SHIFT) - FLOOR, 0) + 1, BINS - 1)
-    own_bin = tl.where(used, upper, 0)
+    own_bin = tl.where(tl.max(score, 0) > float("-inf"), upper, 0)
     tl.store(bins + at * count + place, own_bin.to(tl.uint8), mask=place < count)
     histogram += at * h_row
     header = histogram + BINS
     # counted here first: additions to one number would wait for each other
     every = tl.arange(0, BINS)
-    flat = tl.reshape(own_bin, [BLOCKS * BLOCK])
-    many = tl.where(every > 0, tl.histogram(flat, BINS, mask=flat > 1), tl.sum((flat > 0).to(tl.int32), 0))
+    many = tl.where(every > 0, tl.histogram(own_bin, BINS, mask=own_bin > 1), tl.sum((own_bin > 0).to(tl.int32), 0))
     tl.atomic_add(histogram + every, many, mask=many > 0, sem="relaxed")
     tl.debug_barrier()
-    if tl.atomic_add(header + DONE, 1, sem="acq_rel") == tl.cdiv(there, BLOCKS * BLOCK) - 1:
+    if tl.atomic_add(header + DONE, 1, sem="acq_rel") == tl.cdiv(there, BLOCK) - 1:
         allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
         many = tl.load(histogram + every)
         wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(every == 0, many, 0), 0)).to(tl.int32)

@@ -3,6 +3,8 @@ the device, so that the same launches serve every step of a CUDA graph."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from sparsekv.kernels.launch import (
     dense_last,
     finite,
     on_device,
+    overlaps,
     padded,
     power_of_two,
 )
@@ -83,7 +86,8 @@ def stages_of(dim: int, size: int) -> int:
 def launch_decode(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, *, scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`decode_attention` through Triton: the tokens split over the device, then one merge."""
+    """`decode_attention` through Triton: a row's tokens in slices as equal as can be, all over the device, then one
+    merge. Each launch is prepared while the one before it ends."""
     from sparsekv.kernels.attend_triton import merge_kernel
     from sparsekv.kernels.stored_triton import decode_kernel
 
@@ -96,13 +100,14 @@ def launch_decode(
     partial = torch.empty(batch, heads_q, splits, dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads_q, splits, dtype=torch.float32, device=q.device)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), partial_lse.new_empty(batch, heads_q)
+    pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(q.device) else {}
     decode_kernel[(batch * heads, splits)](
         q, k, v, starts, lengths, partial, partial_lse, scale, heads, *q.stride()[:2], *k.stride()[:3],
         *v.stride()[:3], GROUP=group, ROWS=padded(group), DIM=dim, WIDTH=padded(dim), BLOCK=block,
-        STAGES=stages_of(dim, k.element_size()), num_warps=WARPS)
+        STAGES=stages_of(dim, k.element_size()), OVERLAP=bool(pdl), num_warps=WARPS, **pdl)
     columns = min(padded(dim), MERGE_WIDTH)
     merge_kernel[(batch * heads_q, -(-dim // columns))](
         partial, partial_lse, partial, partial_lse, lse, lse, lse, lse, out, lse, 0.0, *out.stride()[:2], heads_q,
-        splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False, OVERLAP=False,
-        num_warps=MERGE_WARPS)
+        splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False,
+        OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse

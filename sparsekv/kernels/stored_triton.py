@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def decode_kernel(
     q, k, v, starts, lengths, partial, partial_lse, scale, heads, q_row, q_head, k_row, k_head, k_token, v_row, v_head,
     v_token,
     GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """One stretch of the tokens of one row, for one KV head and its GROUP query heads."""
     # grid: (B·Hkv, splits)
@@ -45,9 +46,11 @@ def decode_kernel(
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     parts = tl.num_programs(1)
+    if OVERLAP:
+        gdc_wait()
     start = tl.load(starts + row).to(tl.int32)
     length = tl.load(lengths + row).to(tl.int32)
-    per_split = tl.cdiv(tl.cdiv(tl.maximum(length - start, 0), parts), BLOCK) * BLOCK
+    per_split = tl.cdiv(tl.maximum(length - start, 0), parts)
     first = start + split * per_split
     last = tl.minimum(first + per_split, length)
     group = tl.arange(0, ROWS)
@@ -76,6 +79,8 @@ def decode_kernel(
         value = value.to(query.dtype)
         out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = higher
+    if OVERLAP:
+        gdc_launch_dependents()
     slot = ((row * heads + head) * GROUP + group) * parts + split
     kept = group < GROUP
     tl.store(partial_lse + slot, tl.where(mass > 0, tl.log(tl.where(mass > 0, mass, 1.0)) + top, float("-inf")),

@@ -505,17 +505,19 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             away = codes.decode_codes(held, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        prepared = sketch.launch_prepare(q, maps, width, 0.3, histogram.BINS + 5)
+        prepared = sketch.launch_prepare(q, maps, width, 0.3, histogram.BINS + 5, pools[0])
         exact_side = sketch.query_side_reference(q.double(), double(maps), 0.3)
         away = side_of(prepared, rank) - exact_side
         assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not prepared.histogram.any()
         for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
             given = pool, edges.get("first"), edges.get("last")
-            scored = sketch.launch_scores(q, maps, held, 0.3, listed + 7, *given)
+            scored = (sketch.launch_all(q, maps, held, 0.3, listed + 7, first, last) if pool is None
+                      else sketch.launch_scores(q, maps, held, 0.3, listed + 7, pool))
             kept = scored.histogram.clone()
             mine = sketch.launch_histogram(scored, budget, listed + 7)
             if pool is None:
-                assert mine.tokens is None
+                assert mine.tokens is None and not mine.bins[..., length:].any()
+                mine = mine._replace(bins=mine.bins[..., :length])
             else:
                 logits = launch_logits(pool.q, pool.scores, offsets, offsets=True)
                 listing = launch_choose(logits, order, offsets, budget, listed, logits=True)
@@ -527,7 +529,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             scores = sketch.sketch_scores_reference(q.double(), double(maps), held, 0.3, mine.tokens, **edges)
             truth = histogram.bins_of(scores)
             assert torch.equal(mine.bins > 0, truth > 0) and not mine.bins[0].any()
-            # products of 10 bits of mantissa, weights of 11: a bin is 9 to 12.5 %
+            # products of 10 bits of mantissa, logarithms of 11: a bin is 9 to 12.5 %
             assert bool(((mine.bins.int() - truth.int()).abs() <= 1).all())
             assert float((mine.bins != truth).float().mean()) < (0.1 if dtype == torch.float32 else 0.2)
             assert torch.equal(mine.histogram[..., :histogram.BINS], counted_bins(mine.bins))
@@ -589,19 +591,18 @@ def counted_bins(bins: Tensor) -> Tensor:
 
 
 def scored(bins: Tensor, tokens: Tensor | None, widest: int) -> sketch.Scored:
-    """Weights of two heads of which `histogram_kernel` makes these bins."""
-    bits = (bins.int() - 1 + histogram.FLOOR) << histogram.SHIFT
-    # a block's largest score makes up for what half precision has no room for
-    weights = torch.where(bins == 1, 0.0, bits.view(torch.float32) * 16).where(bins > 0, -1.0)
-    weights = torch.stack([weights, weights.clamp(max=0.0)], dim=-1).half()
+    """Scores of two heads of which `histogram_kernel` makes these bins."""
+    bits = ((bins.int() - 1 + histogram.FLOOR) << histogram.SHIFT) + (1 << histogram.SHIFT - 1)
+    middles = torch.where(bins == 1, -40.0, bits.view(torch.float32).log2()).where(bins > 0, float("-inf"))
+    scores = torch.stack([middles, torch.full_like(middles, float("-inf"))], dim=2).half()
     blocks = -(-bins.shape[2] // sketch.SCORED_AT_ONCE)
-    tops = torch.zeros(*bins.shape[:2], blocks, 2, device=bins.device)
-    masses = torch.nn.functional.pad(torch.full_like(tops[:, :, :1], 16 / histogram.WEIGHT_ONE),
-                                     (0, 0, 0, blocks - 1)) if blocks else tops
+    # the first of a head of mass one, the others of none
+    tops = torch.zeros(*bins.shape[:2], 2, blocks, device=bins.device)
+    masses = torch.nn.functional.pad(torch.ones_like(tops[..., :1]), (0, blocks - 1)) if blocks else tops
     counts = None if tokens is None else torch.full(bins.shape[:2], bins.shape[2], dtype=torch.int32,
                                                     device=bins.device)
     size = sketch.histogram_size(bins.shape[2], widest)
-    return sketch.Scored(weights, tops, masses, tokens, counts,
+    return sketch.Scored(scores, tops, masses, tokens, counts,
                          torch.zeros(*bins.shape[:2], size, dtype=torch.int32, device=bins.device))
 
 

@@ -44,7 +44,7 @@ from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
-from sparsekv.kernels.launch import Heads, Tokens, at_once
+from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
 from sparsekv.kernels.routing import RunArguments
 from sparsekv.serving import seating
 from sparsekv.serving import seating_triton as se
@@ -76,8 +76,9 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
-    sk.histogram_kernel: {"weights": "*fp16"},
-    sk.score_kernel: {"weights": "*fp16", "codes": "*i8", "first": "*i32", "last": "*i32"},
+    sk.histogram_kernel: {"scores": "*fp16"},
+    sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
+    sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32"},
     sk.select_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient anchor threshold masses values outs slopes "
@@ -104,6 +105,7 @@ STRUCTS: dict[Any, dict[str, Any]] = {
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
+    sk.score_all_kernel: {"q": heads("half")},
     **{kernel: {
         "q": heads("half"), **{n: tokens("half") for n in ("k", "v")}, "maps": MAP,
         **{n: heads("*i32") for n in ("tokens", "offsets", "buckets")}, "log_weights": heads("*fp32"),
@@ -218,9 +220,15 @@ def main() -> None:
         check(ec.encode_kernel, {**code, "BLOCK": codes.ENCODE_KEYS, "DEPTH": codes.ENCODE_DEPTH},
               codes.ENCODE_WARPS, "bf16")
         check(sk.prepare_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "LISTED": width == 32, "PADDED": 1024,
-                                "BLOCK": sketch.SCORED_AT_ONCE, "PACKED": True},
-              sketch.SCORE_WARPS, "bf16")
+        check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "PADDED": 1024, "BLOCK": sketch.SCORED_AT_ONCE,
+                                "PACKED": True}, sketch.SCORE_WARPS, "bf16")
+        for group in (4, 7):
+            check(sk.score_all_kernel, {**code, "GROUP": group, "HEADS": power_of_two(group), "ALIGNED": 16,
+                                        "DEPTH": sketch.side_depth(128, width), "BLOCK": sketch.ALL_AT_ONCE,
+                                        "STAGES": sketch.all_stages(width), "PACKED": True}, sketch.ALL_WARPS, "bf16")
+    check(sk.score_all_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "GROUP": 2, "HEADS": 2, "ALIGNED": 16,
+                                "DEPTH": sketch.side_depth(256, 256), "BLOCK": sketch.ALL_AT_ONCE,
+                                "STAGES": sketch.all_stages(256), "PACKED": True}, sketch.ALL_WARPS, "bf16", SHARED)
     for half in ("bf16", "fp32"):
         check(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,
                                  "DEPTH": codes.ENCODE_DEPTH}, codes.ENCODE_WARPS, half, SHARED)
@@ -229,8 +237,8 @@ def main() -> None:
                                  "BLOCK": seating.SLOTS_AT_ONCE, "PAGES": seating.PAGES_AT_ONCE}, seating.WARPS, "bf16")
     check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.SLOTS_AT_ONCE}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.BINNED_PARTS):
-        check(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "BLOCKS": sketch.BINNED_BLOCKS,
-                                "BLOCK": sketch.SCORED_AT_ONCE, "LISTED": parts > 1},
+        check(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "SCORED": sketch.SCORED_AT_ONCE,
+                                    "BLOCK": sketch.BINNED_AT_ONCE, "LISTED": parts > 1},
               sketch.BINNED_WARPS, "bf16", (90,))
     for length in (2048, losses.LONGEST):
         row = {"PADDED": length, "READS": True}

@@ -118,8 +118,8 @@ class Router(Selector):
     def _chosen(self, view: LayerView, queries: Queries) -> Tensor:
         """The tokens that the budget buys, `[Q, Hkv, widest]`."""
         index = self.index
-        where = {} if index.buckets is not None else {
-            "first": queries.per_query(view.regions.mid_first), "last": queries.per_query(view.regions.mid_last)}
+        where = {} if index.buckets is not None or index.first is None else {
+            "first": queries.per_query(index.first), "last": queries.per_query(view.regions.mid_last)}
         return chosen_tokens(
             index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
             pool=queries.per_query(index.pool), **where)

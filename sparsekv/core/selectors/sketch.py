@@ -19,6 +19,8 @@ from sparsekv.kernels import Sketch
 FITS = ("fixed", "fitted")
 CANDIDATES = 0.1
 """Candidates that buckets give, a share of the context."""
+ALL_CODES_UP_TO = 0
+"""Mid tokens of a row up to which all codes are scored in place of buckets, where tokens are read by their place."""
 LEAST_CANDIDATES = 4
 """Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
 
@@ -36,7 +38,8 @@ class SketchRouter(Router):
     """
 
     name: ClassVar[str] = "sketch"
-    row_state: ClassVar[tuple[str, ...]] = ("buckets", "pool", "codes", "basis", "side", "fitted_sizes")
+    row_state: ClassVar[tuple[str, ...]] = ("buckets", "pool", "codes", "basis", "side", "fitted_sizes",
+                                              "first")
 
     candidates: float | None = option(
         None, help="Tokens whose sketches are scored, those of the best buckets: a share of the context, and at least "
@@ -57,11 +60,15 @@ class SketchRouter(Router):
 
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
+        buckets, dim = self.trained.centroids.shape[-2:]
+        by_place = view.numbers(0, 0) is None
+        self.all_up_to = max(most_by_codes(self.trained.sketch_bytes, buckets, dim), by_place * ALL_CODES_UP_TO)
         wanted = tokens_of_budget(float(CANDIDATES if self.candidates is None else self.candidates), view.regions)
         wanted = torch.maximum(wanted, LEAST_CANDIDATES * self.budget)
         self.pool = torch.where(self._scores_all(view.regions), view.regions.mid_sizes, wanted).clamp(
             max=view.regions.mid_sizes)
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
+        self.first = view.regions.mid_first
 
     def build(self, view: LayerView) -> None:
         self.buckets, self.weights = None, self.query_model(view)
@@ -128,7 +135,7 @@ class SketchRouter(Router):
         if self.codes is None:
             return super().index
         return Index(self.buckets, self.weights, self.codes, self.sketch, self.budget, self.pool, self.widest,
-                     self.widest_pool)
+                     self.widest_pool, self.first)
 
     @property
     def sketch(self) -> Sketch:
@@ -140,14 +147,13 @@ class SketchRouter(Router):
         return trained if self.side is None else trained._replace(queries=self.side)
 
     def _scores_all(self, regions: Regions) -> Tensor:
-        """Rows whose codes are all scored, `[B]`: where that reads less than scoring the buckets."""
+        """Rows whose codes are all scored, `[B]`: where that reads less than scoring the buckets, or is faster."""
         sizes = regions.mid_sizes
         if self.trained.sketch is None:
             return torch.zeros_like(sizes, dtype=torch.bool)
         if self.candidates is not None:
             return torch.full_like(sizes, self.candidates == 1, dtype=torch.bool)
-        buckets, dim = self.trained.centroids.shape[-2:]
-        return sizes <= most_by_codes(self.trained.sketch_bytes, buckets, dim)
+        return sizes <= self.all_up_to
 
     def _list_short(self, view: LayerView) -> None:
         """Rows whose codes are all scored beside others' buckets: all of their tokens, in order, are in one bucket."""
