@@ -57,7 +57,7 @@ CONTROL = "control"
 """The folder of cells whose router is untrained; its methods are called `untrained` in rows."""
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
-OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi")
+OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
