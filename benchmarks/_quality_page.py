@@ -26,7 +26,8 @@ ABOUT = {
         "each task.",
         "![RULER score by bytes, 16k tokens](quality-16384.png)",
         "What each system is set to stands in [The papers](../papers.md#the-rivals-at-one-budget). At 4096 tokens "
-        "sketches score every code."),
+        "sketches score every code. The same figures of [4096](quality-4096.png) and [32k tokens](quality-32768.png) "
+        "are of several runs each."),
     "quality-worst": (
         "Does completion pay where its own bytes are taken off the budget?", MODEL,
         "![RULER score by worst-case budget, 4096 tokens](quality-worst.png)",

@@ -88,7 +88,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
                   f"{', '.join(sorted({r['commit'] for r in mine}))}.{trained}"]
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
-            parts += [f"### {titled(case)}", samples(mine, case)]
+            name, length = title.partition(" ")[0], case.partition("@")[2]
+            parts += [f"### {titled(case)}", f"![{titled(case)}, score by bytes](real-{name}-{length}.png)",
+                      samples(mine, case)]
             for metric, note in NOTES.items():
                 found = of_metric(mine, case, metric)
                 if found:
