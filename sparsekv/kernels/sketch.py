@@ -31,13 +31,15 @@ from sparsekv.kernels.types import RouterScores
 
 SCORED_AT_ONCE, SCORE_WARPS = 256, 4
 """Candidates of a block of `score_kernel`."""
-ALL_AT_ONCE, ALL_WARPS, ALL_PROGRAMS, ALL_STAGES = 256, 4, 528, 3
+ALL_AT_ONCE, ALL_WARPS, ALL_PROGRAMS, ALL_STAGES = 512, 4, 528, 3
 """Tokens of a block of `score_all_kernel`, its warps, the programs wanted, and blocks of codes on their way to one."""
+FEW_LISTS = 16
+"""KV heads of all rows up to which so many programs are wanted; more of them get a quarter, each with more blocks."""
 ALL_BYTES, SIDE_BYTES = 64 * 1024, 8 * 1024
 """Bytes of codes that are on their way to a program of it at most, and of a sketch that it holds at once."""
 BINNED_AT_ONCE, BINNED_PARTS, BINNED_WARPS = 512, 256, 1
 """Candidates that a program of `histogram_kernel` counts, and blocks whose masses it adds at once."""
-SELECTED_AT_ONCE, LOOK_BACK, SELECT_WARPS = 2048, 128, 8
+SELECTED_AT_ONCE, LOOK_BACK, SELECT_WARPS = 1024, 128, 4
 """Candidates of a block of `select_kernel`, and blocks ahead of its own that a program looks at together."""
 ALIGNED = 16
 """What the lengths of rows of candidates, and of histograms, are multiples of: whole vectors are loaded."""
@@ -245,7 +247,8 @@ def launch_scores(
 def slices_of(width: int, lists: int) -> tuple[int, int]:
     """Slices that the tokens of every list are cut into, and blocks of a slice."""
     blocks = -(-width // ALL_AT_ONCE)
-    each = max(1, -(-blocks // max(1, ALL_PROGRAMS // max(1, lists))))
+    programs = ALL_PROGRAMS if lists <= FEW_LISTS else ALL_PROGRAMS // 4
+    each = max(1, -(-blocks // max(1, programs // max(1, lists))))
     return -(-blocks // each), each
 
 
