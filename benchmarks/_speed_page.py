@@ -23,6 +23,12 @@ STEPS = {
 """What decode.json calls a step, and what it is; full attention first."""
 DENSE = {"ours": "ours", "sdpa_cudnn": "cuDNN", "flashinfer": "FlashInfer", "sdpa_flash": "FlashAttention",
          "floor": "bytes alone"}
+OPERATIONS = {
+    "prefill": "the layer's own prefill", "assign": "a bucket for every key", "build_index": "list of every bucket",
+    "extend_index": "tokens that join later", "soft_vote": "TokenSelect's vote", "phi_cache": "φ's sums alone",
+    "phi_summary": "φ's whole summary", "sketch_fitted": "codes, basis of the request",
+    "sketch_fixed": "codes, basis of the artifact"}
+"""What decode.json calls a part of a prefill, and what it is; `_torch`: in plain torch."""
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
           "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
@@ -90,7 +96,7 @@ def dense(rows: Rows) -> str:
 
 def decode(rows: Rows) -> str:
     """docs/results/decode.md."""
-    layer = [r for r in rows if r["case"] == "layer-128k"]
+    layer = [r for r in rows if r["case"].startswith("layer-")]
     timed = [r for r in rows if r["case"][0].isdigit()]
     parts = [
         "# How long does a step of one layer take?",
@@ -112,8 +118,14 @@ def decode(rows: Rows) -> str:
                   "The kernel that layers with full attention decode with, against its peers. The ratio is to the "
                   "faster of cuDNN and FlashInfer.", dense(run)]
     if layer:
-        parts += ["## What a prefill of 128k tokens adds, one layer", f"{card(layer[0]).replace('one ', '')}.",
-                  markdown(["operation", "time [ms]"], [[r["method"], f"{r['value']:.2f}"] for r in layer])]
+        parts.append("## What a prefill adds, one layer")
+    for run in runs(layer):
+        parts += [f"{card(run[0]).replace('one ', '')}.", markdown(
+            ["operation", "tokens", "time [ms]"],
+            [[OPERATIONS.get(r["method"].removesuffix("_torch"), r["method"])
+              + (", in plain torch" if r["method"].endswith("_torch") else ""),
+              r["case"].removeprefix("layer-").replace("-12x2", ", 12 query and 2 KV heads"), f"{r['value']:.2f}"]
+             for r in run])]
     return "\n\n".join(parts) + "\n"
 
 
