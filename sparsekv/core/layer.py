@@ -294,3 +294,11 @@ def take_rows(value: Any, index: Tensor) -> Any:
     if isinstance(value, tuple):
         return type(value)(*(take_rows(x, index) for x in value))
     return None if value is None else value[index.to(value.device)]
+
+
+def row_part(value: Any, index: int, count: int) -> Any:
+    """The rows at `index` of `count` equal parts, of a tensor or of a named tuple of tensors and tuples; None stays
+    None."""
+    if isinstance(value, tuple):
+        return type(value)(*(row_part(x, index, count) for x in value))
+    return None if value is None else value.chunk(count)[index]

@@ -4,6 +4,7 @@ what a layer of a cache keeps between steps."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -13,6 +14,7 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
+from sparsekv.core.stacked import build_selectors
 from sparsekv.core.streams import beside
 from sparsekv.kernels import add_sinks, merge
 
@@ -73,8 +75,8 @@ def _apart(
 
 
 class LayerState:
-    """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator; built when decoding
-    starts, grown with the cache, forked and reordered with it.
+    """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator, which were built
+    when decoding began (`build_layers`); grown with the cache, forked and reordered with it.
 
     `decode_window`: generated tokens stay exact until there are more than this; then all but half of them, and the
     local window of `window_size`, join the mid region.
@@ -88,7 +90,6 @@ class LayerState:
         """Who made it: another attachment makes its own."""
         self.view, self.selector, self.estimator = view, selector, estimator
         self.window_size, self.decode_window = window_size, decode_window
-        build(view, selector, estimator)
         self._read_borders()
 
     def outgrown(self, past: int) -> bool:
@@ -164,13 +165,21 @@ class LayerState:
 
 def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> None:
     """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
-    if estimator is not None:
-        estimator.build(view)
-        view.completion_tokens = estimator.cost_tokens(view)
-    selector.prepare(view)
-    selector.build(view)
-    if estimator is not None:
-        estimator.reads(view, selector.read_share(view))
+    build_layers([view], [selector], [estimator])
+
+
+def build_layers(
+    views: Sequence[LayerView], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
+) -> None:
+    """The same of several layers, whose selectors are built at once where they are alike (`core/stacked.py`)."""
+    for view, estimator in zip(views, estimators, strict=True):
+        if estimator is not None:
+            estimator.build(view)
+            view.completion_tokens = estimator.cost_tokens(view)
+    build_selectors(views, selectors)
+    for view, selector, estimator in zip(views, selectors, estimators, strict=True):
+        if estimator is not None:
+            estimator.reads(view, selector.read_share(view))
 
 
 def grow(view: LayerView, old: Regions, selector: Selector, estimator: Estimator | None) -> None:

@@ -215,6 +215,7 @@ class Attachment:
         rows, tokens = input_ids.shape
         cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
         self._checked(input_ids, attention_mask, cache, ends=True)
+        cache.prompt = cache.get_seq_length() + tokens if max_new_tokens > 1 else 0
         config = self.model.generation_config
         eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
         pad = config.pad_token_id if pad_token_id is None else pad_token_id

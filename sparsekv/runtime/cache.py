@@ -206,6 +206,8 @@ class SparseCache(Cache):
         self.reserve = reserve
         self.plan: Any = None
         """The plan of this cache's steps (`runtime/plan.py`)."""
+        self.prompt = 0
+        """The length at which decoding begins, where that is known; 0: not."""
         self._model: weakref.ref[Any] | None = None
         self._settled: tuple[Any, int] | None = None
 

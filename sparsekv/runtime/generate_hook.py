@@ -37,9 +37,12 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if isinstance(ids, Tensor) and ids.dim() == 2 and 0 < ids.shape[1] <= held:
             raise SparseKVError(f"the cache holds {held} tokens and the prompt has {ids.shape[1]}; give all tokens so "
                                 "far and new ones, or a fork of the cache (cache.fork()) for every answer")
+        kwargs["past_key_values"].prompt = _room_of(args, kwargs, config)[1]
         return kwargs
     kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}
-    return kwargs | {"past_key_values": roomy_cache(attachment, *_room_of(args, kwargs, config))}
+    cache = roomy_cache(attachment, *(room := _room_of(args, kwargs, config)))
+    cache.prompt = room[1]
+    return kwargs | {"past_key_values": cache}
 
 
 def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCache:

@@ -170,6 +170,8 @@ class Seat:
                 if logits is not None:
                     return CausalLMOutputWithPast(logits=logits.clone(), past_key_values=cache)
             out = own(*args, **kwargs)
+            if isinstance(cache, SparseCache):
+                attachment.layerwise.prompt_ended(cache, kwargs.get("attention_mask"))
             cache.settle()
             return out
 

@@ -3,7 +3,6 @@ planned. Decoding of a layer begins here."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import dense_attention
-from sparsekv.runtime.cache import HostLayer, SparseCache, SparseLayer
+from sparsekv.runtime.begin import Called, begin, to_begin
+from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.model_pass import why_not_planned
@@ -34,6 +34,8 @@ class Layerwise:
         self.decoding, self.run, self.counters = decoding, run, Counters(layers)
         self.prefilling = False
         """Whether what runs is a prompt, however many tokens it has."""
+        self.called: dict[int, Called] = {}
+        """How the model calls the attention of every layer that it has called."""
         self._mask: tuple[Any, Tensor] | None = None
 
     def forget(self) -> None:
@@ -58,6 +60,8 @@ class Layerwise:
 
         if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
             return dense()
+        if softcap is None:
+            self.called[index] = Called(query.shape[1], query.device, scale, getattr(module, "layer_type", None), sinks)
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
             if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
@@ -69,7 +73,8 @@ class Layerwise:
             return dense()
         with torch.no_grad():
             if layer.state is None or layer.state.owner is not self.decoding:
-                layer.state = self._begin(module, layer, cache, query, mask, scale, past, sinks)
+                self._begin(cache, mask, past, index)
+            assert layer.state is not None
             out = self._decode(layer, layer.state, query, past)
             if self.run.compares:
                 self.counters.compare(index, out, dense())
@@ -85,30 +90,19 @@ class Layerwise:
                          cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
 
-    def _begin(self, module: Any, layer: SparseLayer, cache: SparseCache, query: Tensor, mask: Tensor | None,
-               scale: float, past: int, sinks: Tensor | None) -> LayerState:
-        """Selector and estimator of a layer over what was prefilled, `past` tokens: decoding begins."""
-        index, keys, values = module.layer_idx, layer.keys, layer.values
-        on_host = isinstance(layer, HostLayer) and self.decoding.placement == "offload"
-        device = query.device if on_host else keys.device
-        keys, values = keys.to(device), values.to(device)
-        recent = layer.recent
-        if recent is None:
-            recent = query[:, :, :0]
-        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), past, self.decoding.sink_size,
-                                         self.decoding.window_size)
-        kind = HostView if on_host else LayerView
-        began = _now(device)
-        view = kind(keys[:, :, :past], values[:, :, :past], regions, scale, query.shape[1], index, len(cache.layers),
-                    cache.rope.get(getattr(module, "layer_type", None)), recent.to(device), layer.recent_end,
-                    sinks=None if sinks is None else sinks.detach().to(device))
-        state = LayerState(
-            view, self.decoding.selector_of(index, device), self.decoding.estimator_of(index, device),
-            window_size=self.decoding.window_size, decode_window=self.decoding.decode_window, owner=self.decoding)
-        if isinstance(view, HostView):
-            view.keep_anchors(keys, values)
-        self.counters.index_seconds += _now(device) - began
-        return state
+    @torch.no_grad()
+    def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:
+        """After a pass: where it was the last of a prompt, decoding begins, so that no token waits for it later."""
+        first: Any = cache.first
+        if first is not None and first.keys is not None and first.get_seq_length() == cache.prompt:
+            self._begin(cache, mask if mask is None or mask.dim() == 2 else None, cache.prompt)
+
+    def _begin(self, cache: SparseCache, mask: Tensor | None, past: int, index: int | None = None) -> None:
+        """Decoding begins after `past` tokens, of all layers of which it can. index: the layer that asks."""
+        which = to_begin(self.decoding, cache, self.called, past, index)
+        if which:
+            rows, device = cache.rows, self.called[which[0]].device
+            begin(self.decoding, cache, which, self.called, self._starts(mask, rows, device), past, self.counters)
 
     def _decode(self, layer: SparseLayer, state: LayerState, query: Tensor, past: int) -> Tensor:
         """Steps of the last tokens of a cache, `[B, Hq, T, d]`, some queries at a time."""
@@ -145,7 +139,7 @@ class Layerwise:
         cache.plan = None
         if length >= first.room:
             return None
-        states = self._states(cache, length)
+        states = self._states(cache, mask, length)
         if states is None:
             return None
         for state in states:
@@ -171,10 +165,12 @@ class Layerwise:
             cache.plan = plan
         return cache.plan
 
-    def _states(self, cache: SparseCache, length: int) -> list[LayerState | None] | None:
-        """What every layer decodes with, None: full attention. None for all where decoding has not begun."""
+    def _states(self, cache: SparseCache, mask: Tensor | None, length: int) -> list[LayerState | None] | None:
+        """What every layer decodes with, None: full attention. None for all where decoding has not begun, and this
+        attachment has not seen how the model calls its attention."""
         states: list[LayerState | None] = []
         layers: list[Any] = cache.layers
+        self._begin(cache, mask, length)
         for index, layer in enumerate(layers):
             if index in self.decoding.dense_layers or length + 1 < self.decoding.short_until(layer.keys):
                 states.append(None)
@@ -221,10 +217,3 @@ class WithoutGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise SparseKVError("a sparse step has no gradient; train with full attention (selector='dense', or without "
                             "attach)")
-
-
-def _now(device: torch.device) -> float:
-    """The time, when the device has done all it was given [s]."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

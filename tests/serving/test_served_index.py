@@ -26,7 +26,7 @@ from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
-from sparsekv.core.step import LayerState
+from sparsekv.core.step import LayerState, build
 
 
 class Attached:
@@ -39,8 +39,9 @@ class Attached:
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
         view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=rope())
         estimator = None if completes is None else PhiEstimator(completes)
-        self.state = LayerState(view, selector(made, budget, candidates), estimator, window_size=WINDOW,
-                                decode_window=DECODE_WINDOW)
+        chooses = selector(made, budget, candidates)
+        build(view, chooses, estimator)
+        self.state = LayerState(view, chooses, estimator, window_size=WINDOW, decode_window=DECODE_WINDOW)
 
     def _cache(self, length: int) -> list[torch.Tensor]:
         return [x[None, :length].transpose(1, 2) for x in (self.request.k, self.request.v)]

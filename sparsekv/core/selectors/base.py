@@ -4,12 +4,13 @@ and one row of the methods."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, RowState, Selection
+from sparsekv.core.layer import LayerView, Queries, RowState, Selection, row_part
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError, check_choice
@@ -95,6 +96,22 @@ class Selector(RowState):
                                   completion_tokens=view.completion_tokens)
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
         self.widest = int(self.budget.max()) if self.budget.numel() else 0
+
+    def stacks_by(self, view: LayerView) -> Hashable | None:
+        """What layers have in common that are built side by side, as rows of one batch (`core/stacked.py`); None where
+        a layer is built by itself."""
+        return None
+
+    def stacked(self, selectors: Sequence[Any], rows: int) -> Self:
+        """A fresh selector of layers that stack, `rows` of a batch each, for all of them at once."""
+        raise NotImplementedError
+
+    def take_layer(self, whole: Self, index: int, count: int) -> None:
+        """The state of the layer that stands at `index` among `count` side by side."""
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        self.__dict__.update(whole.__dict__ | own)
+        for name in (*self.row_state, "budget"):
+            setattr(self, name, row_part(getattr(whole, name), index, count))
 
     def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
         """This layer's budget `[B]` where the budget is `tokens [B]`."""

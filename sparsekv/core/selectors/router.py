@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
@@ -13,11 +15,22 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError, check_choice
-from sparsekv.kernels import QueryModel, route
+from sparsekv.kernels import QueryModel, Sketch, route
 
 SCORES = ("mlp", "mean_key")
 USUAL_BUDGET = 0.05
 """Share of the context that is read where neither budget nor probes are given."""
+
+
+class Several(NamedTuple):
+    """What was trained of several layers, for rows of one batch: `TrainedBuckets` whose rows have their own."""
+
+    centroids: Tensor
+    weights: QueryModel | None
+    key_space: str
+    scores: str
+    sketch: Sketch | None
+    sketch_bytes: int
 
 
 @dataclass(eq=False)
@@ -76,6 +89,25 @@ class Router(Selector):
         self.weights = self.query_model(view)
         self.buckets: Buckets | None = make_buckets(view, self.trained, by_means=self.weights is None,
                                                     moves=self.weights is None and self.adapt)
+
+    def stacks_by(self, view: LayerView) -> Hashable | None:
+        trained = self.trained
+        if (self.scores or trained.scores) == "mlp":
+            return None
+        options = tuple(getattr(self, f.name) for f in fields(self) if f.name != "layer")
+        return type(self), options, trained.key_space, trained.sketch is None, trained.sketch_bytes
+
+    def stacked(self, selectors: Sequence[Any], rows: int) -> Self:
+        made, trained = self.fork(), [one.trained for one in selectors]
+
+        def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+            return torch.stack(list(parts)).repeat_interleave(rows, dim=0)
+
+        sketches = [t.sketch for t in trained if t.sketch is not None]
+        sketch = Sketch(*map(side_by_side, zip(*sketches, strict=True))) if sketches else None
+        made.layer = Several(side_by_side([t.centroids for t in trained]), None, self.trained.key_space, "mean_key",
+                             sketch, self.trained.sketch_bytes)
+        return made
 
     def extend(self, view: LayerView, old: Regions) -> None:
         assert self.buckets is not None

@@ -1,0 +1,78 @@
+"""Several layers' selectors built at once: layers that are built alike stand side by side as rows of one batch, since a
+row is what it is by itself. A short prompt is a few hundred launches then, and not that many a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.layer import LayerView, needed
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import Selector
+
+STACKED_BYTES = 1 << 30
+"""Keys that stand side by side at once: they are copied there. A layer with as many is built by itself."""
+
+
+@dataclass
+class StackedView(LayerView):
+    """Layers with the same regions as rows of one batch, all rows of the first layer first. keys `[L·B, Hkv, N, d]`;
+    there are no values to choose by. rope: of the B rows of a layer."""
+
+    layers: int = 1
+
+    def keys_pre(self, first: int, last: int) -> Tensor:
+        columns = torch.arange(first, last, device=self.keys.device)
+        return torch.cat([needed(self.rope).unrotate(x, columns)
+                          for x in self.keys[:, :, first:last].chunk(self.layers)])
+
+
+def side_by_side(views: Sequence[LayerView]) -> StackedView:
+    """Views of layers with the same regions, shapes and scale as one."""
+    one, count = views[0], len(views)
+    regions = Regions(one.regions.starts.repeat(count), one.regions.tail_starts.repeat(count), one.length,
+                      one.regions.sink_size)
+    recent = None if one.recent_queries is None else torch.cat([queries_of(view) for view in views])
+    keys = torch.cat([view.keys for view in views])
+    return StackedView(keys, keys[..., :0], regions, one.scale, one.num_query_heads, one.layer_idx, one.num_layers,
+                       one.rope, recent, one.recent_end, one.completion_tokens, layers=count)
+
+
+def queries_of(view: LayerView) -> Tensor:
+    assert view.recent_queries is not None
+    return view.recent_queries
+
+
+def build_selectors(views: Sequence[LayerView], selectors: Sequence[Selector]) -> None:
+    """The state of every layer's selector over its view, of layers that are built alike in one go."""
+    for group in alike(views, selectors):
+        some, chosen = [views[i] for i in group], [selectors[i] for i in group]
+        view, selector = some[0], chosen[0]
+        if len(group) > 1:
+            view, selector = side_by_side(some), selector.stacked(chosen, some[0].regions.starts.shape[0])
+        selector.prepare(view)
+        selector.build(view)
+        if len(group) > 1:
+            for i, one in enumerate(chosen):
+                one.take_layer(selector, i, len(group))
+
+
+def alike(views: Sequence[LayerView], selectors: Sequence[Selector]) -> Iterator[list[int]]:
+    """Which layers are built together: those of one kind, as many as `STACKED_BYTES` of keys."""
+    groups: dict[object, list[int]] = {}
+    for i, (view, selector) in enumerate(zip(views, selectors, strict=True)):
+        kind = selector.stacks_by(view)
+        same = (i,) if kind is None or type(view) is not LayerView else (
+            kind, id(view.regions), view.keys.shape, view.keys.dtype, view.keys.device, view.scale,
+            view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,
+            None if view.recent_queries is None else view.recent_queries.shape)
+        groups.setdefault(same, []).append(i)
+    for group in groups.values():
+        keys = views[group[0]].keys
+        most = max(1, STACKED_BYTES // max(1, keys.numel() * keys.element_size()))
+        parts = -(-len(group) // most)
+        for first in range(parts):  # of nearly one size
+            yield group[first * len(group) // parts:(first + 1) * len(group) // parts]

@@ -1,0 +1,115 @@
+"""Layers that are built side by side as rows of one batch have what each has that is built by itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core import stacked
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.base import Selector
+from sparsekv.core.step import build, build_layers, sparse_step
+from sparsekv.kernels import QueryModel, Sketch
+
+HEADS, DIM, BUCKETS, LENGTH, BYTES, WIDE = 2, 8, 12, 150, 4, 2
+
+
+def tables(rows: int, pads: tuple[int, ...]) -> RopeTable:
+    places = (torch.arange(LENGTH + 1) - torch.tensor(pads[:rows])[:, None]).clamp(min=0)
+    angle = places[..., None] * (10.0 ** -torch.linspace(0, 2, DIM // 2))
+    angle = torch.cat([angle, angle], dim=-1)
+    return RopeTable("half", angle.cos(), angle.sin())
+
+
+def layers_of(count: int, pads: tuple[int, ...], space: str, scores: str, sketched: bool):
+    g, rows = torch.Generator().manual_seed(7), len(pads)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    regions = Regions.at_prefill_end(torch.tensor(pads), LENGTH, 3, 9)
+    rope, rank = tables(rows, pads), 2 * BYTES - WIDE
+    views, trained = [], []
+    for layer in range(count):
+        keys, values = draw(rows, HEADS, LENGTH + 1, DIM) * 1.5 + layer, draw(rows, HEADS, LENGTH + 1, DIM)
+        views.append(LayerView(keys, values, regions, DIM**-0.5, 2 * HEADS, layer, count, rope,
+                               draw(rows, 2 * HEADS, 20, DIM), LENGTH))
+        weights = QueryModel(draw(HEADS, DIM, 5), draw(HEADS, 5), draw(HEADS, 5, BUCKETS), draw(HEADS, BUCKETS))
+        sketch = Sketch(draw(HEADS, DIM, rank), draw(HEADS, rank), draw(HEADS, DIM, rank))
+        trained.append(RouterLayer(torch.nn.functional.normalize(draw(HEADS, BUCKETS, DIM), dim=-1),
+                                   weights if scores == "mlp" else None, space, scores, sketch if sketched else None,
+                                   BYTES if sketched else 0))
+    return [replace(v, keys=v.keys[:, :, :LENGTH], values=v.values[:, :, :LENGTH]) for v in views], views, trained
+
+
+def same(a: object, b: object, name: str) -> None:
+    if isinstance(a, tuple):
+        for x, y in zip(a, b, strict=True):
+            same(x, y, name)
+    elif isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, msg=lambda text: f"{name}: {text}")
+    else:
+        assert a == b, name
+
+
+@pytest.mark.parametrize(("name", "options", "scores", "sketched"), [
+    ("router", {}, "mean_key", False), ("router", {"adapt": False}, "mean_key", False), ("router", {}, "mlp", False),
+    ("sketch", {}, "mean_key", True), ("sketch", {"candidates": 0.5}, "mean_key", True),
+    ("sketch", {"candidates": 0.5, "fit": "fitted"}, "mean_key", True), ("quest", {}, "mean_key", False)])
+@pytest.mark.parametrize("pads", [(0,), (0, 31, 90)])
+@pytest.mark.parametrize("space", ["rot", "pre"])
+def test_layers_side_by_side_are_each_by_itself(monkeypatch, name, options, scores, sketched, pads, space) -> None:
+    views, steps, trained = layers_of(5, pads, space, scores, sketched)
+    layer_bytes = views[0].keys.numel() * views[0].keys.element_size()
+    monkeypatch.setattr(stacked, "STACKED_BYTES", 3 * layer_bytes)
+
+    def selectors() -> list[Selector]:
+        made = [SELECTORS[name](token_budget=0.1, **options) for _ in trained]
+        for one, layer in zip(made, trained, strict=True):
+            if one.is_trained():
+                one.layer = layer
+        return made
+
+    builds = []
+    kind = SELECTORS[name]
+    monkeypatch.setattr(kind, "build", lambda self, view, own=kind.build: (builds.append(1), own(self, view))[1])
+    together, alone = selectors(), selectors()
+    build_layers([copy.copy(v) for v in views], together, [None] * len(views))
+    stacks = name != "quest" and scores != "mlp"
+    assert len(builds) == (2 if stacks else 5)  # groups of 2 and 3
+    for view, step, one, other in zip(views, steps, together, alone, strict=True):
+        build(view, other, None)
+        assert set(one.__dict__) == set(other.__dict__)
+        for key in {*one.row_state, "budget", "widest"}:
+            same(getattr(one, key), getattr(other, key), key)
+        if one.is_trained():
+            assert one.layer is other.layer
+        # chosen alike, and grown alike
+        queries = Queries.last(torch.randn(len(pads), 2 * HEADS, 1, DIM, dtype=torch.float64), LENGTH + 1, view.rope)
+        step.regions = view.regions.grown(LENGTH + 1)
+        for at in (None, LENGTH - 4):
+            if at is not None:
+                old, step.regions = step.regions, step.regions.moved(at)
+                for x in (one, other):
+                    x.prepare(step)
+                    x.extend(step, old)
+            found, wanted = (sparse_step(step, queries, x, None) for x in (one, other))
+            torch.testing.assert_close(found.out, wanted.out)
+            assert torch.equal(found.selection.as_tokens(), wanted.selection.as_tokens())
+
+
+def test_layers_that_differ_are_built_apart() -> None:
+    views, _, trained = layers_of(4, (0,), "rot", "mean_key", False)
+    selectors = [SELECTORS["router"](token_budget=budget, layer=layer)
+                 for budget, layer in zip((0.1, 0.2, 0.1, 0.2), trained, strict=True)]
+    assert sorted(map(tuple, stacked.alike(views, selectors))) == [(0, 2), (1, 3)]
+    views[2].scale = 1.0
+    assert sorted(map(tuple, stacked.alike(views, selectors))) == [(0,), (1, 3), (2,)]
