@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsekv.evaluation.methods import Method
 from sparsekv.foundation.disk import write_text
-from sparsekv.runtime.attach import Attachment, RunOptions, attach
+from sparsekv.runtime.attach import Attachment, attach
 
 CHUNK = 128
 """Tokens that full attention judges at once."""
@@ -35,7 +35,7 @@ def attached(model: Any, method: Method, artifacts: dict[str, Any]) -> Attachmen
     if method.budget is not None:
         options["token_budget"] = float(method.budget)
     return attach(model, selector="dense" if method.selector == "full" else method.selector,
-                  completion=method.completion, run=RunOptions(compile_after=None), **options)
+                  completion=method.completion, **options)
 
 
 def sampled(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:

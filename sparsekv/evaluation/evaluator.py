@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ CPU_BYTES = 4 * 2**30
 UNTRAINED_TOKENS = 256.0
 """Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
 SPLIT = 4
-PLAIN = RunOptions(compile_after=None)
-"""Many batches of many sizes are answered: layers would be compiled for each."""
 
 
 class Evaluator:
@@ -155,7 +152,7 @@ class Evaluator:
             return 0.0
         return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
 
-    def _attached(self, method: Method, run: RunOptions = PLAIN) -> Attachment:
+    def _attached(self, method: Method, run: RunOptions | None = None) -> Attachment:
         # short contexts are measured sparsely too
         options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
                                    **dict(method.options), **{k: self.artifacts.get(k) for k in method.artifacts}}
@@ -206,7 +203,7 @@ class Evaluator:
     def _continue(self, batch: AnswerBatch, request: Question, method: Method) -> dict[str, Any]:
         """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
         following = self._tokens_of(request)[-request.max_new_tokens:]
-        run = replace(PLAIN, sparse_chunks=True, compares=method.selector != "full")
+        run = RunOptions(sparse_chunks=True, compares=method.selector != "full")
         with self._attached(method, run) as attachment:
             loss = continue_text(attachment, batch, following)
         report = attachment.report()

@@ -20,6 +20,7 @@ Conventions (all functions):
 
 from sparsekv.kernels.attend import Pages, add_sinks, attend_buckets, attend_gathered, attend_tokens, merge
 from sparsekv.kernels.attention_mass import query_statistics
+from sparsekv.kernels.between import rms_norm, rotate_pair
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
@@ -130,6 +131,8 @@ __all__ = [
     "query_statistics",
     "read_bound",
     "remainder",
+    "rms_norm",
+    "rotate_pair",
     "round_means",
     "route",
     "route_tokens",

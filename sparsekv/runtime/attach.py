@@ -97,7 +97,7 @@ def attach(
 def writing(model: Any, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
     """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
     next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
-    with attach(model, selector="dense", run=RunOptions(compile_after=None)) as attachment:
+    with attach(model, selector="dense") as attachment:
         cache = attachment.cache(room)
         yield lambda ids: attachment.step(ids, cache)
 

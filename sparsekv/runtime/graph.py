@@ -34,12 +34,10 @@ def take_step(plan: Plan, ids: Tensor, positions: Tensor | None) -> Tensor:
 def _capture(plan: Plan) -> Tensor:
     """The step as it is, and its graph for those that follow."""
     began = time.perf_counter()
-    if plan.layers.left(plan.compile_after) == 0:
-        plan.layers.compile()
     here, stream = torch.cuda.current_stream(plan.device), torch.cuda.Stream(plan.device)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        answer = _tried(plan)
+        answer = plan.run()
         try:
             graph, logits = _graph_of(plan)
         except Exception as error:  # whatever the driver raises; this step's answer is there
@@ -71,23 +69,8 @@ def _graph_of(plan: Plan) -> tuple[Any, Tensor]:
             gc.enable()
 
 
-def _tried(plan: Plan) -> Tensor:
-    """A pass; with the layers as they are where they do not compile."""
-    if not plan.layers.known.compiled:
-        return plan.run()
-    try:
-        return plan.run()
-    except Exception as error:  # whatever the compiler raises
-        _told(error)
-        plan.layers.known.compiled = {}
-        answer = plan.run()
-        warnings.warn(f"the model's layers could not be compiled and decode slower: {first_line(error)}",
-                      stacklevel=2)
-        return answer
-
-
 def _told(error: Exception) -> None:
-    """Raise what a user raised inside a step: an error, or one that the compiler has wrapped."""
+    """Raise what a user raised inside a step: an error, or one that torch has wrapped."""
     raised = raised_by_user(error)
     if raised is not None:
         raise raised

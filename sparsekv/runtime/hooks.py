@@ -23,7 +23,7 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.generate_hook import with_cache
-from sparsekv.runtime.model_pass import PLANNED, Layers, decode_layer
+from sparsekv.runtime.model_pass import PLANNED, Layers
 from sparsekv.runtime.process import NOW, known, seat_for, seats
 from sparsekv.runtime.supported import check_cache
 from sparsekv.sources.hub import decoder
@@ -259,8 +259,6 @@ def _attention(
     """What transformers calls while a model is attached: a layer of the plan that runs, or a layer by itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
-    if torch.compiler.is_compiling():
-        return decode_layer(query, key, value, scale, sinks), None
     if NOW.plan is not None:
         return NOW.plan.layer(query, key, value, scale, sinks), None
     seen, NOW.seen = NOW.seen, None

@@ -160,7 +160,7 @@ class Layerwise:
                  if table.length == length and (how := seat.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.whole[0] and held.length == length) or cache.settled
         plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
-                    compile_after=self.run.compile_after, steady=steady)
+                    steady=steady)
         if plan.fits(cache):
             cache.plan = plan
         return cache.plan

@@ -1,41 +1,22 @@
 """A pass of the model's own forward, one token of every row, in which the attention of every layer is a plan's.
 
 transformers' code runs from embedding to logits. For the time of the pass the configuration names an attention function
-that wants no mask; where the layers are compiled, so do they have other forwards, numbers and hooks.
+that wants no mask, and norms and rotations are one launch each (`runtime/fused.py`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections import OrderedDict
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.cache import SparseCache, SparseLayer
-from sparsekv.runtime.process import NOW, known
+from sparsekv.runtime.fused import Fused
+from sparsekv.runtime.process import NOW
 from sparsekv.runtime.sliding import SlidingLayer
 
 PLANNED = "sparsekv_step"
 """The attention function's name in a pass: transformers makes no mask for one without a mask function."""
-COMPILER: Any = {"coordinate_descent_tuning": True}
-"""Products with one row become reductions that are tuned: 4.9 for 5.6 ms a token of an 8B model at 8k on an H200."""
-
-
-@torch.library.custom_op("sparsekv::decode_layer", mutates_args=())
-def decode_layer(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """The next layer of the plan that runs, as compiled layers call it: query `[B, Hq, 1, d]`, key, value
-    `[B, Hkv, 1, d]` -> `[B, 1, Hq, d]`. sinks `[Hq]`: the layer's learned sinks."""
-    if NOW.plan is None:
-        raise SparseKVError("a layer of this model is wrapped by torch.compile; attach to a model that is not compiled")
-    return NOW.plan.layer(query, key, value, scale, sinks)
-
-
-@decode_layer.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], query.shape[3])
 
 
 class Passing:
@@ -54,11 +35,9 @@ class Passing:
 
 
 class Layers:
-    """A model's forward and decoder layers, as they were when it was attached to; all layers of a kind compile to one
-    program."""
+    """A model's forward and decoder layers, as they were when it was attached to."""
 
     def __init__(self, model: nn.Module, modules: dict[int, Any]):
-        self.known = known(model)
         self.forward: Any = model.forward
         self.modules = [modules[i] for i in sorted(modules)]
         names = {m: name for name, m in model.named_modules()}
@@ -75,23 +54,10 @@ class Layers:
             kind = getattr(module, "layer_type", None)
             if kind not in self.first_of_kind.values():
                 self.first_of_kind[decoder] = kind
-        self._numbers = [m.layer_idx for m in self.modules]
-        self._hooks = [m._forward_pre_hooks for m in self.modules]
+        self.fused = Fused(model, self.modules[0])
         self._configs = list({id(m.config): m.config for m in self.modules}.values())
         self._before: list[str] | None = None
         """The names of the configurations' attention functions before the pass that runs."""
-        self._compiled = False
-
-    def left(self, compile_after: int | None) -> int | None:
-        """Steps until the layers are compiled; None once they were, and where they never are."""
-        if compile_after is None or self.known.compiled is not None:
-            return None
-        return max(0, compile_after - self.known.steps)
-
-    def compile(self) -> None:
-        """Nothing is traced before it runs."""
-        self.known.compiled = {kind: torch.compile(kind.forward, fullgraph=True, dynamic=False, options=COMPILER)
-                               for kind in {type(d) for d in self.decoders}}
 
     def run(self, plan: Any) -> Tensor:
         """Logits `[B, 1, V]` of the plan's token. An interrupt at any moment leaves the model as it was."""
@@ -100,8 +66,7 @@ class Layers:
                 NOW.plan, self._before = plan, [c._attn_implementation for c in self._configs]
                 for config in self._configs:
                     config._attn_implementation = PLANNED
-                if self.known.compiled:
-                    self._put_compiled(self.known.compiled)
+                self.fused.put()
                 return self.forward(
                     input_ids=plan.ids, position_ids=plan.positions, attention_mask=None,
                     past_key_values=Passing(plan.length), use_cache=True, return_dict=True).logits
@@ -111,16 +76,6 @@ class Layers:
             self.restore()  # which may have been what was interrupted
             raise
 
-    def _put_compiled(self, compiled: dict[type, Any]) -> None:
-        """Compiled layers in place of the model's, alike in all that a compiled program looks at: numbers and hooks of
-        their own would compile every layer anew."""
-        self._compiled = True
-        for module in self.modules:
-            module.layer_idx, module._forward_pre_hooks = 0, OrderedDict()
-        for decoder in self.decoders:
-            if type(decoder) in compiled:
-                decoder.__dict__["forward"] = functools.partial(compiled[type(decoder)], decoder)
-
     def restore(self) -> None:
         """The layers as they were; any number of times."""
         NOW.plan = None
@@ -128,12 +83,7 @@ class Layers:
             for config, name in zip(self._configs, self._before, strict=True):
                 config._attn_implementation = name
             self._before = None
-        if self._compiled:
-            for module, number, own in zip(self.modules, self._numbers, self._hooks, strict=True):
-                module.layer_idx, module._forward_pre_hooks = number, own
-            for decoder in self.decoders:
-                decoder.__dict__.pop("forward", None)
-            self._compiled = False
+        self.fused.restore()
 
 
 def why_not_planned(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:

@@ -28,14 +28,11 @@ from sparsekv.runtime.sliding import SlidingLayer
 class RunOptions:
     """How steps are run; none of it changes what a step of one token reads.
 
-    replays: steps of one token are planned for all layers, on a CUDA device as a graph that is replayed. compile_after:
-    planned steps of a model after which its layers are compiled, which takes ten seconds that a short answer would not
-    earn, and is done for every batch size anew; None: never, as in evaluation, where batches have many sizes.
+    replays: steps of one token are planned for all layers, on a CUDA device as a graph that is replayed.
     sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its own.
     compares: full attention runs beside every sparse step, and the report has the relative error."""
 
     replays: bool = True
-    compile_after: int | None = 256
     sparse_chunks: bool = False
     compares: bool = False
 
@@ -52,10 +49,10 @@ class Plan:
     def __init__(
         self, layers: Layers, cache: SparseCache, states: list[LayerState | None], starts: Tensor, counters: Counters,
         ropes: dict[Any, tuple[GrowingRope, LayerRope]], *, until: int | None, owner: Any,
-        compile_after: int | None, steady: bool,
+        steady: bool,
     ):
         self.layers, self.states, self.counters, self.ropes = layers, states, counters, ropes
-        self.owner, self.compile_after, self.steady = owner, compile_after, steady
+        self.owner, self.steady = owner, steady
         self.taken = 0
         self.stores: list[Any] = list(cache.layers)
         first: Any = cache.first
@@ -67,9 +64,6 @@ class Plan:
         ends = [self.capacity, *(s.room for s in states if s is not None)]
         if until is not None:
             ends.append(until - 1)
-        left = layers.left(compile_after)
-        if left:
-            ends.append(self.length + left)
         self.end = min(ends)
         rows, device = first.keys.shape[0], self.device
         with torch.inference_mode(False):  # steps inside and outside of inference mode write them
@@ -130,7 +124,6 @@ class Plan:
         for rope, _ in self.ropes.values():
             rope.grown_to(self.length)
         self.taken, self.steady = self.taken + 1, True
-        self.layers.known.steps += 1
         self.counters.planned(len(self.ids), self.sparse, self.dense)
         assert self.logits is not None
         return self.logits

@@ -1,9 +1,7 @@
 """What the process keeps beside the objects of a call; nothing else of the runtime is process-wide.
 
-Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first; and
-how much it has decoded and its layers once they are compiled, which took half a minute and outlives an attachment. Of a
-thread: which attention comes next, since transformers hands an attention function its tensors and no cache, and a
-compiled layer not even its module.
+Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first. Of a
+thread: which attention comes next, since transformers hands an attention function its tensors and no cache.
 """
 
 from __future__ import annotations
@@ -19,12 +17,9 @@ from torch import nn
 
 @dataclass
 class Known:
-    """Of one model. seat: what it carries while attached (`hooks.Seat`); steps: planned ones; compiled: forward of its
-    layers by their type, empty where they do not compile, None before that is tried."""
+    """Of one model. seat: what it carries while attached (`hooks.Seat`)."""
 
     seat: Any = None
-    steps: int = 0
-    compiled: dict[type, Any] | None = None
 
 
 class Now(threading.local):

@@ -44,7 +44,7 @@ from sparsekv.evaluation.requests import Question, load_requests, save_requests
 from sparsekv.foundation.config import MOST_STEPS
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.attach import attach
-from sparsekv.runtime.process import _GATE, known
+from sparsekv.runtime.process import _GATE
 from sparsekv.runtime.settings import Settings
 from sparsekv.store.manifest import MANIFEST, sealed
 from sparsekv.store.store import CaptureStore, finished_document
@@ -382,7 +382,6 @@ def interrupt(count: int, seed: int = 0) -> Outcome:
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     before, wanted = state_of(model), model.generate(ids, **how)
     router, phi = artifacts(model)
-    known(model).compiled = {type(d): type(d).forward for d in model.model.layers}  # what a pass changes is the same
     ways = [{"selector": "topk", "token_budget": 8}, {"router": router, "phi": phi, "token_budget": 0.2},
             {"selector": "quest", "token_budget": 0.3}, {"router": router, "token_budget": 8, "placement": "cpu"},
             {"selector": "snapkv", "token_budget": 6, "completion": "centroid"}]
@@ -440,7 +439,6 @@ def interrupt(count: int, seed: int = 0) -> Outcome:
                 failed.append(f"{ {k: v for k, v in ways[way].items() if isinstance(v, str)} }, {where}: {problem}")
                 if "lock" not in problem:
                     model = copy.deepcopy(make_model())
-                    known(model).compiled = {type(d): type(d).forward for d in model.model.layers}
                     before = state_of(model)
     finally:
         signal.signal(signal.SIGALRM, kept)

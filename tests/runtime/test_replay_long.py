@@ -84,7 +84,7 @@ def decode(device: str, name: str, replays: bool, told: torch.Tensor | None) -> 
                      past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
 
     # both before and after the layers are compiled
-    run = RunOptions(replays=replays, compile_after=40)
+    run = RunOptions(replays=replays)
     with sparsekv.attach(model, sink_size=4, window_size=16, decode_window=steps // 5, run=run,
                          **options) as attachment:
         cache = attachment.prefill(prompt[:, :-1], kept[:, :prompt.shape[1] - 1], chunk_size=4096)
