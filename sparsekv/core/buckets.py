@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,22 @@ from sparsekv.kernels import against_bucket, assign_buckets, bucket_sums
 RESTARTS = 3
 """How often the empty buckets of a request restart."""
 POINTS_PER_CENTROID = 512
-ITERATIONS, FITTED_TO = 4, 32
-"""Iterations by which trained buckets move to a request, on so many of its keys a bucket."""
+
+
+class Moves(NamedTuple):
+    """How trained buckets move to a request: by so many iterations, on so many of its keys a bucket, evenly spaced."""
+
+    iterations: int
+    keys: int
+
+    def spacing(self, tokens: Any, buckets: int) -> Any:
+        """Every which of a request's keys is taken, of a number of them or of every row's `[B]`."""
+        return tokens // (self.keys * buckets)
+
+
+ALONE, BEFORE_CODES = Moves(4, 32), Moves(2, 4)
+"""Where buckets alone choose what is read, and where codes tell their tokens apart, for which fewer keys find as much
+(docs/results/training-log.md)."""
 
 
 def spherical_kmeans(
@@ -55,13 +69,8 @@ def moved(keys: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor
     return torch.where((counts > 0)[..., None], F.normalize(sums, dim=-1).to(centroids.dtype), centroids)
 
 
-def spacing(tokens: Any, buckets: int) -> Any:
-    """Every which of a request's keys its buckets move to: of a number of them, or of every row's `[B]`."""
-    return tokens // (FITTED_TO * buckets)
-
-
 def fit_buckets(
-    keys: Tensor, centroids: Tensor, used: Tensor, some: tuple[Tensor, Tensor] | None = None,
+    keys: Tensor, centroids: Tensor, used: Tensor, some: tuple[Tensor, Tensor] | None = None, moves: Moves = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
 
@@ -71,9 +80,9 @@ def fit_buckets(
     """
     centroids = centroids.to(keys.dtype)
     if some is None:
-        step = max(1, spacing(keys.shape[1], centroids.shape[1]))
+        step = max(1, moves.spacing(keys.shape[1], centroids.shape[1]))
         some = keys[:, ::step], used[:, ::step]
-    for _ in range(ITERATIONS if keys.shape[1] else 0):
+    for _ in range(moves.iterations if keys.shape[1] else 0):
         centroids = moved(some[0], centroids, some[1])
     return restart_empty(keys, centroids, RESTARTS, used)
 
@@ -85,27 +94,33 @@ def imbalance(sizes: Tensor) -> Tensor:
 
 
 def restart_empty(
-    keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | None = None,
+    keys: Tensor, centroids: Tensor, rounds: int, used: Tensor | None = None, free: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Buckets that none of these keys falls into restart at the keys served worst, one key each.
 
     keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` (the keys that count; all of them without it) -> unit
     centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int32. Served worst are the keys
     furthest from the mean of their bucket, which is what `mean_key` scores in their place; a key serves once. Buckets
-    that hold keys keep their centroids; where none is empty nothing changes. This project's own.
+    that hold keys keep their centroids; where none is empty nothing changes. free `[H, n]`: the keys that have not
+    served. This project's own.
     """
     heads, count, _ = keys.shape
     centroids = centroids.to(keys.dtype)
     used = torch.ones(heads, count, dtype=torch.bool, device=keys.device) if used is None else used
     if count == 0:
         return centroids, torch.zeros(heads, 0, dtype=torch.int32, device=keys.device)
-    free = used
+    free = used if free is None else free
     nearest = assign_buckets(keys[None], centroids)[0].long()
-    for _ in range(rounds):
+    for done in range(rounds):
         sizes = torch.zeros(heads, centroids.shape[1], device=keys.device).scatter_add_(1, nearest, used.float())
         empty = sizes == 0
         taken = empty & (empty.cumsum(1) <= free.sum(1, keepdim=True))  # while there are keys
-        if not bool(taken.any()):
+        some = taken.any(1).nonzero()[:, 0]
+        if not len(some):
+            break
+        if 2 * len(some) <= heads:  # the others are done
+            moved_to, bucket = restart_empty(keys[some], centroids[some], rounds - done, used[some], free[some])
+            centroids, nearest = centroids.index_copy(0, some, moved_to), nearest.index_copy(0, some, bucket.long())
             break
         worst = _served_worst(keys, nearest, sizes, used, free)
         # the i-th empty bucket takes the i-th worst key; what stands in the other places means nothing

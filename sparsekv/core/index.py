@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.buckets import fit_buckets, spacing
+from sparsekv.core.buckets import ALONE, Moves, fit_buckets
 from sparsekv.core.layer import choose_rows
 from sparsekv.core.moments import all_of, edges_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
@@ -138,20 +138,20 @@ class Index(NamedTuple):
     first: Tensor | None = None
 
 
-def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: bool) -> Buckets:
-    """Buckets of the mid region. by_means: bucket means are the scores; moves: trained buckets move to these keys, and
-    none stays empty (`core.buckets.fit_buckets`)."""
+def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: Moves | None) -> Buckets:
+    """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
+    and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
     regions, heads = keys.regions, keys.num_kv_heads
-    spaced = spaced_by(regions, partial(spacing, buckets=trained.centroids.shape[-2]))
+    spaced = spaced_by(regions, partial((moves or ALONE).spacing, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
     held = _held(keys, trained, 0, end)
     centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
-    if moves:
+    if moves is not None:
         # every row has its own buckets: its heads are heads of one long row
         used, some_used = (x.repeat_interleave(heads, dim=0).to(held.device) for x in (
             regions.mid_mask(0, end), spaced.used(regions)))
         centroids, bucket = (x.unflatten(0, (rows, heads)) for x in fit_buckets(
-            held.flatten(0, 1), centroids.flatten(0, 1), used, (spaced.take(held).flatten(0, 1), some_used)))
+            held.flatten(0, 1), centroids.flatten(0, 1), used, (spaced.take(held).flatten(0, 1), some_used), moves))
     else:
         bucket = assign_buckets(held, centroids)
     order, offsets = build_index(bucket, centroids.shape[2], regions.mid_first, regions.mid_last)

@@ -64,7 +64,7 @@ def alike(views: Sequence[LayerView], selectors: Sequence[Selector]) -> Iterator
     """Which layers are built together: those of one kind, as many as `STACKED_BYTES` of keys."""
     groups: dict[object, list[int]] = {}
     for i, (view, selector) in enumerate(zip(views, selectors, strict=True)):
-        kind = selector.stacks_by(view)
+        kind = selector.stacks_by(view) if len(views) > 1 else None
         same = (i,) if kind is None or type(view) is not LayerView else (
             kind, id(view.regions), view.keys.shape, view.keys.dtype, view.keys.device, view.scale,
             view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,

@@ -11,6 +11,8 @@ from sparsekv.kernels.launch import acc_dtype, at_once, dense_last, on_device, p
 ASSIGNED_AT_ONCE, BUCKETS_AT_ONCE, WARPS, STAGES = 128, 64, 4, 3
 ROW_BYTES = 256
 """The widest key of which ASSIGNED_AT_ONCE are compared with BUCKETS_AT_ONCE buckets at once."""
+SORTED_AT_ONCE, PLACED_AT_ONCE = 2048, 64
+"""Places that a program counts, and how many of them are put in order at once."""
 TWIN_KEYS = 8192
 
 
@@ -59,14 +61,41 @@ def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tenso
 
 def sort_by_bucket(bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
     """The places `[..., N]` of bucket `[..., N]` in the order of their buckets, those of a bucket ascending, what is
-    not used (broadcastable; None: all are) last; and where the buckets begin, `[..., C + 1]`. Both are contiguous,
-    whatever the strides of bucket and used: a sort keeps those of what it sorts, and kernels read the places in a
-    row."""
-    keyed = (bucket.long() if used is None else torch.where(used, bucket.long(), num_buckets)).contiguous()
+    not used (broadcastable; None: all are) last; and where the buckets begin, `[..., C + 1]`. Both are int32 and
+    contiguous, whatever the strides of bucket and used: kernels read the places in a row. On CUDA tokens are counted
+    and put in their places, which a sort by comparison or by digits of 64 bits takes ten times as long for."""
+    keyed = (bucket.int() if used is None else torch.where(used, bucket.int(), num_buckets)).contiguous()
+    return (launch_sort if keyed.is_cuda else sort_by_bucket_reference)(keyed, num_buckets)
+
+
+def sort_by_bucket_reference(keyed: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """`sort_by_bucket` of keyed `[..., N]` int32, `num_buckets` where a place is not used, in plain torch."""
+    keyed = keyed.long()
     counts = torch.zeros(*keyed.shape[:-1], num_buckets + 1, dtype=torch.int64, device=keyed.device)
     counts.scatter_add_(-1, keyed, torch.ones_like(keyed))
     offsets = torch.nn.functional.pad(counts[..., :num_buckets].cumsum(-1), (1, 0))
     return keyed.argsort(dim=-1, stable=True).to(torch.int32), offsets.to(torch.int32)
+
+
+def launch_sort(keyed: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
+    """`sort_by_bucket_reference` through Triton: every program counts its stretch of places by bucket; sums say where
+    its first of a bucket goes; then it puts them there, in order."""
+    from sparsekv.kernels.indexing_triton import count_kernel, place_kernel
+
+    length, rows = keyed.shape[-1], keyed.numel() // max(1, keyed.shape[-1])
+    parts = max(1, -(-length // SORTED_AT_ONCE))
+    counts = torch.zeros(rows, parts, num_buckets + 1, dtype=torch.int32, device=keyed.device)
+    order = torch.empty_like(keyed)
+    if keyed.numel():
+        count_kernel[(rows, parts)](keyed, counts, length, num_buckets, STRETCH=SORTED_AT_ONCE, num_warps=WARPS)
+    whole = counts.sum(1, dtype=torch.int32)
+    ends = whole.cumsum(-1, dtype=torch.int32)
+    first = counts.cumsum(1, dtype=torch.int32).sub_(counts).add_((ends - whole)[:, None])
+    if keyed.numel():
+        place_kernel[(rows, parts)](keyed, first, order, length, num_buckets, STRETCH=SORTED_AT_ONCE,
+                                    BLOCK=PLACED_AT_ONCE, num_warps=WARPS)
+    offsets = torch.nn.functional.pad(ends[:, :num_buckets], (1, 0))
+    return order, offsets.reshape(*keyed.shape[:-1], num_buckets + 1)
 
 
 def extend_index(order: Tensor, offsets: Tensor, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

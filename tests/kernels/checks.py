@@ -33,6 +33,12 @@ from sparsekv.kernels import (
 )
 from sparsekv.kernels.attend import Pages, attend_buckets_reference, attend_tokens_reference, launch_attend
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
+from sparsekv.kernels.between import (
+    launch_rms_norm,
+    launch_rotate_pair,
+    rms_norm_reference,
+    rotate_pair_reference,
+)
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
 from sparsekv.kernels.bucket_sums import (
     against_bucket_reference,
@@ -51,7 +57,7 @@ from sparsekv.kernels.features import (
 )
 from sparsekv.kernels.features import launch_sums as launch_phi_sums
 from sparsekv.kernels.gather import gather_rows, launch_gather
-from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign
+from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign, launch_sort, sort_by_bucket_reference
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
 from sparsekv.kernels.stored import (
     append_token_reference,
@@ -698,6 +704,37 @@ def check_decode(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     q = torch.randn(batch, heads_q, dim, device=device, dtype=dtype)
     agree(launch_decode(q, *mine, starts, lengths, scale=0.2),
           decode_attention_reference(q.double(), *mine, starts, lengths, scale=0.2), LIMITS[dtype], "decode")
+
+
+def check_sort(shape: tuple[int, ...], device: str) -> None:
+    """Places by bucket, of which some are empty and some places of none; shape: rows, places, buckets."""
+    rows, length, buckets = shape
+    torch.manual_seed(length)
+    bucket = torch.randint(0, max(1, buckets - 2), (rows, 2, length), device=device, dtype=torch.int32)
+    for used in (None, torch.rand(rows, 1, length, device=device) < 0.7):
+        keyed = bucket if used is None else torch.where(used, bucket, buckets)
+        for mine, truth in zip(launch_sort(keyed, buckets), sort_by_bucket_reference(keyed, buckets), strict=True):
+            assert mine.dtype == truth.dtype == torch.int32 and mine.is_contiguous() and torch.equal(mine, truth)
+
+
+def check_between(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Norms of every kind, and the rotation of heads that lie between others; shape: rows, query heads, KV heads,
+    head dimension."""
+    rows, heads_q, heads, dim = shape
+    torch.manual_seed(dim)
+    x = torch.randn(rows, 3, dim + 1, device=device, dtype=dtype)[..., :dim] * 3
+    weight = torch.randn(dim, device=device, dtype=dtype)
+    step = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for how in ({}, {"rounds": False}, {"rounds": False, "shift": 1.0}):
+        mine = launch_rms_norm(x, weight, 1e-6, **how)
+        truth = rms_norm_reference(x.double(), weight.double(), 1e-6, **how)
+        assert mine.dtype == dtype and error(mine, truth) < step
+    q, k = (torch.randn(rows, 1, n, dim, device=device, dtype=dtype).transpose(1, 2) for n in (heads_q, heads))
+    for batch in (1, rows):
+        angle = torch.randn(batch, 1, dim // 2, device=device).repeat(1, 1, 2)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        for mine, truth in zip(launch_rotate_pair(q, k, cos, sin), rotate_pair_reference(q, k, cos, sin), strict=True):
+            assert mine.dtype == dtype and error(mine, truth.double()) < step
 
 
 def check_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -15,6 +15,7 @@ from sparsekv.kernels import (
     ScoreMoments,
     attend,
     attention_mass,
+    between,
     codes,
     completion,
     indexing,
@@ -26,6 +27,7 @@ from sparsekv.kernels import (
 )
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
+from sparsekv.kernels import between_triton as be
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import codes_triton as ec
@@ -67,6 +69,9 @@ KINDS = {
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
     **{kernel: {"features": "i32"} for kernel in (c.query_kernel, ftt.sums_kernel, ftt.features_kernel)},
+    be.norm_kernel: {"shift": "fp32", "weight": "half"},
+    be.rotate_kernel: dict.fromkeys("q k cos sin out_q out_k".split(), "half"),
+    **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
@@ -202,6 +207,11 @@ def main() -> None:
         blocks = {n: at_once(block, size, indexing.ROW_BYTES) for n, block in (
             ("BLOCK", indexing.ASSIGNED_AT_ONCE), ("BUCKETS", indexing.BUCKETS_AT_ONCE))}
         check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.WARPS, half, SHARED, stages=indexing.STAGES)
+    check(i.count_kernel, {"STRETCH": indexing.SORTED_AT_ONCE}, indexing.WARPS, "bf16")
+    stretch = {"STRETCH": indexing.SORTED_AT_ONCE, "BLOCK": indexing.PLACED_AT_ONCE}
+    check(i.place_kernel, stretch, indexing.WARPS, "bf16")
+    check(be.norm_kernel, {"WIDTH": 4096, "ROUNDS": True}, between.NORM_WARPS, "bf16")
+    check(be.rotate_kernel, {"HALF": 64, "WIDTH": 64}, between.ROTATE_WARPS, "bf16")
     check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
           "bf16")
     check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))

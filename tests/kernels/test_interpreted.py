@@ -4,7 +4,7 @@ import checks
 import pytest
 import torch
 
-from sparsekv.kernels import attend, attention_mass, completion, features, sketch
+from sparsekv.kernels import attend, attention_mass, completion, features, indexing, sketch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -137,3 +137,16 @@ def test_best_tokens(width: int, block: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bins() -> None:
     checks.check_bins()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 63, 5), (2, 300, 33)], ids=str)
+def test_places_by_bucket(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexing, "SORTED_AT_ONCE", 128)
+    monkeypatch.setattr(indexing, "PLACED_AT_ONCE", 16)
+    checks.check_sort(shape, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 3, 1, 8), (3, 4, 2, 40)], ids=str)
+def test_norms_and_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_between(shape, dtype, "cpu")

@@ -215,3 +215,14 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
         again = step()
     graph.replay()
     assert torch.equal(again.out, found.out) and torch.equal(again.lse, found.lse)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 63, 5), (2, 300, 33), (54, 30_001, 1024)], ids=str)
+def test_places_by_bucket(shape: tuple[int, ...]) -> None:
+    checks.check_sort(shape, DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 3, 1, 8), (3, 4, 2, 40), (8, 32, 8, 128)], ids=str)
+def test_norms_and_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_between(shape, dtype, DEVICE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from views import built, extended, full_attention, make_view
 
-from sparsekv.core.buckets import ITERATIONS, RESTARTS, moved, restart_empty
+from sparsekv.core.buckets import ALONE, RESTARTS, moved, restart_empty
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.lfps import GAMMA
@@ -255,7 +255,7 @@ def test_router_restarts_the_buckets_a_request_leaves_empty():
             torch.testing.assert_close(then[left], torch.nn.functional.normalize(sums, dim=-1)[left])
         # every row is fitted alone: iterations, then restarts while a bucket is empty
         alone = trained.centroids[0]
-        for _ in range(ITERATIONS):
+        for _ in range(ALONE.iterations):
             alone = moved(keys, alone)
         alone, bucket = restart_empty(keys, alone, RESTARTS)
         torch.testing.assert_close(selector.buckets.centroids[b], alone)

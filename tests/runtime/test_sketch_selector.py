@@ -16,6 +16,7 @@ from views import built, extended, make_view
 
 import sparsekv
 from sparsekv.artifacts.router import RouterLayer
+from sparsekv.core.buckets import Moves
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.foundation.errors import SparseKVError
@@ -90,8 +91,9 @@ def test_sketch(case: dict, fit: str, candidates: float) -> None:
 
 
 @pytest.mark.parametrize("fit", ["fixed", "fitted"])
-def test_without_a_share_all_codes_are_scored_until_they_outweigh_the_means(fit: str) -> None:
+def test_without_a_share_all_codes_are_scored_until_they_outweigh_the_means(fit: str, monkeypatch) -> None:
     """Six buckets of dimension 8 and codes of 4 bytes: 12 tokens."""
+    monkeypatch.setattr(sparsekv.core.selectors.router, "ALONE", sparsekv.core.buckets.BEFORE_CODES)
     before, queries, step = make_view(batch=2, pads=(0, 8), length=24, new=40)
     assert int(before.regions.mid_sizes.max()) == 11
     found, every = (selector(before, fit=fit, candidates=c) for c in (None, 1.0))
@@ -226,7 +228,7 @@ def test_a_padded_row_chooses_as_it_does_alone(fit: str, scores: str, monkeypatc
     """Up to 25 tokens of the mid region all codes are scored: rows that stay short, outgrow that, and are long; keys
     that something is fitted to are spaced apart."""
     monkeypatch.setattr(sparsekv.core.index, "FITTED_KEYS", 16)
-    monkeypatch.setattr(sparsekv.core.buckets, "FITTED_TO", 2)
+    monkeypatch.setattr(sparsekv.core.selectors.router, "BEFORE_CODES", Moves(4, 2))
     model = copy.deepcopy(make_model()).double()
     router, _ = artifacts(model, scores=scores, space="rot")
     rows = [prompt(length, seed=length) for length in (9, 24, 90, 41)]

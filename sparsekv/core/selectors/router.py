@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from sparsekv.core.buckets import ALONE, BEFORE_CODES, Moves
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
@@ -56,6 +57,11 @@ class Router(Selector):
     """A `TrainedBuckets`."""
 
     @property
+    def moves(self) -> Moves:
+        """How trained buckets move to a request."""
+        return BEFORE_CODES if self.reads_codes else ALONE
+
+    @property
     def trained(self) -> TrainedBuckets:
         """Raises SparseKVError where there is none."""
         if self.layer is None:
@@ -88,7 +94,7 @@ class Router(Selector):
     def build(self, view: LayerView) -> None:
         self.weights = self.query_model(view)
         self.buckets: Buckets | None = make_buckets(view, self.trained, by_means=self.weights is None,
-                                                    moves=self.weights is None and self.adapt)
+                                                    moves=self.moves if self.weights is None and self.adapt else None)
 
     def stacks_by(self, view: LayerView) -> Hashable | None:
         trained = self.trained
