@@ -18,6 +18,7 @@ from sparsekv.foundation.errors import SparseKVError, first_line
 from sparsekv.runtime import hooks
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.generate_hook import roomy_cache
 from sparsekv.runtime.graph import raised_by_user, take_step
@@ -61,8 +62,8 @@ def attach(
     phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated
     tokens stay exact until there are more than this, then the older half joins the mid region. dense_layers decode with
     full attention, layer 0 unless told otherwise. dense_below: caches shorter than this are decoded with full attention
-    [tokens]; without it, with placement gpu, where full attention was measured to be the faster one
-    (`decoding.DENSE_BYTES`); 0 always decodes sparsely. placement of keys and values: gpu (the model's device), offload
+    [tokens]; without it, with placement gpu, where that is the faster one, which is timed (`runtime/crossing.py`); 0
+    always decodes sparsely. placement of keys and values: gpu (the model's device), offload
     (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and
     the sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
     selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
@@ -148,10 +149,13 @@ class Attachment:
         steps, dense layers included; selectivity_sparse without them), bytes_share (all that a step of a sparse layer
         reads over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse layers' attention
         output; None unless it `compares`), the same per layer, and the selectors' own numbers.
-        index_seconds: building index and estimates, after the prefill and before the second token [s]. replayed_steps,
-        captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was not could not
-        be, or None."""
-        return self.counters.report()
+        index_seconds: building index and estimates, in the last pass of a prompt or the first step after it [s].
+        replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
+        not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
+        or it is not known yet; sparse_why: what decided that."""
+        times, given = self.decoding.crossing, self.decoding.dense_below
+        known = given if times is None else None if times.crossing == NEVER else times.crossing
+        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.said()}
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not

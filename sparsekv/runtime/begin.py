@@ -40,7 +40,7 @@ def to_begin(
         return [first]
     return [i for i in sorted(called) if i not in decoding.dense_layers and i < len(layers)
             and type(layers[i]) is SparseLayer and layers[i].keys is not None
-            and past <= layers[i].keys.shape[2] and past + 1 >= decoding.short_until(layers[i].keys)
+            and past <= layers[i].keys.shape[2] and past + 1 >= decoding.short_until(layers[i].keys, past + 1)
             and (layers[i].state is None or layers[i].state.owner is not decoding)]
 
 

@@ -19,6 +19,7 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.runtime.crossing import Shape, Times, shortest, times_of
 from sparsekv.runtime.numbers import check_selector, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
 
@@ -26,9 +27,6 @@ PLACEMENTS = ("gpu", "offload", "cpu")
 MOST_BUCKETS = 65536
 SIZES = {"sink_size": 4, "window_size": 16}
 """Tokens of sink and local window where neither options nor artifacts say."""
-# Keys and values of a layer under which full attention is faster than a step of the router at 2 %, by device [bytes]:
-# where the measured times cross in docs/results/runtime.json (cpu-*) and docs/results/decode.json (32x8-*).
-DENSE_BYTES = {"cpu": 32_000_000, "cuda": 90_000_000}
 
 
 @dataclass(eq=False)
@@ -48,18 +46,44 @@ class Decoding:
     dense_layers: frozenset[int]
     layers: Mapping[int, LayerSetting] | None
     """Budget and gates by layer, from a settings file."""
+    heads_q: int = 0
+    first_sparse: int | None = None
+    """Query heads, and the first layer that decodes sparsely."""
     placed: dict[Any, Any] = field(default_factory=dict)
     """Copies of what was trained, by device, and estimators to fork, by layer and device."""
+    _times: dict[Shape, Times] = field(default_factory=dict)
+    crossing: Times | None = None
+    """The times that last said from which length a cache decodes sparsely."""
 
-    def short_until(self, key: Tensor) -> int:
-        """The length from which a cache with such keys `[B, Hkv, N, d]` decodes sparsely [tokens]: below it full
-        attention is faster."""
+    def short_until(self, key: Tensor, length: int) -> int:
+        """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
+        cache of a `length` that is too short to be timed, the length from which it is."""
         if self.dense_below is not None:
             return self.dense_below
-        if self.placement != "gpu":
+        if self.placement != "gpu" or self.first_sparse is None:
             return 0
-        token = 2 * key.shape[0] * key.shape[1] * key.shape[3] * key.element_size()
-        return -(-DENSE_BYTES.get(key.device.type, 0) // token)
+        timed = shortest(key.device, self.sink_size, self.window_size)
+        if length < timed:
+            return timed
+        shape = Shape(key.shape[0], self.heads_q, key.shape[1], key.shape[3], key.dtype, key.device)
+        if shape not in self._times:
+            self._times[shape] = times_of(
+                shape, self.selector_of(self.first_sparse, key.device),
+                self.estimator_of(self.first_sparse, key.device), self.sink_size, self.window_size)
+        self.crossing = self._times[shape]
+        return self.crossing.crossing
+
+    def said(self) -> str:
+        """Why caches decode sparsely from the length that they do."""
+        if self.first_sparse is None:
+            return "no layer decodes sparsely"
+        if self.dense_below is not None:
+            return f"dense_below={self.dense_below} was given"
+        if self.placement != "gpu":
+            return "keys and values lie in CPU memory"
+        if self.crossing is None:
+            return "no cache was as long as the shortest that is timed"
+        return self.crossing.said(self.selector.name)
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
@@ -136,8 +160,9 @@ def make_decoding(
     if getattr(chosen, "extrapolate", False) and (estimator is not None or phi is not None):
         raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
                             "own; leave out the completion (completion='none')")
+    config: Any = next(iter(modules.values())).config
     return Decoding(chosen, estimator, trained, phi, sink, window, decode_window, placement, dense_below,
-                    frozenset(dense), layers)
+                    frozenset(dense), layers, config.num_attention_heads, min(eligible - dense, default=None))
 
 
 def choose_selector(

@@ -67,8 +67,8 @@ class Layerwise:
             if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
                 return self._prefill_sparsely(module, cache, query, key, value, mask, scale, sinks)
             return dense()
-        short = key.shape[2] < self.decoding.short_until(key)
-        if index in self.decoding.dense_layers or softcap is not None or short:
+        if index in self.decoding.dense_layers or softcap is not None or (
+                key.shape[2] < self.decoding.short_until(key, key.shape[2])):
             self.counters.dense(index, count)
             return dense()
         with torch.no_grad():
@@ -155,7 +155,7 @@ class Layerwise:
         if starts is None:
             starts = self._starts(mask, first.keys.shape[0], first.keys.device)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
-            self.decoding.short_until(first.keys))
+            self.decoding.short_until(first.keys, length + 1))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := seat.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.whole[0] and held.length == length) or cache.settled
@@ -172,7 +172,8 @@ class Layerwise:
         layers: list[Any] = cache.layers
         self._begin(cache, mask, length)
         for index, layer in enumerate(layers):
-            if index in self.decoding.dense_layers or length + 1 < self.decoding.short_until(layer.keys):
+            if index in self.decoding.dense_layers or (
+                    length + 1 < self.decoding.short_until(layer.keys, length + 1)):
                 states.append(None)
                 continue
             state = layer.state

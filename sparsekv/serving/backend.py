@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.decoding import DENSE_BYTES
 from sparsekv.serving import summaries
 from sparsekv.serving.checks import check_engine, head_slice, served_shape
 from sparsekv.serving.graphs import TURN, capture_twice
@@ -32,10 +31,10 @@ from sparsekv.serving.stock import (
     rotary_modules,
 )
 
-SERVED_BYTES, ALONE = 190_000_000, 4
+SERVED_BYTES, ALONE, CPU_BYTES = 190_000_000, 4, 32_000_000
 """On CUDA: what a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests
 together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
-ALONE of that. On a CPU `decoding.DENSE_BYTES`, of every request."""
+ALONE of that. On a CPU CPU_BYTES, of every request (docs/results/runtime.json, router at 2 %)."""
 
 _PLANS: dict[tuple[str, Any], ServedModel] = {}
 
@@ -122,7 +121,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         if below is None and device.type == "cuda":
             below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
         elif below is None:
-            below = -(-DENSE_BYTES.get(device.type, 0) // token)
+            below = -(-(CPU_BYTES if device.type == "cpu" else 0) // token)
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
         self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)

@@ -1,0 +1,241 @@
+"""From which length on sparse decoding is faster than full attention: both are timed on the device at hand, one layer's
+step at two lengths, for the number of rows, heads and the method that are decoded with.
+
+Two lines through these times cross at the length. What was timed is kept for the process and in `crossing.json` of the
+user's cache folder (`$XDG_CACHE_HOME/sparsekv`, else `~/.cache/sparsekv`), by kind of device; where that cannot be
+written it is timed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import sparsekv
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors import Selector
+from sparsekv.core.step import build, sparse_step
+from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.kernels import decode_attention, dense_attention
+
+LENGTHS = {"cuda": (4096, 32_768), "cpu": (1024, 8192)}
+"""Tokens at which both are timed, by type of device."""
+MOST_BYTES = 1 << 29
+"""Keys and values of a layer that is timed: the longer length is less where they would be more."""
+FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
+"""What is written between two steps, so that none finds its keys in a cache of the device; runs, and steps of each."""
+NEVER = 1 << 62
+
+
+class Shape(NamedTuple):
+    """Of a layer: rows, query heads, KV heads, head dimension, precision, device."""
+
+    rows: int
+    heads_q: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Times(NamedTuple):
+    """Microseconds of a layer's step at two lengths [tokens]."""
+
+    lengths: tuple[int, int]
+    full: tuple[float, float]
+    sparse: tuple[float, float]
+
+    @property
+    def crossing(self) -> int:
+        """The length from which the sparse step is the faster one; `NEVER` where the lines do not cross."""
+        (first, last), gap = self.lengths, self.sparse[0] - self.full[0]
+        if gap <= 0:
+            return first
+        gain = ((self.full[1] - self.full[0]) - (self.sparse[1] - self.sparse[0])) / (last - first)
+        return NEVER if gain <= 0 else first + math.ceil(gap / gain)
+
+    def said(self, name: str) -> str:
+        first, last = self.lengths
+        return (f"a layer's step takes full attention {self.full[0]:.0f} µs at {first} tokens and "
+                f"{self.full[1]:.0f} µs at {last}, {name} {self.sparse[0]:.0f} µs and {self.sparse[1]:.0f} µs")
+
+
+_KNOWN: dict[str, Times] = {}
+"""What was timed in this process, by `key_of`."""
+
+
+def times_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
+    """The times of this shape, kept or taken. selector, estimator: of one layer, not built yet; sinks, window: tokens
+    of sink and local window."""
+    key = key_of(shape, selector, estimator, sinks, window)
+    if key not in _KNOWN:
+        times = _kept(key)
+        if times is None:
+            times = _timed(shape, selector, estimator, sinks, window)
+            _keep(key, times)
+        _KNOWN[key] = times
+    return _KNOWN[key]
+
+
+def shortest(device: torch.device, sinks: int, window: int) -> int:
+    """The shorter length that is timed: at least twice what is always read. Shorter caches are decoded with full
+    attention, untimed."""
+    return max(LENGTHS.get(device.type, LENGTHS["cpu"])[0], 2 * (sinks + window))
+
+
+def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> str:
+    """All that the times depend on, in words."""
+    device = torch.cuda.get_device_name(shape.device) if shape.device.type == "cuda" else (
+        f"cpu with {torch.get_num_threads()} threads")
+    how = [f"{f.name}={getattr(selector, f.name)}" for f in fields(selector) if f.metadata]
+    layer = getattr(selector, "layer", None)
+    if layer is not None:
+        how += [f"buckets={layer.centroids.shape[-2]}", f"key_space={layer.key_space}", f"scores={layer.scores}",
+                f"code={getattr(layer, 'sketch_bytes', 0)}"]
+    kind = type(selector)
+    completion = "none" if estimator is None else type(estimator).__qualname__
+    return ", ".join([
+        f"sparsekv {sparsekv.__version__}", f"torch {torch.__version__}", device, str(shape.dtype), *(
+            f"{name}={value}" for name, value in zip(shape._fields[:4], shape[:4], strict=True)),
+        f"sinks={sinks}", f"window={window}", f"{kind.__module__}.{kind.__qualname__}", *how,
+        f"completion={completion}"])
+
+
+def _timed(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
+    first, last = shortest(shape.device, sinks, window), LENGTHS.get(shape.device.type, LENGTHS["cpu"])[1]
+    token = 2 * shape.rows * shape.heads * shape.dim * shape.dtype.itemsize
+    last = max(2 * first, min(last, MOST_BYTES // token))
+    with torch.no_grad():
+        pairs = [_step_times(shape, selector.fork(), None if estimator is None else estimator.fork(), sinks, window, n)
+                 for n in (first, last)]
+    return Times((first, last), (pairs[0][0], pairs[1][0]), (pairs[0][1], pairs[1][1]))
+
+
+def _step_times(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int,
+                length: int) -> tuple[float, float]:
+    """Microseconds of full attention and of the sparse step of a layer of made-up keys."""
+    steps = steps_of(shape, selector, estimator, sinks, window, length)
+    captured = shape.device.type == "cuda" and selector.replayable and (estimator is None or estimator.in_kernel)
+    full, sparse = (microseconds(step, shape.device, captured) for step in steps)
+    return full, sparse
+
+
+def steps_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int,
+             length: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Full attention and the sparse step of a layer of made-up keys, as a plan runs them."""
+    rows, heads_q, heads, dim, dtype, device = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(count: int, tokens: int) -> torch.Tensor:
+        return torch.randn(rows, count, tokens, dim, dtype=torch.float32, device=device,
+                           generator=generator).to(dtype)
+
+    keys, values, query = draw(heads, length), draw(heads, length), draw(heads_q, 1)
+    regions = Regions.at_prefill_end(torch.zeros(rows, dtype=torch.long, device=device), length, sinks, window)
+    angles = torch.zeros(1, length, dim, device=device)
+    rope = RopeTable("half", angles.cos(), angles)
+    view = LayerView(keys, values, regions, dim**-0.5, heads_q, 0, 1, rope, draw(heads_q, 32), length)
+    build(view, selector, estimator)
+    queries = Queries.last(query, length, rope)
+    lengths = torch.full((rows,), length, dtype=torch.long, device=device)
+
+    def full() -> Any:
+        if device.type == "cuda":
+            return decode_attention(query[:, :, 0], keys, values, regions.starts, lengths, scale=view.scale)
+        return dense_attention(query, keys, values, scale=view.scale)
+
+    return full, lambda: sparse_step(view, queries, selector, estimator)
+
+
+def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
+    """Of a call of `work`, median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
+    graph, without what the host does between them."""
+    work()
+    if device.type != "cuda":
+        return _median([_seconds(work) for _ in range(REPEATS)]) * 1e6
+    dirt = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    clean, both = (_run_of(f, device, captured) for f in (dirt.zero_, lambda: (dirt.zero_(), work())))
+    spent = [[_device_seconds(run, device) for run in (clean, both)] for _ in range(REPEATS)]
+    return max(0.0, _median([b for _, b in spent]) - _median([a for a, _ in spent])) / CALLS * 1e6
+
+
+def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Callable[[], Any]:
+    """`CALLS` calls, as a graph if asked for."""
+    def calls() -> None:
+        for _ in range(CALLS):
+            work()
+
+    if not captured:
+        return calls
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        work()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            calls()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay
+
+
+def _device_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record(torch.cuda.current_stream(device))
+    run()
+    ended.record(torch.cuda.current_stream(device))
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def cache_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv" / "crossing.json"
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError, RuntimeError):  # no home is a RuntimeError
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _kept(key: str) -> Times | None:
+    try:
+        found: Any = _read()[key]
+        (first, last), full, sparse = (found[name] for name in Times._fields)
+        return Times((int(first), int(last)), (float(full[0]), float(full[1])), (float(sparse[0]), float(sparse[1])))
+    except (TypeError, KeyError, ValueError, IndexError):  # not there, or written by something else
+        return None
+
+
+def _keep(key: str, times: Times) -> None:
+    with contextlib.suppress(OSError, RuntimeError, SparseKVError):
+        place = cache_file()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place, json.dumps({**_read(), key: times._asdict()}, indent=1))
