@@ -1,28 +1,34 @@
-"""Milliseconds a token in a user's hands: `model.generate` and the lean loop, ours and transformers', in one run.
+"""What a user waits for: the first token, every token after it, the longest pause between two; ours and transformers'.
 
-    python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--profile] [--output FOLDER]
+    python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--model PATH] [--artifacts FOLDER]
+                                  [--tokens 400] [--profile] [--output FOLDER]
 
-Rows take the place of those of the same case, method and metric in generate.json.
+Rows take the place of those of the same case, method, metric and machine in generate.json.
 
-Models have random weights: `8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128), `smollm2`
-that of SmolLM2-135M. Up to 128k in one row the cache is prefilled (`prefill_s`); longer and wider ones are filled with
-drawn keys and values. Every method goes on from the same cache.
+`8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128) and `smollm2` that of SmolLM2-135M, with
+random weights and prompts. `coder` is the model of --model (Qwen2.5-Coder-1.5B-Instruct: a folder or a GGUF file) on
+prompts of Python's own library, with what --artifacts holds; without it router and maps are random, of the shape and
+width that the recipes train. Every method reads the prompt itself; caches of the cases in `DRAWN` are filled with drawn
+keys and values, and have no first token.
 
 - transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
   (reduce-overhead, CUDA graphs);
-- dense: attached, full attention; router: 1024 buckets, mean_key scores, 1/32 of the context, sink 1, window 2047;
-  sketch: 1 % of the context by codes of a basis; router_phi, sketch_phi: the same completed by maps of the shape and
-  width that the recipe trains (128 features, centred, capped).
+- dense: attached, full attention; router: buckets by mean_key scores; sketch: codes of a basis; router_phi, sketch_phi:
+  the same completed by maps; all at 1 % of the context, sparse at every length;
+- default: what a user gets who gives artifacts and no option, full attention where that is timed to be faster.
 
-`generate_ms`, `loop_ms`: median of the last tokens, when layers are compiled. `first_s`: the steps before, in which
-index, compilation and capture fall; `index_s`: index and estimates alone, the second time (kernels are loaded).
-`peak_gb`: most memory held.
+`first_token_s`: from the call to the first token, prompt and index in it; `prefill_s`: the same of full attention;
+`index_s`: index and estimates alone. `longest_gap_ms`: the longest pause between two tokens, that between the first and
+the second included. These are of a process that has answered before; `cold_first_token_s` and `cold_gap_ms` are of the
+method's first answer in the process. `loop_ms` (`attachment.generate`) and `generate_ms` (`model.generate`): median of
+the last tokens. `sparse_from`: the length from which `default` decodes sparsely. `peak_gb`: most memory held.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import sys
 import time
@@ -43,15 +49,19 @@ from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import Sketch
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.cache import SparseCache, SparseLayer
+from sparsekv.runtime.supported import load_artifacts
+from sparsekv.sources.hub import load_model
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 from sparsekv.trainers.sketch import code_size
 
 CASES = {
-    "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
-    "8b-512k-b1": ("8b", 524_288, 1), "8b-128k-b4": ("8b", 131_072, 4), "smollm2-8k-b1": ("smollm2", 8192, 1),
-    "tiny-512-b2": ("tiny", 512, 2),
+    "8b-8k-b1": ("8b", 8192, 1), "8b-16k-b16": ("8b", 16_384, 16), "8b-32k-b1": ("8b", 32_768, 1),
+    "8b-32k-b16": ("8b", 32_768, 16), "8b-128k-b1": ("8b", 131_072, 1), "8b-512k-b1": ("8b", 524_288, 1),
+    "8b-128k-b4": ("8b", 131_072, 4), "smollm2-8k-b1": ("smollm2", 8192, 1), "coder-30k-b1": ("coder", 30_000, 1),
+    "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24), "tiny-512-b2": ("tiny", 512, 2),
 }
+DRAWN = ("8b-512k-b1", "8b-128k-b4")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
@@ -61,44 +71,58 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }
-METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "transformers", "transformers_compiled")
-COMPILED = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "tiny-512-b2")
+METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "default", "transformers", "transformers_compiled")
+COMPILED = ("8b-8k-b1", "8b-16k-b16", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "coder-30k-b1", "coder-30k-b8",
+            "tiny-512-b2")
 BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, 128
-BUDGETS = {"router": 1 / 32, "sketch": 0.01}
+BUDGET = 0.01
 MAP_WIDTH, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].key_width
-CHUNK, PREFILLED = 32_768, 131_072
-TOKENS, LAST, PEER_TOKENS = 400, 96, 48
+AT_ONCE = 131_072
+"""Tokens of all rows that one pass of a prompt reads, at most."""
+TOKENS, COLD_TOKENS, LAST, PEER_TOKENS = 400, 32, 96, 48
 ROWS: list[dict[str, Any]] = []
 
 
 class Clock:
-    """When each token was seen, as a streamer and as a stopping criterion."""
+    """When each token was seen, as a streamer (whose prompt does not count) and as a stopping criterion."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: bool = False) -> None:
         self.times: list[float] = []
+        self.prompts = int(streams)
 
     def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        if self.prompts:
+            self.prompts -= 1
+        else:
+            self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
 
     def __call__(self, ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if ids.is_cuda:
-            torch.cuda.synchronize()
+        synchronize(ids)
         self.times.append(time.perf_counter())
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    def read(self) -> tuple[float, float]:
-        """Milliseconds a token, and seconds until that pace was reached."""
-        last = max(len(self.times) - LAST, len(self.times) // 2)
-        steps = [b - a for a, b in zip(self.times[last:], self.times[last + 1:], strict=False)]
-        return 1e3 * statistics.median(steps), self.times[last] - self.times[0]
+    @property
+    def gaps(self) -> list[float]:
+        """Between two tokens [ms]."""
+        return [1e3 * (b - a) for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def pace(self) -> float:
+        """Of the last tokens [ms]."""
+        return statistics.median(self.gaps[max(len(self.gaps) - LAST, len(self.gaps) // 2):])
 
 
-def make_model(shape: str, device: str) -> Any:
+def make_model(shape: str, device: str, path: str | None) -> tuple[Any, Any]:
+    """The model, and its tokenizer if it is a real one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    if shape == "coder":
+        if path is None:
+            sys.exit("the cases coder-* are of a model of your own: give --model PATH, a folder or a GGUF file")
+        return load_model(path, dtype="bfloat16" if device == "cuda" else "float32", device=device)
     known = dict(SHAPES[shape])
     theta = known.pop("rope_theta", 1e4)
     config = LlamaConfig(**known, max_position_embeddings=1 << 20, bos_token_id=None, eos_token_id=None,
@@ -109,7 +133,7 @@ def make_model(shape: str, device: str) -> Any:
     with torch.device(device):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), None
 
 
 def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
@@ -132,23 +156,35 @@ def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
     return router, phi
 
 
-def fill(model: Any, length: int, rows: int, room: int, ids: Tensor) -> tuple[SparseCache, float | None]:
-    """A cache of `length` tokens, and the seconds of its prefill if it had one."""
-    with sparsekv.attach(model) as attachment:
-        cache = attachment.cache(length + room)
-        if rows * length <= PREFILLED:
-            attachment.prefill(ids[:, :64])  # kernels load
-            synchronize(ids)
-            began = time.perf_counter()
-            attachment.prefill(ids[:, :length], chunk_size=CHUNK, cache=cache)
-            synchronize(ids)
-            return cache, time.perf_counter() - began
-        config = model.config
-        shape = rows, config.num_key_value_heads, length, config.head_dim
-        for layer in cache.layers:
-            assert isinstance(layer, SparseLayer)
-            layer.update(*(torch.randn(shape, device=ids.device, dtype=model.dtype) for _ in range(2)))
-        return cache, None
+def prompts(model: Any, tokenizer: Any, rows: int, length: int, device: str) -> Tensor:
+    """Ids `[rows, length]`: drawn, or of Python's library, every row of another stretch."""
+    torch.manual_seed(1)
+    if tokenizer is None:
+        return torch.randint(1, model.config.vocab_size, (rows, length), device=device)
+    found: list[int] = []
+    for path in sorted(Path(os.__file__).parent.glob("*.py")) + sorted(Path(os.__file__).parent.glob("*/*.py")):
+        found += tokenizer(path.read_text(encoding="utf-8", errors="ignore"))["input_ids"]
+        if len(found) >= rows * length:
+            return torch.tensor(found[:rows * length], device=device).reshape(rows, length)
+    sys.exit(f"Python's library has {len(found)} tokens, and {rows} x {length} are asked for")
+
+
+def read(attachment: Any, ids: Tensor, cache: SparseCache) -> Tensor:
+    """Of a prompt that is too much for one pass all but the last token, and the tokens that are left."""
+    rows, length = ids.shape
+    if rows * length <= AT_ONCE:
+        return ids
+    attachment.prefill(ids[:, :-1], chunk_size=max(1, AT_ONCE // rows), cache=cache)
+    return ids[:, -1:]
+
+
+def draw(model: Any, cache: SparseCache, ids: Tensor) -> None:
+    """Fill all but the last token of a cache with drawn keys and values."""
+    config = model.config
+    shape = ids.shape[0], config.num_key_value_heads, ids.shape[1] - 1, config.head_dim
+    for layer in cache.layers:
+        assert isinstance(layer, SparseLayer)
+        layer.update(*(torch.randn(shape, device=ids.device, dtype=model.dtype) for _ in range(2)))
 
 
 def synchronize(x: Tensor) -> None:
@@ -162,49 +198,78 @@ def profile(cache: SparseCache) -> None:
         print_kernels(cache.plan.graph.replay, 3)
 
 
-def ours(
-    model: Any, method: str, cache: SparseCache, ids: Tensor, trained: Any, tokens: int, profiled: bool,
-) -> dict[str, float]:
-    options: dict[str, Any] = {"sink_size": SINK, "window_size": WINDOW}
+def options_of(method: str, trained: Any) -> dict[str, Any]:
+    """The arguments of `attach`."""
     if method == "dense":
-        options = {}
-    else:
-        selector = method.partition("_")[0]
-        options |= {"router": trained[0], "selector": selector, "token_budget": BUDGETS[selector]}
-    if method.endswith("_phi"):
-        options["phi"] = trained[1]
-    length = ids.shape[1] - 1
+        return {}
+    if method == "default":
+        return {"router": trained[0], "phi": trained[1]}
+    options = {"router": trained[0], "selector": method.partition("_")[0], "token_budget": BUDGET, "dense_below": 0}
+    return options | ({"phi": trained[1]} if method.endswith("_phi") else {"completion": "none"})
+
+
+def answer(model: Any, method: str, ids: Tensor, trained: Any, tokens: int, drawn: bool) -> tuple[Any, ...]:
+    """One answer to a prompt: the seconds to its first token, when each token came, the attachment's report, and the
+    attachment, entered, with its cache."""
+    attachment = sparsekv.attach(model, **options_of(method, trained)).__enter__()
+    cache, clock = attachment.cache(ids.shape[1] + tokens + 64), Clock(streams=True)
+    if drawn:
+        draw(model, cache, ids)
+    synchronize(ids)
+    began = time.perf_counter()
+    left = ids[:, -1:] if drawn else read(attachment, ids, cache)
+    attachment.generate(left, max_new_tokens=tokens, streamer=clock, cache=cache, eos_token_id=[])
+    return clock.times[0] - began, clock, attachment.report(), attachment, cache
+
+
+def ours(
+    model: Any, method: str, ids: Tensor, trained: Any, tokens: int, profiled: bool, drawn: bool,
+) -> dict[str, float]:
     found: dict[str, float] = {}
-    with sparsekv.attach(model, **options) as attachment:
-        for name in ("loop", "generate"):
+    for cold in (True, False):
+        first, clock, report, attachment, cache = answer(model, method, ids, trained, COLD_TOKENS if cold else tokens,
+                                                         drawn)
+        try:
+            at = "cold_" if cold else ""
+            found[f"{at}first_token_s"], found[f"{at}gap_ms" if cold else "longest_gap_ms"] = first, max(clock.gaps)
+            if cold:
+                continue
+            found["loop_ms"], found["index_s"] = clock.pace, report["index_seconds"]
+            if method == "dense":
+                found["prefill_s"] = first
+            if method == "default" and report["sparse_from"] is not None:
+                found["sparse_from"] = report["sparse_from"]
+            found["capture_ms"] = 1e3 * report["capture_seconds"] / max(report["captures"], 1)
+            print(f"    {method}: gap {clock.gaps.index(max(clock.gaps)) + 1} of {len(clock.gaps)} is the longest; "
+                  f"{report['replayed_steps']} steps planned, {report['captures']} captures, "
+                  f"{report['selectivity']:.3f} read, {report['not_replayed']}; {report['sparse_why']}", flush=True)
+            cache.crop(ids.shape[1] - 1)
             clock = Clock()
-            if name == "loop":
-                attachment.generate(ids[:, -1:], max_new_tokens=tokens, streamer=clock, cache=cache)
-            else:
-                model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
-                               max_new_tokens=tokens, stopping_criteria=[clock])
-            found[f"{name}_ms"], first = clock.read()
-            found.setdefault("first_s", first)
-            found["index_s"] = attachment.report()["index_seconds"] - found.get("index_s", 0.0)
-            if profiled and name == "generate":
+            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+                           max_new_tokens=tokens, min_new_tokens=tokens, stopping_criteria=[clock])
+            found["generate_ms"] = clock.pace
+            if profiled:
                 profile(cache)
-            cache.crop(length)
-            for layer in cache.layers:
-                layer.state = None  # type: ignore[union-attr]
-        report = attachment.report()
-        found["capture_ms"] = 1e3 * report["capture_seconds"] / max(report["captures"], 1)
-        print(f"    {method}: {report['replayed_steps']} steps replayed, {report['captures']} captures, "
-              f"{report['selectivity']:.3f} read, {report['not_replayed']}", flush=True)
+        finally:
+            attachment.__exit__(None, None, None)
+            cache.reset()
+        if drawn:
+            for name in ("first_token_s", "cold_first_token_s", "prefill_s"):
+                found.pop(name, None)
     return found
 
 
-def theirs(model: Any, method: str, cache: SparseCache, ids: Tensor, tokens: int) -> dict[str, float]:
-    """transformers' own, from the same keys and values; the cache given is used up."""
+def theirs(model: Any, method: str, ids: Tensor, tokens: int, drawn: bool) -> dict[str, float]:
+    """transformers' own, from the keys and values of a prompt that ours has read."""
     from transformers import DynamicCache, StaticCache
 
-    length = ids.shape[1] - 1
-    config = model.config
-    compiled = method == "transformers_compiled"
+    length, config, compiled = ids.shape[1] - 1, model.config, method == "transformers_compiled"
+    with sparsekv.attach(model) as attachment:
+        cache = attachment.cache(length + 1)
+        if drawn:
+            draw(model, cache, ids)
+        else:
+            attachment.prefill(ids[:, :length], chunk_size=max(1, AT_ONCE // len(ids)), cache=cache)
     peer: Any = (StaticCache(config=config, max_cache_len=length + 2 * tokens + 8) if compiled
                  else DynamicCache(config=config))
     for i, layer in enumerate(cache.layers):
@@ -214,8 +279,8 @@ def theirs(model: Any, method: str, cache: SparseCache, ids: Tensor, tokens: int
     with torch.no_grad():
         clock = Clock()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=peer, do_sample=False,
-                             max_new_tokens=tokens, stopping_criteria=[clock])
-        found["generate_ms"], found["first_s"] = clock.read()
+                             max_new_tokens=tokens, min_new_tokens=tokens, stopping_criteria=[clock])
+        found["generate_ms"] = clock.pace
         step = model.get_compiled_call(None) if compiled else model
         clock, token = Clock(), out[:, -1:].clone()
         place = torch.full_like(token, out.shape[1] - 1)
@@ -225,69 +290,82 @@ def theirs(model: Any, method: str, cache: SparseCache, ids: Tensor, tokens: int
             place = place + 1
             synchronize(token)
             clock.put(token)
-        found["loop_ms"] = clock.read()[0]
+        found["loop_ms"] = clock.pace
     return found
 
 
-def measure(case: str, options: argparse.Namespace, device: str, model: Any) -> None:
-    methods, tokens = options.methods, options.tokens
+def measure(case: str, options: argparse.Namespace, device: str, model: Any, tokenizer: Any) -> None:
     _, length, rows = CASES[case]
-    torch.manual_seed(1)
-    ids = torch.randint(1, model.config.vocab_size, (rows, length + 1), device=device)
-    trained = artifacts(model, device)
-    cache: Any = None
-    for method in methods:
+    ids = prompts(model, tokenizer, rows, length, device)
+    router, phi = load_artifacts(options.artifacts, None, None) if tokenizer is not None else (None, None)
+    trained = artifacts(model, device) if router is None else (router, phi)
+    units = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "from": "tokens"}
+    for method in options.methods:
         if method == "transformers_compiled" and case not in COMPILED:
             continue
-        if cache is None or not cache.get_seq_length():
-            cache = None
-            gc.collect()
-            cache, seconds = fill(model, length, rows, tokens + 64, ids)
-            if seconds is not None and not any(r["case"] == case for r in ROWS):
-                ROWS.append(row(case, "dense", "prefill_s", round(seconds, 3), "seconds"))
-                print(f"{case} prefill {seconds:.2f} s", flush=True)
+        gc.collect()
         if device == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
             if method.startswith("transformers"):
-                found = theirs(model, method, cache, ids, min(tokens, PEER_TOKENS))
-                cache = None
+                found = theirs(model, method, ids, min(options.tokens, PEER_TOKENS), case in DRAWN)
             else:
-                found = ours(model, method, cache, ids, trained, tokens, options.profile)
+                found = ours(model, method, ids, trained, options.tokens, options.profile, case in DRAWN)
         except (RuntimeError, ValueError) as error:
             print(f"{case} {method}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
-            cache = None
-            gc.collect()
             continue
         if device == "cuda":
             found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        units = {"ms": "milliseconds a token", "s": "seconds", "gb": "GB"}
-        ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]])
+        budget = {} if method in ("dense", "default") or method.startswith("transformers") else {"budget": BUDGET}
+        ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]], **budget)
                     for name, value in found.items())
         print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
         add_rows("generate", ROWS, options.output)
 
 
+def summary() -> str:
+    """A line a case and method: times of the fastest full attention, and the share of the prefill that the index is."""
+    lines = []
+    for case in dict.fromkeys(r["case"] for r in ROWS):
+        by = {(r["method"], r["metric"]): r["value"] for r in ROWS if r["case"] == case}
+        full = min((v for (m, n), v in by.items() if n == "loop_ms" and (m == "dense" or "transformers" in m)),
+                   default=None)
+        for method in dict.fromkeys(m for m, _ in by):
+            pace, index = by.get((method, "loop_ms")), by.get((method, "index_s"))
+            prefill = by.get(("dense", "prefill_s"))
+            lines.append(f"{case:14} {method:22} {pace or 0:8.3f} ms a token"
+                         + (f", {full / pace:5.2f} x the fastest full attention" if full and pace else "")
+                         + (f", index {100 * index / prefill:4.1f} % of the prefill" if index and prefill else "")
+                         + "".join(f", {name} {by[method, name]:.3f}" for name in (
+                             "first_token_s", "longest_gap_ms", "cold_gap_ms") if (method, name) in by))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[c for c in CASES if not c.startswith("tiny")])
+    parser.add_argument("--cases", nargs="+", choices=CASES,
+                        default=[c for c in CASES if not c.startswith(("tiny", "coder"))])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run of ours [tokens]")
+    parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
+    parser.add_argument("--artifacts", help="a folder of router and feature maps of that model; without it random ones")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method of ours")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, shape = None, None
+    model, tokenizer, shape = None, None, None
     for case in options.cases:
         if CASES[case][0] != shape:
             model, shape = None, CASES[case][0]
             gc.collect()
-            model = make_model(shape, device)
-        measure(case, options, device, model)
+            model, tokenizer = make_model(shape, device, options.model)
+        measure(case, options, device, model, tokenizer)
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
     print(add_rows("generate", ROWS, options.output))
+    print(summary())
 
 
 if __name__ == "__main__":

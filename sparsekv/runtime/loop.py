@@ -70,7 +70,8 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
 
 
 class Late:
-    """Tokens on their way to the host: on a CUDA device each is looked at when the next has been launched."""
+    """Tokens on their way to the host: on a CUDA device each but the first is looked at when the next has been
+    launched; the first is given out at once."""
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -87,7 +88,7 @@ class Late:
             both, event = host.copy_(both, non_blocking=True), torch.cuda.Event()
             event.record()
         self.waiting.append((both, event))
-        if not self.cuda or len(self.waiting) > 1:
+        if not self.cuda or len(self.waiting) > 1 or not self.count:
             self._read(streamer)
         return self.all_ended
 
