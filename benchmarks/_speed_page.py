@@ -32,9 +32,12 @@ OPERATIONS = {
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
           "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
-          "transformers": "transformers", "transformers_compiled": "transformers, compiled"}
+          "default": "`attach` by itself", "transformers": "transformers",
+          "transformers_compiled": "transformers, compiled"}
 METRICS = {"loop_ms": "a token, lean loop [ms]", "generate_ms": "a token, `generate` [ms]",
-           "first_s": "first tokens [s]", "index_s": "index [s]", "capture_ms": "a capture [ms]",
+           "first_token_s": "first token [s]", "longest_gap_ms": "longest pause [ms]",
+           "cold_gap_ms": "the same, cold [ms]", "first_s": "first tokens [s]",
+           "index_s": "index [s]", "capture_ms": "a capture [ms]",
            "peak_gb": "most memory [GB]"}
 SERVED = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
 TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
@@ -163,6 +166,7 @@ def _context_axes(figure: Any, axes: Any, what: str) -> Drawing:
 def generate(rows: Rows) -> str:
     """docs/results/generate.md."""
     values = {(r["case"], r["method"], r["metric"], r["machine"], r["commit"]): r["value"] for r in rows}
+    budgets = {(r["case"], r["method"], r["machine"], r["commit"]): r.get("budget") for r in rows}
     parts = [
         "# How long does a token of a whole model take?",
         "Models with random weights in bfloat16. “8b” has the shape of Llama 3.1 8B. The quality of answers plays no "
@@ -172,9 +176,13 @@ def generate(rows: Rows) -> str:
               ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "
                "plain loop, the last 24 of 48"),
               ("a token, `generate`", "the same by `model.generate`"),
-              ("first tokens", "the tokens before those: index, compilation and captures of CUDA graphs"),
+              ("first token", "from the call to the first token, prompt and index included"),
+              ("longest pause", "between two tokens, the first and the second included; cold: in a method's first "
+               "answer of its process"),
+              ("first tokens", "older rows: the tokens of those runs up to the last 96, with index, compilation and "
+               "captures"),
               ("index", "making index and estimate, kernels already loaded"),
-              ("a capture", "mean of the captures, the compiler's run in the first"),
+              ("a capture", "mean of the captures; older rows: with the compiler's run in the first"),
               ("most memory", "the GPU's, weights and cache included")),
         "The ratio is of a token in the lean loop to the fastest full attention of the same table. “–”: it was not "
         "run, or found no memory. Every row of generate.json has its command."]
@@ -193,13 +201,16 @@ def generate(rows: Rows) -> str:
 
             dense = [v for m in ("dense", "transformers", "transformers_compiled") if (v := value(m, "loop_ms"))
                      if value("dense", "loop_ms")]
-            lines = [[TOKENS.get(m, m), *(number(value(m, x), 2) for x in METRICS),
+            shown = [x for x in METRICS if any(value(m, x) is not None for m in TOKENS)]
+            said = {m: name.replace("3.1 %", "1 %") if budgets.get((titles[0], m, machine, commit)) == 0.01 else name
+                    for m, name in TOKENS.items()}
+            lines = [[said[m], *(number(value(m, x), 2) for x in shown),
                       f"{min(dense) / v:.2f} ×" if dense and (v := value(m, "loop_ms")) else "–"]
                      for m in TOKENS if value(m, "loop_ms") is not None]
             prefill = value("dense", "prefill_s")
-            said = f"{card({'machine': machine, 'commit': commit}).replace('one ', '')}."
-            parts += [said + (f" Prefill {prefill:.2f} s." if prefill else ""),
-                      markdown(["method", *METRICS.values(), "ratio"], lines)]
+            origin = f"{card({'machine': machine, 'commit': commit}).replace('one ', '')}."
+            parts += [origin + (f" Prefill {prefill:.2f} s." if prefill else ""),
+                      markdown(["method", *(METRICS[x] for x in shown), "ratio"], lines)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -208,7 +219,7 @@ def tokens(rows: Rows) -> Drawing:
     found = [r for r in rows if r["metric"] == "loop_ms" and r["case"].startswith("8b-") and "-b1" in r["case"]]
     machine = max({r["machine"] for r in found}, key=lambda m: len({r["case"] for r in found if r["machine"] == m}))
     figure, axes = canvas()
-    colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#882255", "#CC79A7", "#56B4E9", "#0072B2"),
+    colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#882255", "#CC79A7", "#117733", "#56B4E9", "#0072B2"),
                        strict=True))
     for method in (m for m in TOKENS if m != "transformers"):
         line = sorted({size(r["case"].split("-")[1]): r["value"] for r in found

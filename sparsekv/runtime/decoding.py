@@ -118,7 +118,7 @@ class Decoding:
         chosen = copy.copy(self.selector)
         chosen.token_budget = budget
         chosen.validate()
-        self.selector = chosen
+        self.selector, self._times, self.crossing = chosen, {}, None
 
     def _on(self, name: str, trained: Any, device: Any) -> Any:
         if (name, device) not in self.placed:
