@@ -9,6 +9,7 @@ written it is timed again.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -117,7 +118,12 @@ def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks:
 def _timed(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
     first, last = shortest(shape.device, sinks, window), LENGTHS.get(shape.device.type, LENGTHS["cpu"])[1]
     token = 2 * shape.rows * shape.heads * shape.dim * shape.dtype.itemsize
-    last = max(2 * first, min(last, MOST_BYTES // token))
+    most = MOST_BYTES
+    if shape.device.type == "cuda":
+        free = torch.cuda.mem_get_info(shape.device)[0] + (
+            torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device))
+        most = min(most, free // 4)
+    last = max(2 * first, min(last, most // token))
     with torch.no_grad():
         pairs = [_step_times(shape, selector.fork(), None if estimator is None else estimator.fork(), sinks, window, n)
                  for n in (first, last)]
@@ -127,15 +133,16 @@ def _timed(shape: Shape, selector: Selector, estimator: Estimator | None, sinks:
 def _step_times(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int,
                 length: int) -> tuple[float, float]:
     """Microseconds of full attention and of the sparse step of a layer of made-up keys."""
-    steps = steps_of(shape, selector, estimator, sinks, window, length)
+    view, queries = made_up(shape, sinks, window, length)
+    build(view, selector, estimator)
+    steps = (lambda: full_step(view, queries), lambda: sparse_step(view, queries, selector, estimator))
     captured = shape.device.type == "cuda" and selector.replayable and (estimator is None or estimator.in_kernel)
     full, sparse = (microseconds(step, shape.device, captured) for step in steps)
     return full, sparse
 
 
-def steps_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int,
-             length: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Full attention and the sparse step of a layer of made-up keys, as a plan runs them."""
+def made_up(shape: Shape, sinks: int, window: int, length: int) -> tuple[LayerView, Queries]:
+    """A layer of drawn keys and values, and the query after them."""
     rows, heads_q, heads, dim, dtype, device = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -143,21 +150,20 @@ def steps_of(shape: Shape, selector: Selector, estimator: Estimator | None, sink
         return torch.randn(rows, count, tokens, dim, dtype=torch.float32, device=device,
                            generator=generator).to(dtype)
 
-    keys, values, query = draw(heads, length), draw(heads, length), draw(heads_q, 1)
     regions = Regions.at_prefill_end(torch.zeros(rows, dtype=torch.long, device=device), length, sinks, window)
     angles = torch.zeros(1, length, dim, device=device)
     rope = RopeTable("half", angles.cos(), angles)
-    view = LayerView(keys, values, regions, dim**-0.5, heads_q, 0, 1, rope, draw(heads_q, 32), length)
-    build(view, selector, estimator)
-    queries = Queries.last(query, length, rope)
-    lengths = torch.full((rows,), length, dtype=torch.long, device=device)
+    view = LayerView(draw(heads, length), draw(heads, length), regions, dim**-0.5, heads_q, 0, 1, rope,
+                     draw(heads_q, 32), length)
+    return view, Queries.last(draw(heads_q, 1), length, rope)
 
-    def full() -> Any:
-        if device.type == "cuda":
-            return decode_attention(query[:, :, 0], keys, values, regions.starts, lengths, scale=view.scale)
-        return dense_attention(query, keys, values, scale=view.scale)
 
-    return full, lambda: sparse_step(view, queries, selector, estimator)
+def full_step(view: LayerView, queries: Queries) -> Any:
+    """Full attention of a layer, as a plan runs it."""
+    if view.device.type == "cuda":
+        return decode_attention(queries.folded, view.keys, view.values, view.regions.starts, queries.lengths,
+                                scale=view.scale)
+    return dense_attention(queries.rot, view.keys, view.values, scale=view.scale)
 
 
 def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
@@ -184,11 +190,15 @@ def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Ca
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()
+        collecting = gc.isenabled()
+        gc.disable()  # what is freed inside a capture must be its own
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             calls()
         finally:
             graph.capture_end()
+            if collecting:
+                gc.enable()
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph.replay
 

@@ -18,11 +18,13 @@ from sparsekv.kernels import dense_attention
 from sparsekv.runtime.begin import Called, begin, to_begin
 from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.model_pass import why_not_planned
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.sliding import SlidingLayer
+from sparsekv.runtime.warm import Warming
 
 QUERY_BLOCK = 64
 
@@ -36,10 +38,12 @@ class Layerwise:
         """Whether what runs is a prompt, however many tokens it has."""
         self.called: dict[int, Called] = {}
         """How the model calls the attention of every layer that it has called."""
+        self.warming = Warming()
         self._mask: tuple[Any, Tensor] | None = None
 
     def forget(self) -> None:
         """Let go of what belongs to the last pass."""
+        self.warming.wait()
         self._mask, self.prefilling = None, False
 
     def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
@@ -64,9 +68,12 @@ class Layerwise:
             self.called[index] = Called(query.shape[1], query.device, scale, getattr(module, "layer_type", None), sinks)
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
+            if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
+                self._warm(query, key)
             if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
                 return self._prefill_sparsely(module, cache, query, key, value, mask, scale, sinks)
             return dense()
+        self.warming.wait()
         if index in self.decoding.dense_layers or softcap is not None or (
                 key.shape[2] < self.decoding.short_until(key, key.shape[2])):
             self.counters.dense(index, count)
@@ -90,6 +97,17 @@ class Layerwise:
                          cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
 
+    def _warm(self, query: Tensor, key: Tensor) -> None:
+        """Of a prompt that is long enough to be decoded sparsely: kernels are loaded beside it."""
+        decoding, device = self.decoding, key.device
+        least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
+            decoding.dense_below)
+        if key.shape[2] >= least and decoding.first_sparse is not None:
+            shape = Shape(min(2, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
+            self.warming.start(shape, decoding.selector_of(decoding.first_sparse, device),
+                               decoding.estimator_of(decoding.first_sparse, device), decoding.sink_size,
+                               decoding.window_size)
+
     @torch.no_grad()
     def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:
         """After a pass: where it was the last of a prompt, decoding begins, so that no token waits for it later."""
@@ -99,6 +117,7 @@ class Layerwise:
 
     def _begin(self, cache: SparseCache, mask: Tensor | None, past: int, index: int | None = None) -> None:
         """Decoding begins after `past` tokens, of all layers of which it can. index: the layer that asks."""
+        self.warming.wait()
         which = to_begin(self.decoding, cache, self.called, past, index)
         if which:
             rows, device = cache.rows, self.called[which[0]].device
@@ -132,6 +151,7 @@ class Layerwise:
         if reason is not None:
             self.counters.not_replayed = reason
             return None
+        self.warming.wait()
         held, length = cache.plan, first.get_seq_length()
         ours = held is not None and held.owner is self
         if ours and held.fits(cache):

@@ -1,4 +1,5 @@
-"""What the process keeps beside the objects of a call; nothing else of the runtime is process-wide.
+"""What the process keeps beside the objects of a call; nothing else of the runtime is process-wide but times of steps
+(`crossing.py`) and which kernels are loaded (`warm.py`).
 
 Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first. Of a
 thread: which attention comes next, since transformers hands an attention function its tensors and no cache.

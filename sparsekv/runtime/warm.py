@@ -1,0 +1,77 @@
+"""Kernels are loaded, and compiled where the machine has not yet, while a prompt is read: a step on a made-up layer,
+its parts in threads of their own. What needs the kernels waits for them. Triton keeps on disk what it has compiled."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.layer import Selection
+from sparsekv.core.selectors import Selector
+from sparsekv.core.step import build
+from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
+
+LENGTH = 8192
+"""Of the layer [tokens]: more than a sketch scores without its buckets."""
+_WARM: set[str] = set()
+"""What was loaded in this process, by `crossing.key_of`."""
+
+
+class Warming:
+    """The threads; none where all is loaded."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def start(self, shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> None:
+        """selector, estimator: of one layer, not built yet; sinks, window: tokens of sink and local window."""
+        key = key_of(shape, selector, estimator, sinks, window)
+        if key in _WARM or not selector.replayable:
+            return
+        _WARM.add(key)
+        length = max(LENGTH, 4 * (sinks + window))
+        for part in parts(selector, estimator):
+            thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def wait(self) -> None:
+        """Until all is loaded."""
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+
+def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[..., Any]]:
+    """What a step is made of, each by itself: functions of a layer and its query."""
+    def chosen(view: Any, queries: Any) -> None:
+        own = selector.fork()
+        build(view, own, None)
+        own.select(view, queries)
+
+    def attended(view: Any, queries: Any) -> None:
+        query = None
+        if estimator is not None:
+            own = estimator.fork()
+            own.build(view)
+            own.reads(view, selector.read_share(view))
+            query = own.query(view, queries) if own.in_kernel else None
+        count = view.keys.shape[0] * queries.count
+        tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
+        view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query)
+
+    return [chosen, attended, full_step]
+
+
+def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, length: int) -> None:
+    """A part, on a stream of this thread; what fails here fails in the step, where it is told."""
+    with contextlib.suppress(Exception), torch.no_grad(), torch.cuda.device(shape.device):
+        stream = torch.cuda.Stream(shape.device)
+        with torch.cuda.stream(stream):
+            part(*made_up(shape, sinks, window, length))
+        stream.synchronize()

@@ -1,0 +1,48 @@
+"""Loading kernels beside a prompt: its parts are a step's, it is done once, and a failure is left to the step."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.selectors import SELECTORS
+from sparsekv.runtime import warm
+from sparsekv.runtime.crossing import Shape, made_up
+from sparsekv.runtime.warm import Warming, parts
+
+SHAPE = Shape(2, 4, 2, 16, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("name", "completes"), [
+    ("sketch", True), ("sketch", False), ("router", True), ("topk", False)])
+def test_the_parts_of_a_step_run_each_by_itself(name: str, completes: bool) -> None:
+    router, phi = artifacts(make_model())
+    selector = SELECTORS[name](token_budget=0.1)
+    if selector.is_trained():
+        selector.layer = router.layer(1)
+    estimator = PhiEstimator(phi.layer(1)) if completes else None
+    before = dict(selector.__dict__), None if estimator is None else dict(estimator.__dict__)
+    for part in parts(selector, estimator):
+        part(*made_up(SHAPE, 2, 9, 150))
+    assert selector.__dict__ == before[0] and (estimator is None or estimator.__dict__ == before[1])
+
+
+def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step(monkeypatch) -> None:
+    done = []
+    monkeypatch.setattr(warm, "_WARM", set())
+    monkeypatch.setattr(warm, "_tried", lambda part, *args: done.append(threading.current_thread()))
+    selector = SELECTORS["topk"](token_budget=5)
+    for _ in range(2):
+        warming = Warming()
+        warming.start(SHAPE, selector, None, 2, 9)
+        warming.wait()
+    assert len(done) == 3 and threading.main_thread() not in done
+    warming.start(SHAPE, SELECTORS["token_select"](token_budget=5), None, 2, 9)  # its steps are the host's
+    assert len(done) == 3
+    monkeypatch.undo()
+    warm._tried(lambda view, queries: 1 / 0, SHAPE, 2, 9, 150)  # no CUDA here, or the division: neither comes out
