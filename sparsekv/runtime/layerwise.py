@@ -106,7 +106,7 @@ class Layerwise:
             shape = Shape(min(2, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
             self.warming.start(shape, decoding.selector_of(decoding.first_sparse, device),
                                decoding.estimator_of(decoding.first_sparse, device), decoding.sink_size,
-                               decoding.window_size)
+                               decoding.window_size, key.shape[2])
 
     @torch.no_grad()
     def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:

@@ -16,8 +16,8 @@ from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 
-LENGTH = 8192
-"""Of the layer [tokens]: more than a sketch scores without its buckets."""
+LONGEST = 32_768
+"""Of the layer, whose length is the prompt's [tokens]."""
 _WARM: set[str] = set()
 """What was loaded in this process, by `crossing.key_of`."""
 
@@ -28,13 +28,16 @@ class Warming:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
-    def start(self, shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> None:
-        """selector, estimator: of one layer, not built yet; sinks, window: tokens of sink and local window."""
+    def start(
+        self, shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int, length: int,
+    ) -> None:
+        """selector, estimator: of one layer, not built yet; sinks, window: tokens of sink and local window; length: of
+        the prompt."""
         key = key_of(shape, selector, estimator, sinks, window)
         if key in _WARM or not selector.replayable:
             return
         _WARM.add(key)
-        length = max(LENGTH, 4 * (sinks + window))
+        length = min(length, max(LONGEST, 4 * (sinks + window)))
         for part in parts(selector, estimator):
             thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
             thread.start()

@@ -39,10 +39,10 @@ def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step(monkeypatc
     selector = SELECTORS["topk"](token_budget=5)
     for _ in range(2):
         warming = Warming()
-        warming.start(SHAPE, selector, None, 2, 9)
+        warming.start(SHAPE, selector, None, 2, 9, 150)
         warming.wait()
     assert len(done) == 3 and threading.main_thread() not in done
-    warming.start(SHAPE, SELECTORS["token_select"](token_budget=5), None, 2, 9)  # its steps are the host's
+    warming.start(SHAPE, SELECTORS["token_select"](token_budget=5), None, 2, 9, 150)  # its steps are the host's
     assert len(done) == 3
     monkeypatch.undo()
     warm._tried(lambda view, queries: 1 / 0, SHAPE, 2, 9, 150)  # no CUDA here, or the division: neither comes out
