@@ -35,11 +35,15 @@ class Fused:
         self.norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None
                       and [name for name, _ in m.named_parameters()] == ["weight"]]
         self.known: dict[Any, Callable[..., Any] | None] = {}
+        self.used = next(model.parameters()).is_cuda
+        """Whether launches count: on a CPU the model's own code does as well."""
         self._put = False
         wrap_rotation(type(attention))
 
     def put(self) -> None:
         """For the time of a pass."""
+        if not self.used:
+            return
         self._put = True
         for norm in self.norms:
             norm.__dict__["forward"] = functools.partial(self._norm, norm)
@@ -60,7 +64,8 @@ class Fused:
 
     def rotation(self, own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Queries and keys of one token `[B, H, 1, d]` with RoPE."""
-        if q.dim() != 4 or q.shape[2] != 1 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1] or cos.dtype != q.dtype:
+        fits = q.dim() == 4 and q.shape[2] == 1 and cos.dim() == 3 and cos.shape[-1] == q.shape[-1]
+        if not self.used or not fits or cos.dtype != q.dtype:
             return own(q, k, cos, sin)
         return self.taken((own, q.dtype, q.shape[-1]), own, [rotate_pair], (q, k, cos, sin), (q, k, cos, sin))
 
@@ -101,6 +106,7 @@ def _eps(norm: Any) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
+@torch.no_grad()
 def _apart(found: Any, wanted: Any) -> float:
     """The largest difference as a share of the largest number; of other shapes or types infinite."""
     pairs = list(zip(found, wanted, strict=True)) if isinstance(wanted, tuple) else [(found, wanted)]
