@@ -263,7 +263,7 @@ def offload_one(case: str, name: str, length: int, steps: int) -> list[dict[str,
 
 
 def report(rows: list[dict[str, Any]], page: Path) -> None:
-    """Draw the memory figure and write the tables of `docs/runtime.md` between its markers."""
+    """Draw the memory figure and write the tables of `docs/results/cpu.md` between its markers."""
     found = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
     cases = list(dict.fromkeys(r["case"] for r in rows))
     cpu_cases = sorted((c for c in cases if c.startswith("cpu")),
@@ -319,7 +319,7 @@ def main() -> None:
         rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
     elif options.what == "report":
         new = [r for folder in options.rows for r in json.loads((folder / "runtime.json").read_text())]
-        return report(take_over("runtime", new), RESULTS.parent / "runtime.md")
+        return report(take_over("runtime", new), RESULTS / "cpu.md")
     else:
         rows = offload(options.lengths, options.selectors, options.steps)
     if not options.dry:
