@@ -82,7 +82,7 @@ def launch_sort(keyed: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
     its first of a bucket goes; then it puts them there, in order."""
     from sparsekv.kernels.indexing_triton import count_kernel, place_kernel
 
-    length, rows = keyed.shape[-1], keyed.numel() // max(1, keyed.shape[-1])
+    length, rows = keyed.shape[-1], keyed.shape[:-1].numel()
     parts = max(1, -(-length // SORTED_AT_ONCE))
     counts = torch.zeros(rows, parts, num_buckets + 1, dtype=torch.int32, device=keyed.device)
     order = torch.empty_like(keyed)
