@@ -68,6 +68,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                 "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152, "rope_theta": 1e5,
                 "tie_word_embeddings": True},
+    "coder": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+              "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6,
+              "tie_word_embeddings": True},
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }

@@ -23,6 +23,9 @@ from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
+from sparsekv.kernels.chunk_attention import chunk_attention
+from sparsekv.kernels.chunk_rest import add_rest
+from sparsekv.kernels.chunk_tokens import chunk_tokens, representatives
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
@@ -44,6 +47,7 @@ from sparsekv.kernels.features import (
     key_features,
     key_map,
     phi_join,
+    phi_less,
     phi_sums,
     products,
 )
@@ -90,6 +94,7 @@ __all__ = [
     "ScoreMoments",
     "Sketch",
     "add_centre",
+    "add_rest",
     "add_sinks",
     "against_bucket",
     "anchor_indices",
@@ -105,6 +110,8 @@ __all__ = [
     "bucket_tokens",
     "build_index",
     "choose_tokens",
+    "chunk_attention",
+    "chunk_tokens",
     "collisions",
     "decode_attention",
     "decode_codes",
@@ -125,12 +132,14 @@ __all__ = [
     "mass_cap",
     "merge",
     "phi_join",
+    "phi_less",
     "phi_query",
     "phi_sums",
     "products",
     "query_statistics",
     "read_bound",
     "remainder",
+    "representatives",
     "rms_norm",
     "rotate_pair",
     "round_means",

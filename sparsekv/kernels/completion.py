@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsekv.kernels.features import REST_EPS
 from sparsekv.kernels.launch import (
     NEG_INF,
     WIDEST,
@@ -26,8 +27,6 @@ from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache,
 
 RANK = 16
 """Rows in which the covariance of the keys is kept."""
-REST_EPS = 1e-5
-"""What is left of an estimate is dropped below this part of it: it is rounding error."""
 QUERY_PROGRAMS, QUERY_ROWS, QUERY_WARPS = 128, 16, 8
 """Programs wanted, the most queries of one of them, and its warps: they run beside the selection and must leave it
 room."""
@@ -43,6 +42,11 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     Stem `h = gelu(W_in x + b)`, ReZero blocks `h + α·W_b gelu(W_a h + b_a)`, as many as the weights have, output
     `φ = exp(W_out h + b_out)`, of which the logarithm is kept.
     """
+    return hidden_phi(x, maps) @ maps.w_out + maps.b_out[..., None, :]
+
+
+def hidden_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
+    """What the last layer of a map sees of x `[..., H, T, d]`: `[..., H, T, w]` in the precision of the map."""
     x = x.to(maps.w_in.dtype)
     h = F.gelu(x @ maps.w_in + maps.b_in[..., None, :], approximate="tanh")
     width = h.shape[-1]
@@ -50,7 +54,7 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
         rows = slice(block * width, (block + 1) * width)
         inner = F.gelu(h @ maps.w_a[..., rows, :] + maps.b_a[..., None, rows], approximate="tanh")
         h = h + inner @ (maps.alpha[..., block, None, None] * maps.w_b[..., rows, :])
-    return h @ maps.w_out + maps.b_out[..., None, :]
+    return h
 
 
 def log_phi_key(x: Tensor, maps: FeatureMapWeights) -> Tensor:

@@ -164,8 +164,8 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     """`dense_attention` of a chunk after a cache as two cuDNN calls, all of the past and the chunk itself, merged by
     their log-sum-exps: torch's other kernels know the lower right corner, cuDNN's is faster and does not. CUDA only."""
     past = key.shape[2] - query.shape[2]
-    far, far_lse = _cudnn(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
-    near, near_lse = _cudnn(query, key[:, :, past:], value[:, :, past:], scale, causal=True)
+    far, far_lse = cudnn_attention(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
+    near, near_lse = cudnn_attention(query, key[:, :, past:], value[:, :, past:], scale, causal=True)
     return lerp_rows(near, far, torch.sigmoid(far_lse - near_lse))
 
 
@@ -177,7 +177,9 @@ def lerp_rows(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
     return near
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp `[B, Hq, T]` float32 of cuDNN's kernel; causal: from the upper left corner. Right where
+    `splits`."""
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, scale=scale)[:2]
     return out, lse.reshape(out.shape[:3]).float()

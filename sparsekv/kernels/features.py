@@ -22,6 +22,8 @@ BESIDE_BYTES = 34_816
 twice that."""
 PROGRAMS = 264
 """Programs wanted of the sums."""
+REST_EPS = 1e-5
+"""What is left of an estimate is dropped below this part of it: it is rounding error."""
 SLICE = 1024
 """Tokens of one product of a sum over all of them, in plain torch."""
 
@@ -158,6 +160,16 @@ def phi_join(one: PhiCache, other: PhiCache) -> PhiCache:
     m = torch.maximum(one.m, other.m)
     a, b = (torch.exp2(x.m - finite(m)) for x in (one, other))
     return PhiCache(m, one.z * a + other.z * b, one.s * a[..., None] + other.s * b[..., None])
+
+
+def phi_less(whole: PhiCache, part: PhiCache) -> PhiCache:
+    """The cache of the tokens of `whole` that are not in `part`, relative to the same shift: the keys' features are
+    rounded alike in both. A feature of which no more is left than rounding error has nothing left."""
+    back = torch.exp2(part.m - finite(whole.m))
+    z = whole.z - part.z * back
+    live = z > (REST_EPS if z.dtype == torch.float32 else REST_EPS**2) * whole.z
+    s = whole.s - part.s * back[..., None]
+    return PhiCache(whole.m, torch.where(live, z, 0.0), torch.where(live[..., None], s, 0.0))
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:

@@ -275,6 +275,28 @@ def score_all_kernel(
 
 
 @triton.jit
+def publish_counts(histogram, many, allowed, width, programs):
+    """Add how many candidates of a program are in each bin above 1, the number of candidates in the place of bin 0, to
+    the histogram of its list; the last of its `programs` finds the threshold down to which `allowed` of them, at most
+    `width`, are chosen."""
+    header = histogram + BINS
+    every = tl.arange(0, BINS)
+    tl.atomic_add(histogram + every, many, mask=many > 0, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(header + DONE, 1, sem="acq_rel") == programs - 1:
+        all_of = tl.load(histogram + every)
+        wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(every == 0, all_of, 0), 0)).to(tl.int32)
+        all_of = tl.where(every > 1, all_of, 0)
+        total = tl.sum(all_of, 0)
+        higher = total - tl.cumsum(all_of, 0)
+        here = (higher < wanted) & (higher + all_of >= wanted)
+        threshold = tl.max(tl.where(here, every, 1), 0)
+        tl.store(header + CHOSEN, wanted)
+        tl.store(header + THRESHOLD, tl.where(wanted > 0, threshold, BINS))
+        tl.store(header + TIES, wanted - tl.where(threshold > 1, tl.sum(tl.where(here, higher, 0), 0), total))
+
+
+@triton.jit
 def histogram_kernel(
     scores, tops, masses, counts, budget, seats, bins, histogram, heads, count, parts, width, h_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SCORED: tl.constexpr, BLOCK: tl.constexpr,
@@ -324,25 +346,11 @@ def histogram_kernel(
     upper = tl.minimum(tl.maximum((share.to(tl.int32, bitcast=True) >> SHIFT) - FLOOR, 0) + 1, BINS - 1)
     own_bin = tl.where(tl.max(score, 0) > float("-inf"), upper, 0)
     tl.store(bins + at * count + place, own_bin.to(tl.uint8), mask=place < count)
-    histogram += at * h_row
-    header = histogram + BINS
     # counted here first: additions to one number would wait for each other
     every = tl.arange(0, BINS)
     many = tl.where(every > 0, tl.histogram(own_bin, BINS, mask=own_bin > 1), tl.sum((own_bin > 0).to(tl.int32), 0))
-    tl.atomic_add(histogram + every, many, mask=many > 0, sem="relaxed")
-    tl.debug_barrier()
-    if tl.atomic_add(header + DONE, 1, sem="acq_rel") == tl.cdiv(there, BLOCK) - 1:
-        allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
-        many = tl.load(histogram + every)
-        wanted = tl.minimum(tl.minimum(allowed, width), tl.sum(tl.where(every == 0, many, 0), 0)).to(tl.int32)
-        many = tl.where(every > 1, many, 0)
-        total = tl.sum(many, 0)
-        higher = total - tl.cumsum(many, 0)
-        here = (higher < wanted) & (higher + many >= wanted)
-        threshold = tl.max(tl.where(here, every, 1), 0)
-        tl.store(header + CHOSEN, wanted)
-        tl.store(header + THRESHOLD, tl.where(wanted > 0, threshold, BINS))
-        tl.store(header + TIES, wanted - tl.where(threshold > 1, tl.sum(tl.where(here, higher, 0), 0), total))
+    allowed = tl.load(budget + kept_row(seats, at // heads, True, SEATED=SEATED))
+    publish_counts(histogram + at * h_row, many, allowed, width, tl.cdiv(there, BLOCK))
 
 
 @triton.jit

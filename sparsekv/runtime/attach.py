@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.estimators import Estimator
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.selectors import Selector
 from sparsekv.foundation.errors import SparseKVError, first_line
 from sparsekv.runtime import hooks
@@ -40,7 +41,7 @@ from sparsekv.runtime.settings import load_settings
 from sparsekv.runtime.supported import check_cache, check_model, load_artifacts
 from sparsekv.sources.hub import attention_modules, decoder
 
-__all__ = ["Attachment", "RunOptions", "attach", "writing"]
+__all__ = ["Attachment", "RunOptions", "SparsePrompts", "attach", "writing"]
 
 
 def attach(
@@ -49,7 +50,7 @@ def attach(
     completion: str | Estimator | None = None,
     sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
     dense_layers: Sequence[int] | None = None, dense_below: int | None = None, placement: str = "gpu",
-    settings: Any = None, run: RunOptions | None = None, **options: Any,
+    settings: Any = None, run: RunOptions | None = None, prefill: str | SparsePrompts = "dense", **options: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -67,7 +68,9 @@ def attach(
     (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and
     the sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
     selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
-    are given. run: how steps are run (`RunOptions`).
+    are given. run: how steps are run (`RunOptions`). prefill: prompts are read `dense` or `sparse`, in chunks that read
+    a list of the tokens before them, completed by phi if one is given; a `SparsePrompts` says how. dense_layers, rows
+    with padding and a prompt's last tokens are read densely all the same.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
@@ -90,7 +93,7 @@ def attach(
         model, modules, router=router, phi=phi, selector=selector, token_budget=token_budget, completion=completion,
         sink_size=sink_size, window_size=window_size, decode_window=decode_window,
         dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
-        dense_below=dense_below, options=options, layers=layers)
+        dense_below=dense_below, options=options, layers=layers, prefill=prefill)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
 
@@ -177,8 +180,8 @@ class Attachment:
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
         """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
-        densely, but by a selector that reads prompts sparsely (`selectors.base.ReadsPrompts`). attention_mask: of what
-        the cache holds and the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
+        as `prefill` of `attach` says, or by a selector that reads prompts. attention_mask: of what the cache holds and
+        the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
         seat = hooks.seat_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
@@ -186,17 +189,19 @@ class Attachment:
         with seat.lock:
             cache.belongs_to(self.model)
             past, tokens = cache.get_seq_length(), input_ids.shape[1]
+            end = past + tokens
             try:
                 self.layerwise.prefilling = True
                 for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                     past += part.shape[1]
+                    self.layerwise.continues = past < end
                     mask = None if attention_mask is None else attention_mask[:, :past]
                     # a padded row counts from its first real token on, as `generate` does
                     place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
                     decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
                                         use_cache=True)
             finally:
-                self.layerwise.prefilling = False
+                self.layerwise.prefilling = self.layerwise.continues = False
         return cache
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
@@ -46,6 +47,10 @@ class Decoding:
     dense_layers: frozenset[int]
     layers: Mapping[int, LayerSetting] | None
     """Budget and gates by layer, from a settings file."""
+    prompts: SparsePrompts | None = None
+    """How prompts are read sparsely; None: densely, but by a selector that reads them itself."""
+    prompt_layers: frozenset[int] = frozenset()
+    """Layers that may read prompts sparsely."""
     heads_q: int = 0
     first_sparse: int | None = None
     """Query heads, and the first layer that decodes sparsely."""
@@ -91,14 +96,20 @@ class Decoding:
         router = None if self.router is None else self._on("router", self.router, device)
         return for_layer(self.selector, router, layer_idx, budget)
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether prompts are read sparsely, too."""
-        return getattr(self.selector, "chunk", 0) > 0
+    def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts | None:
+        """Who reads the prompt of a layer; None: it is read densely."""
+        if self.prompts is not None:
+            return self.prompts if layer_idx in self.prompt_layers else None
+        if layer_idx in self.dense_layers:
+            return None
+        return self.selector_of(layer_idx, device).reader(self.sink_size, self.window_size)
 
-    def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts:
-        """A fresh selector for the prompt of a layer; only where it `reads_prompts`."""
-        return cast(ReadsPrompts, self.selector_of(layer_idx, device))
+    def completes_prompt(self, layer_idx: int, device: Any) -> PhiEstimator | None:
+        """What stands for what a chunk of the prompt of a layer does not read; None where nothing does."""
+        if self.prompts is None or self.phi is None or (self.layers is not None and layer_idx not in self.layers):
+            return None
+        made = self.estimator_of(layer_idx, device)
+        return made if isinstance(made, PhiEstimator) else None
 
     def estimator_of(self, layer_idx: int, device: Any) -> Estimator | None:
         """A fresh estimator for a layer; None where there is none."""
@@ -131,6 +142,7 @@ def make_decoding(
     selector: str | Selector | None, token_budget: int | float | None, completion: str | Estimator | None,
     sink_size: int | None, window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str,
     dense_below: int | None, options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
+    prefill: str | SparsePrompts = "dense",
 ) -> Decoding:
     """How to decode. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
@@ -150,6 +162,8 @@ def make_decoding(
         whole("dense_below", dense_below)
     layer_numbers(dense_layers)
     dense = set(range(len(modules))) - eligible | dense_by_number(dense_layers, max(modules) + 1)
+    prompts = _prompts(prefill, chosen, sink, window)
+    prompt_layers = frozenset(eligible - dense)
     trained = router if chosen.is_trained() else None
     dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
               or (trained is not None and trained.layer(i) is None)}
@@ -162,7 +176,23 @@ def make_decoding(
                             "own; leave out the completion (completion='none')")
     config: Any = next(iter(modules.values())).config
     return Decoding(chosen, estimator, trained, phi, sink, window, decode_window, placement, dense_below,
-                    frozenset(dense), layers, config.num_attention_heads, min(eligible - dense, default=None))
+                    frozenset(dense), layers, prompts, prompt_layers, config.num_attention_heads,
+                    min(eligible - dense, default=None))
+
+
+def _prompts(prefill: str | SparsePrompts, selector: Selector, sink: int, window: int) -> SparsePrompts | None:
+    """How prompts are read. Raises SparseKVError."""
+    if isinstance(prefill, str):
+        check_choice("prefill", prefill, ("dense", "sparse"))
+        prefill = SparsePrompts() if prefill == "sparse" else prefill
+    elif not isinstance(prefill, SparsePrompts):
+        raise SparseKVError(f"prefill is 'dense', 'sparse' or a SparsePrompts, found {brief(prefill)}")
+    if isinstance(prefill, str):
+        return None
+    if selector.reader(sink, window) is not None:
+        raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
+                            "reads them by lists of each KV head; leave one of them out")
+    return prefill
 
 
 def choose_selector(

@@ -12,6 +12,7 @@ from sparsekv.core.cost import extra_tokens, read_shares
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import dense_attention
@@ -39,12 +40,14 @@ class Layerwise:
         self.called: dict[int, Called] = {}
         """How the model calls the attention of every layer that it has called."""
         self.warming = Warming()
+        self.continues = False
+        """Whether more of the prompt follows."""
         self._mask: tuple[Any, Tensor] | None = None
 
     def forget(self) -> None:
         """Let go of what belongs to the last pass."""
         self.warming.wait()
-        self._mask, self.prefilling = None, False
+        self._mask, self.prefilling, self.continues = None, False, False
 
     def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                   scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -70,8 +73,9 @@ class Layerwise:
             layer.remember_queries(query, key.shape[2])
             if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
                 self._warm(query, key)
-            if self.decoding.reads_prompts and index not in self.decoding.dense_layers and softcap is None:
-                return self._prefill_sparsely(module, cache, query, key, value, mask, scale, sinks)
+            reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
+            if reader is not None:
+                return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
             return dense()
         self.warming.wait()
         if index in self.decoding.dense_layers or softcap is not None or (
@@ -87,15 +91,18 @@ class Layerwise:
                 self.counters.compare(index, out, dense())
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
-    def _prefill_sparsely(self, module: Any, cache: SparseCache, query: Tensor, key: Tensor, value: Tensor,
-                          mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-        """A prompt, or a part of one, by a selector that reads prompts in chunks."""
+    def _prefill_sparsely(self, reader: ReadsPrompts, module: Any, cache: SparseCache, query: Tensor, key: Tensor,
+                          value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+        """A prompt, or a part of one, in chunks."""
         index, device = module.layer_idx, query.device
-        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2],
-                                         self.decoding.sink_size, self.decoding.window_size)
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], reader.sink,
+                                         reader.window)
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
                          cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
-        return prefill_chunks(view, query, self.decoding.reader_of(index, device), self.decoding.window_size)
+        with torch.no_grad():
+            out = prefill_chunks(view, query, reader, self.decoding.completes_prompt(index, device),
+                                 ends=not self.continues)
+        return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, query: Tensor, key: Tensor) -> None:
         """Of a prompt that is long enough to be decoded sparsely: kernels are loaded beside it."""

@@ -46,8 +46,12 @@ from sparsekv.kernels.bucket_sums import (
     launch_against,
     launch_bucket_sums,
 )
+from sparsekv.kernels.chunk_attention import chunk_attention_reference, gathered_attention, launch_chunk_attention
+from sparsekv.kernels.chunk_rest import add_rest_reference, launch_rest
+from sparsekv.kernels.chunk_tokens import chunk_tokens_reference, launch_chunk_tokens, representatives
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
+from sparsekv.kernels.dense import splits
 from sparsekv.kernels.features import (
     fused,
     key_features,
@@ -371,12 +375,8 @@ def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: 
     assert error(counted.mT @ v.double(), whole.s) < 1e-5
 
 
-def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, width, features, queries a row, and blocks if not one."""
-    heads_q, heads, dim, width, features, queries, *blocks = shape
-    torch.manual_seed(dim)
-    maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
-    q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
+def states_of(heads: int, dim: int, features: int, device: str) -> tuple[PhiState, PhiState]:
+    """What completion keeps of two rows: sums alone, and with a mean key and moments."""
     cache = phi_sums_reference(
         *torch.randn(2, 2, heads, 30, dim, device=device), *torch.tensor([[0, 3], [30, 20]], device=device),
         maps_of_keys(2, heads, dim, 12, features, torch.float32, device))
@@ -387,7 +387,16 @@ def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
                            torch.randn(2, heads, 5, dim, device=device) * spreads,
                            torch.rand(2, heads, dim, device=device) / dim, torch.rand(2, device=device) * 50,
                            torch.tensor([float("inf"), 1.5], device=device))
-    plain, full = PhiState(*cache), PhiState(*cache, centre=centre, moments=moments)
+    return PhiState(*cache), PhiState(*cache, centre=centre, moments=moments)
+
+
+def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, width, features, queries a row, and blocks if not one."""
+    heads_q, heads, dim, width, features, queries, *blocks = shape
+    torch.manual_seed(dim)
+    maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
+    q = torch.randn(2 * queries, heads_q, dim, device=device).to(dtype)
+    plain, full = states_of(heads, dim, features, device)
     seats = torch.arange(2 * queries, device=device) % 3 % 2
     for size, state, who in (((heads_q,), full, None), ((2 * queries, heads_q), full, None), ((heads_q,), plain, None),
                              ((2, heads_q), full, seats), ((2, heads_q), plain, seats)):
@@ -405,6 +414,29 @@ def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
             assert error(*both) < limit, name
         if truth.cap is not None:
             torch.testing.assert_close(mine.cap[:, 1:].double(), truth.cap[:, 1:], atol=1e-3, rtol=1e-3)
+
+
+def check_rest(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, width, features, queries of the chunk, and blocks if not one. A
+    head that is not completed, a row of which nothing is left, offsets of heads and of rows."""
+    heads_q, heads, dim, width, features, queries, *blocks = shape
+    torch.manual_seed(dim)
+    maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
+    q = torch.randn(2, queries, heads_q, dim, device=device).to(dtype).transpose(1, 2)
+    for size, state in zip(((heads_q,), (2, heads_q)), states_of(heads, dim, features, device), strict=True):
+        offset = torch.randn(size, device=device)
+        offset[..., 0] = float("-inf")
+        state.z[1, -1], state.s[1, -1] = 0.0, 0.0
+        out, lse = torch.randn(q.shape, device=device).to(dtype), torch.randn(q.shape[:3], device=device) * 3
+        out[0, :, 0], lse[0, :, 0] = 0.0, float("-inf")  # a query that reads nothing
+        truth = add_rest_reference(out.double(), lse.double(), q.double(), double(maps), offset.double(), double(state))
+        found = launch_rest(out.clone(), lse.clone(), q, maps, offset, state)
+        for got, want, before in zip(found, truth, (out, lse), strict=True):
+            torch.testing.assert_close(got[:, 0], before[:, 0])
+            torch.testing.assert_close(got[1, -1], before[1, -1])
+            assert not bool(got.isnan().any()) and not torch.equal(got, before)
+            limit = 1e-4 if dtype == torch.float32 else 3e-2
+            torch.testing.assert_close(got.double(), want.double(), atol=limit, rtol=limit)
 
 
 def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -428,6 +460,42 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
     assert error(found, truth) < LIMITS[dtype]
     index = torch.randint(0, keys, (2 * queries, heads, 19), device=device)
     assert torch.equal(launch_gather(k, index), gather_rows(k, index))
+
+
+def check_chunk_tokens(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, tokens, first and last candidate, tokens chosen, queries."""
+    heads_q, heads, dim, length, first, last, count, queries = shape
+    torch.manual_seed(length)
+    k = torch.randn(2, heads, length + 3, dim, device=device).to(dtype)[:, :, :length]
+    asking = representatives(3 * torch.randn(2, heads_q, queries, dim, device=device).to(dtype), heads)
+    assert asking.shape[2] <= 128
+    scores = (asking.double() @ k[:, :, first:last].double().mT * dim**-0.5).softmax(-1).sum(2)
+    for choose in (launch_chunk_tokens, chunk_tokens_reference):
+        found = choose(asking, k, first, last, count, scale=dim**-0.5)
+        assert found.shape == (2, heads, count) and found.dtype == torch.int32
+        assert bool((found.diff(dim=-1) > 0).all()) and bool(((found >= first) & (found < last)).all())
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, found.long() - first, True)
+        least = scores.masked_fill(~chosen, torch.inf).amin(-1)
+        most = scores.masked_fill(chosen, 0.0).amax(-1)
+        assert bool((least >= most * 2**-0.13 * (1 - 10 * LIMITS[dtype])).all())
+
+
+def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0) -> None:
+    """shape: query heads, KV heads, head dimension, tokens, queries of the chunk, listed tokens, padding of row 1.
+    Lists that name a token in every place, and of rows with padding."""
+    heads_q, heads, dim, length, count, listed, pad = shape
+    torch.manual_seed(length)
+    q = (logits * torch.randn(2, count, heads_q, dim, device=device)).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(2, heads, length + 3, dim, device=device).to(dtype)[:, :, :length] for _ in range(2))
+    tokens = torch.rand(2, heads, length - count, device=device).argsort(-1)[..., :listed].sort(-1).values.int()
+    starts = torch.tensor([0, pad], device=device)
+    padded = torch.where(tokens < starts[:, None, None], -1, tokens)
+    for lists, edges in ((tokens, None), (padded, starts)):
+        found = launch_chunk_attention(q, k, v, lists, scale=dim**-0.5, starts=edges)
+        truth = chunk_attention_reference(q.double(), k.double(), v.double(), lists, scale=dim**-0.5, starts=edges)
+        agree(found, truth, LIMITS[dtype], "chunk")
+        if q.is_cuda and edges is None and splits(dtype, heads_q, heads, dim, q.device):
+            agree(gathered_attention(q, k, v, lists, scale=dim**-0.5), truth, LIMITS[dtype], "gathered")
 
 
 def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:

@@ -16,6 +16,7 @@ from sparsekv.kernels import (
     attend,
     attention_mass,
     between,
+    chunk_rest,
     codes,
     completion,
     indexing,
@@ -30,6 +31,9 @@ from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import between_triton as be
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
+from sparsekv.kernels import chunk_attention_triton as ca
+from sparsekv.kernels import chunk_rest_triton as cr
+from sparsekv.kernels import chunk_tokens_triton as ct
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
@@ -45,6 +49,9 @@ from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
+from sparsekv.kernels.chunk_attention import LAUNCHES, fitting
+from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
+from sparsekv.kernels.chunk_tokens import WARPS as CHOOSING_WARPS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
 from sparsekv.kernels.routing import RunArguments
@@ -63,7 +70,7 @@ KINDS = {
              "offset centre cap mean_key factors rest size bound sums log_weights weights tops masses lse votes part "
              "spreads covariance",
     "fp32": "scale eps",
-    "half": "q k v values out x w b y means features source keys centroids found logs w_in b_in w_a b_a "
+    "half": "q k v values out x w b y asking means features source keys centroids found logs w_in b_in w_a b_a "
             "w_b alpha w_out b_out",
 }
 OWN: dict[Any, dict[str, str]] = {
@@ -81,6 +88,7 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
+    ct.masses_kernel: {"first": "i32"}, ct.bins_kernel: {"first": "i32"},
     sk.histogram_kernel: {"scores": "*fp16"},
     sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
     sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32"},
@@ -109,6 +117,11 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     ftt.sums_kernel: {"k": tokens("half"), "v": tokens("half"), "maps": MAP, "firsts": "*i64", "lasts": "*i64",
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
+    ca.chunk_kernel: {**{n: tokens("half") for n in ("q", "k", "v", "o")}, "tokens": heads("*i32")},
+    cr.rest_kernel: {**{n: tokens("half") for n in ("q", "o")}, "cache": PhiCache("*fp32", "*fp32", "half"),
+                     "moments": ScoreMoments(*["*fp32"] * 5), "logs": "*fp32", "b_out": "half", "offset": "*fp32",
+                     "features": "i32"},
+    **{kernel: {"k": tokens("half")} for kernel in (ct.masses_kernel, ct.bins_kernel)},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
     **{kernel: {
@@ -201,6 +214,19 @@ def main() -> None:
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
+    for dim, capability in ((64, 89), (128, 80), (128, 89), (128, 90), (256, 80), (256, 90)):
+        room = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
+        how = fitting(LAUNCHES[capability >= 90], 2 * dim, room)
+        check(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
+                                "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
+        check(cr.rest_kernel, {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": chunk_rest.ROWS, "DIM": dim,
+                               "WIDTH": dim, "COLUMNS": chunk_rest.COLUMNS, "FEATURES": dim},
+              chunk_rest.WARPS, "bf16", (capability,))
+    for dim, half in ((128, "bf16"), (256, "bf16")):
+        rows = {"ROWS": MOST_REPRESENTATIVES, "DIM": dim, "WIDTH": dim,
+                "BLOCK": at_once(KEYS_AT_ONCE, dim * (4 if half == "fp32" else 2), WIDEST)}
+        for kernel in (ct.masses_kernel, ct.bins_kernel):
+            check(kernel, rows, CHOOSING_WARPS, half)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
         size = dim * (4 if half == "fp32" else 2)

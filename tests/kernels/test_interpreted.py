@@ -54,6 +54,27 @@ def test_routing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_routing(shape, dtype, "cpu")
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 16, 333, 5, 300, 40, 100), (3, 1, 24, 63, 0, 63, 63, 7),
+                                   (7, 1, 80, 700, 111, 690, 1, 65)], ids=str)
+def test_tokens_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_chunk_tokens(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 16, 333, 100, 77, 260), (3, 1, 24, 111, 63, 0, 0), (7, 1, 80, 90, 1, 64, 5),
+                                   (2, 2, 64, 70, 70, 0, 70)], ids=str)
+def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_chunk_attention(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ((4, 2, 16, 24, 16, 70), torch.float16), ((3, 3, 80, 32, 48, 1), torch.float32),
+    ((4, 2, 16, 24, 16, 63, 0), torch.float16), ((3, 1, 24, 40, 20, 65, 2), torch.float32)], ids=str)
+def test_completion_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_rest(shape, dtype, "cpu")
+
+
 @pytest.mark.parametrize("buckets", [1, 33])
 def test_budget_rule(buckets: int) -> None:
     checks.check_budget_rule(buckets, "cpu")

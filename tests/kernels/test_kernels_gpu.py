@@ -37,6 +37,27 @@ SHAPES = pytest.mark.parametrize("shape", [
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 5, 3000, 400, 500), (32, 8, 128, 20_000, 16, 19_000, 2000, 2048),
+                                   (7, 1, 80, 700, 111, 690, 1, 65), (8, 8, 256, 900, 0, 900, 900, 63)], ids=str)
+def test_tokens_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_chunk_tokens(shape, dtype, DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777, 2600), (32, 8, 128, 6000, 2048, 1000, 5),
+                                   (7, 1, 80, 900, 1, 640, 50), (2, 2, 256, 700, 700, 0, 70)], ids=str)
+def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_chunk_attention(shape, dtype, DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(4, 2, 64, 64, 64, 700), (32, 8, 128, 128, 128, 1000), (14, 2, 64, 128, 96, 65, 2),
+                                   (12, 2, 128, 256, 128, 63, 0)], ids=str)
+def test_completion_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_rest(shape, dtype, DEVICE)
+
+
+@DTYPES
 @pytest.mark.parametrize("logits", [1.0, 1e4])
 @SHAPES
 def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype, logits: float) -> None:

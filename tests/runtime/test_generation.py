@@ -158,9 +158,9 @@ BAD = [
 ]
 
 
-def test_attach_has_at_most_thirteen_options_beside_the_selectors_own() -> None:
+def test_attach_has_at_most_fourteen_options_beside_the_selectors_own() -> None:
     named = [p for p in inspect.signature(sparsekv.attach).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert len(named) <= 13
+    assert len(named) <= 14
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)

@@ -67,7 +67,7 @@ def test_every_chunk_attends_to_what_its_mean_query_selects(case, options, count
     query = torch.randn(view.keys.shape[0], view.num_query_heads, count, view.keys.shape[3],
                         generator=torch.Generator().manual_seed(4)) * 1.5
     selector = SELECTORS["token_select"](token_budget=BUDGET, prefill_chunk=CHUNK, **options)
-    found = prefill_chunks(view, query, selector, WINDOW)
+    found = prefill_chunks(view, query, selector.reader(SINK, WINDOW))
     want = literal(view, query, BUDGET, options.get("scaled", False), options.get("extrapolate", False))
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
 
@@ -78,11 +78,12 @@ def test_the_kernels_read_a_prompt_as_their_twins_do(extrapolate: bool) -> None:
     view = make_view(length=400, heads_q=6, dim=64, sink=SINK)[0]
     query = torch.randn(1, 6, 400, 64, generator=torch.Generator().manual_seed(4)) * 1.5
     selector = SELECTORS["token_select"](token_budget=40, prefill_chunk=64, extrapolate=extrapolate)
-    want = prefill_chunks(view, query, selector, WINDOW)
+    want = prefill_chunks(view, query, selector.reader(SINK, WINDOW))
     regions = replace(view.regions, **{n: getattr(view.regions, n).cuda() for n in ("starts", "tail_starts")})
     rope = type(view.rope)("half", *(t.cuda() for t in view.rope.tables()))
     there = replace(view, keys=view.keys.cuda(), values=view.values.cuda(), regions=regions, rope=rope)
-    torch.testing.assert_close(prefill_chunks(there, query.cuda(), selector, WINDOW).cpu(), want, rtol=1e-3, atol=1e-3)
+    found = prefill_chunks(there, query.cuda(), selector.reader(SINK, WINDOW))
+    torch.testing.assert_close(found.cpu(), want, rtol=1e-3, atol=1e-3)
 
 
 def test_padding_has_no_contiguous_positions() -> None:
@@ -90,7 +91,7 @@ def test_padding_has_no_contiguous_positions() -> None:
     rope = replace(view, rope=type(view.rope)("half", *(t.expand(2, -1, -1) for t in view.rope.tables())))
     selector = SELECTORS["token_select"](token_budget=BUDGET, prefill_chunk=CHUNK, extrapolate=True)
     with pytest.raises(SparseKVError, match="one sequence at a time"):
-        prefill_chunks(rope, torch.randn(2, 4, 90, 8), selector, WINDOW)
+        prefill_chunks(rope, torch.randn(2, 4, 90, 8), selector.reader(SINK, WINDOW))
 
 
 def attached(model, budget: int, **options):
@@ -134,4 +135,4 @@ def test_the_published_settings_are_arguments_of_attach(extrapolate: bool) -> No
         assert torch.equal(attachment.generate(ids, max_new_tokens=3), plain)
         decoding = attachment.decoding
     assert (decoding.sink_size, decoding.window_size, decoding.selector.token_budget) == (128, 512, 2048)
-    assert decoding.selector.chunk == 512
+    assert decoding.selector.prefill_chunk == 512

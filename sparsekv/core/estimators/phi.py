@@ -20,11 +20,14 @@ from sparsekv.kernels import (
     PhiCache,
     PhiState,
     ScoreMoments,
+    add_rest,
     factored,
     for_request,
     fused,
+    gather_rows,
     key_features,
     phi_join,
+    phi_less,
     phi_query,
     phi_sums,
     read_bound,
@@ -160,11 +163,7 @@ class PhiEstimator(Estimator):
         return self.in_place
 
     def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
-        if self.weights is None:
-            dtype = queries.rot.dtype
-            if dtype not in self.of_queries:
-                self.of_queries[dtype] = FeatureMapWeights(*(w.to(dtype).contiguous() for w in self.layer.query_map))
-            self.weights = self.of_queries[dtype]
+        self._query_maps(queries.rot.dtype)
         offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
         return self.asked(queries.folded, Summary(self.state, self.bias, offset))
 
@@ -189,6 +188,26 @@ class PhiEstimator(Estimator):
         features = key_features(keys.reshape(count, view.num_kv_heads, lists * width, dim), self._maps())
         features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self.query(view, queries), features, values, tokens >= 0)
+
+    def complete_chunk(
+        self, view: LayerView, q: Tensor, tokens: Tensor, out: Tensor, lse: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of a chunk of queries q `[B, Hq, c, d]`, out alike and lse `[B, Hq, c]`, both overwritten, and the
+        estimate of the mid region less the tokens `[B, Hkv, K]` that all of them read, each in it and named once."""
+        index = tokens.long()
+        keys, values = gather_rows(view.keys, index), gather_rows(view.values, index)
+        first = torch.zeros(len(index), dtype=torch.long, device=index.device)
+        read = phi_sums(keys, values, first, first + index.shape[2], self._maps())
+        left = self.state._replace(**phi_less(PhiCache(*self.state[:3]), read)._asdict())
+        return add_rest(out, lse, q, self._query_maps(q.dtype), self.layer.offset, left)
+
+    def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
+        """The maps of queries in the precision of queries."""
+        if self.weights is None:
+            if dtype not in self.of_queries:
+                self.of_queries[dtype] = FeatureMapWeights(*(w.to(dtype).contiguous() for w in self.layer.query_map))
+            self.weights = self.of_queries[dtype]
+        return self.weights
 
     def cost_tokens(self, view: LayerView) -> float:
         return phi_tokens(self.state.m.shape[-1], view.keys.shape[-1], moments=self.layer.capped)

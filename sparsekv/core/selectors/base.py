@@ -129,6 +129,10 @@ class Selector(RowState):
         super().take_rows(index)
         self.budget = self.budget[index]
 
+    def reader(self, sink: int, window: int) -> ReadsPrompts | None:
+        """Who reads prompts with this sink and this local window [tokens]; None: they are read densely."""
+        return None
+
     def statistics(self) -> dict[str, float]:
         """Numbers of this layer for the report."""
         return {}
@@ -144,17 +148,29 @@ class Selector(RowState):
 
 
 class ReadsPrompts(Protocol):
-    """What a selector is, beside, that reads prompts sparsely, `chunk` tokens together (`core/prefill.py`); 0: not as
-    it is set. extrapolate: the keys that are read get contiguous positions (length extrapolation)."""
-
-    extrapolate: bool
-    budget: Tensor
+    """Who reads prompts sparsely, `chunk` tokens together (`core/prefill.py`). sink, window: the first tokens, and
+    those before a chunk, that it always reads; exact: the last tokens of a prompt, which read all. extrapolate: the
+    keys that are read get contiguous positions (length extrapolation); takes_padding: rows with padding are read
+    sparsely too."""
 
     @property
     def chunk(self) -> int: ...
 
-    def prepare(self, view: LayerView) -> None: ...
+    @property
+    def sink(self) -> int: ...
 
-    def choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """The mid tokens that a chunk of the prompt reads, `[B, 1, K]` padded with -1: q `[B, Hq, 1, d]`, the chunk's
-        mean query."""
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def exact(self) -> int: ...
+
+    @property
+    def extrapolate(self) -> bool: ...
+
+    @property
+    def takes_padding(self) -> bool: ...
+
+    def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
+        """The mid tokens that a chunk q `[B, Hq, c, d]` reads beside sink and window of those before it, `[B, H, K]`
+        padded with -1 where rows have padding, H = Hkv or 1; None: it reads all."""

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.layer import LayerView, Queries, Selection, needed
+from sparsekv.core.selectors.base import ReadsPrompts, Selector
 from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import check_choice
@@ -72,9 +72,8 @@ class TokenSelect(Selector):
         super().validate()
         check_choice("vote", self.vote, VOTES)
 
-    @property
-    def chunk(self) -> int:
-        return self.prefill_chunk
+    def reader(self, sink: int, window: int) -> ReadsPrompts | None:
+        return PromptReader(self, sink, window) if self.prefill_chunk else None
 
     def build(self, view: LayerView) -> None:
         self.cached_query: Tensor | None = None
@@ -107,7 +106,8 @@ class TokenSelect(Selector):
         return Selection(tokens=queries.per_query(tokens), contiguous=self.extrapolate)
 
     def choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """With `extrapolate` queries have RoPE removed."""
+        """The tokens that queries `[B, Hq, 1, d]` read, `[B, 1, K]` padded with -1; with `extrapolate` they have RoPE
+        removed."""
         keys = view.keys_pre(0, view.length) if self.extrapolate else view.keys
         if self.vote == "soft":
             first, last = view.regions.mid_first, view.regions.mid_last
@@ -119,3 +119,32 @@ class TokenSelect(Selector):
     def statistics(self) -> dict[str, float]:
         """Share of steps that reused the cached selection."""
         return {"cache_hit_rate": self.hits / self.steps} if self.steps else {}
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """The paper's reading of prompts (§5.2): every `prefill_chunk` tokens their mean query selects, for all heads."""
+
+    selector: TokenSelect
+    sink: int
+    window: int
+
+    exact: ClassVar[int] = 0
+    takes_padding: ClassVar[bool] = True
+
+    @property
+    def chunk(self) -> int:
+        return self.selector.prefill_chunk
+
+    @property
+    def extrapolate(self) -> bool:
+        return self.selector.extrapolate
+
+    def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
+        self.selector.prepare(past)
+        if not bool((past.regions.mid_sizes > self.selector.budget).any()):
+            return None
+        first = past.keys.shape[2]
+        if self.extrapolate:
+            q = needed(past.rope).unrotate(q, torch.arange(first, first + q.shape[2], device=q.device))
+        return self.selector.choose(past, q.mean(2, keepdim=True))
