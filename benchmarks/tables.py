@@ -19,6 +19,9 @@ ROOT = RESULTS.parent.parent
 
 
 def load(name: str) -> list[dict[str, Any]]:
+    """The rows of a file; none where nothing has been measured yet."""
+    if not (RESULTS / f"{name}.json").exists():
+        return []
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -32,6 +35,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "phi": phi,
     "decode": lambda: _speed_page.decode(load("decode")),
     "generate": lambda: _speed_page.generate(load("generate")),
+    "prefill": lambda: _speed_page.prompts(load("prefill")),
     "served": lambda: _speed_page.served(load("serving"), load("served_quality")),
     "training": lambda: _training_page.page(load("training")),
     "sketch": lambda: _training_page.sketch(load("sketch")),
