@@ -70,8 +70,8 @@ class Keys(Protocol):
 
 class TrainedBuckets(Protocol):
     """What an artifact has of a layer (`artifacts.router.RouterLayer`): centroids `[Hkv, C, d]` of unit length, a query
-    model or None, whether both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored unless told
-    otherwise, and a sketch with codes of `sketch_bytes`, or None. Centroids and sketch may have the batch in front,
+    model or None, whether both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by
+    default, and a sketch with codes of `sketch_bytes`, or None. Centroids and sketch may have the batch in front,
     where every row has its own."""
 
     @property

@@ -54,23 +54,26 @@ def attach(
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    artifacts: what one training made, a folder with `router/`, `phi/` or both, or one artifact; or its name on the
-    Hugging Face hub, as `user/name` or `user/name@revision`, where nothing lies at that path. router, phi: artifacts,
-    their folders or names, for these two. selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector;
-    without it `sketch` if a router is given (`router` if it has none, or with probes), else `dense`; `options` are the
-    selector's own. token_budget: int = tokens,
-    float = share of the context, per query and KV head. completion: phi, centroid or none, or an Estimator; without it
-    phi if one is given. sink_size, window_size: without them the artifact's, else 4 and 16. decode_window: generated
-    tokens stay exact until there are more than this, then the older half joins the mid region. dense_layers decode with
-    full attention, layer 0 unless told otherwise. dense_below: caches shorter than this are decoded with full attention
-    [tokens]; without it, with placement gpu, where that is the faster one, which is timed (`runtime/crossing.py`); 0
-    always decodes sparsely. placement of keys and values: gpu (the model's device), offload
-    (CPU memory; index, anchors and decode window on the device, what is read is copied over) or cpu (CPU memory, and
-    the sparse layers' attention is computed there). settings: a file of `sparsekv eval recommend` (or a `Settings`):
-    selector, completion, budget of every layer and gate of every head, and the artifacts' folders unless router and phi
-    are given. run: how steps are run (`RunOptions`). prefill: prompts are read `dense` or `sparse`, in chunks that read
-    a list of the tokens before them, completed by phi if one is given; a `SparsePrompts` says how. dense_layers, rows
-    with padding and a prompt's last tokens are read densely all the same.
+    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or its name on the
+      Hugging Face hub, `user/name` or `user/name@revision`, where nothing lies at that path.
+    - router, phi: artifacts, their folders or names, for these two.
+    - selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector. By default `sketch` if a router is given
+      (`router` if it has no sketches, or with probes), else `dense`. `options` are the selector's own.
+    - token_budget: tokens retrieved per query and KV head: an int counts tokens, a float is a share of the context.
+    - completion: phi, centroid, uniform or none, or an Estimator; by default phi if one is given.
+    - sink_size, window_size: tokens that are always read; by default the artifact's, else 4 and 16.
+    - decode_window: generated tokens stay exact until there are more; then the older half joins the mid region.
+    - dense_layers: layers that decode with full attention; by default layer 0.
+    - dense_below: shorter caches are decoded with full attention [tokens]. By default, with placement gpu, those for
+      which that was timed to be faster (`runtime/crossing.py`); 0 always decodes sparsely.
+    - placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window on
+      the device, which reads the selected rows over the bus) or cpu (CPU memory, sparse layers' attention too).
+    - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
+      of every head, and the artifacts' folders where router and phi are not given.
+    - run: how steps are run (`RunOptions`).
+    - prefill: prompts are read `dense` or `sparse`, in chunks that read a list of the tokens before them, completed by
+      phi if one is given; a `SparsePrompts` says how. dense_layers, rows with padding and a prompt's last tokens are
+      read densely all the same.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """

@@ -80,7 +80,7 @@ class Plan:
         self.views = [None if s is None else self._whole(s) for s in states]
         self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
             device.type != "cuda" and bool(starts.any())) else None
-        """Tokens of the storage that are no padding, where full attention needs to be told."""
+        """Tokens of the storage that are no padding, where full attention needs to know."""
         self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
         self.logits: Tensor | None = None
         self.graph: Any = None

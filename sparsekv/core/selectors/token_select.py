@@ -48,7 +48,7 @@ class TokenSelect(Selector):
 
     `PUBLISHED` are the paper's own settings (§6.1), as arguments of `attach`; θ is given in no text, 0.98 is ours.
     Equation 10 is printed without the `1/√d` of equation 4, which changes nothing in equations 8 and 9 but does here:
-    `scaled` has both, as printed unless told otherwise.
+    `scaled` has both; the default is as printed.
     """
 
     PUBLISHED: ClassVar[dict[str, int]] = {"token_budget": 2048, "sink_size": 128, "window_size": 512,
