@@ -11,12 +11,11 @@ from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.serving import summaries
-from sparsekv.serving.checks import check_engine, head_slice, served_shape
 from sparsekv.serving.graphs import TURN, capture_twice
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, bytes_of, heads_of
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
+from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
 from sparsekv.serving.seats import Places, Seats, StepRows
-from sparsekv.serving.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
+from sparsekv.serving.share import count_in
 from sparsekv.serving.stock import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -29,28 +28,13 @@ from sparsekv.serving.stock import (
     graph_manager,
     layouts,
     rotary_modules,
+    workers,
 )
 
 SERVED_BYTES, ALONE, CPU_BYTES = 190_000_000, 4, 32_000_000
 """On CUDA: what a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests
 together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
 ALONE of that. On a CPU CPU_BYTES, of every request (docs/results/runtime.json, router at 2 %)."""
-
-_PLANS: dict[tuple[str, Any], ServedModel] = {}
-
-
-def plan_for(config: Any) -> ServedModel:
-    """The settings for the engine's model, loaded once a process. Raises SparseKVError in one sentence."""
-    path = settings_path()
-    if path is None:
-        raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
-                            "settings file (docs/serving.md), or choose another backend")
-    check_engine(config)
-    shape = served_shape(config.model_config)
-    if (path, shape) not in _PLANS:
-        _PLANS[path, shape] = served_model(Serving.load(path), shape)
-    return _PLANS[path, shape]
-
 
 @dataclass
 class SparseMetadata:
@@ -69,14 +53,7 @@ class Home:
         self.builder, self.layer_idx, self.layer, self.impl = builder, layer_idx, layer, layer.impl
         self.index: LayerIndex | None = None
         self.pages: tuple[int, torch.Size] | None = None
-        selector = builder.plan.layer(layer_idx)
-        assert selector is not None
-        own = head_slice(builder.vllm_config, selector.trained.centroids.shape[0], self.impl.num_kv_heads)
-        selector.layer = heads_of(selector.layer, *own)
-        self.selector, self.maps = selector, builder.plan.maps(layer_idx)
-        if self.maps is not None:
-            queries = head_slice(builder.vllm_config, self.maps.offsets.shape[1], self.impl.num_heads)
-            self.maps = summaries.heads_of(self.maps, queries, own)
+        self.selector, self.maps = part_of(builder.vllm_config, builder.plan, layer_idx, self.impl)
 
     def ready(self) -> LayerIndex | None:
         """The index, if there are pages. Before a step, not in it: a graph that is being captured must not make one."""
@@ -124,7 +101,8 @@ class SparseBuilder(AttentionMetadataBuilder):
             below = -(-(CPU_BYTES if device.type == "cpu" else 0) // token)
         places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
                         kv_cache_spec.block_size)
-        self.room = Room(min(serving.requests, vllm_config.scheduler_config.max_num_seqs), longest)
+        self.kept = kept_beside(vllm_config, self.plan)
+        self.room = Room(seats_of(vllm_config, self.plan, self.kept), longest)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.seats = Seats(self.room.seats, places, longest, device,
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
@@ -168,18 +146,16 @@ class SparseBuilder(AttentionMetadataBuilder):
         return self.unsorted
 
     def _check_memory(self, pool: Tensor, slots: int) -> None:
-        sizes = [bytes_of(h.selector, self.room, pool) for h in self.homes]
-        by_slot, by_seat = (sum(x) for x in zip(*sizes, strict=True))
-        kept = [summaries.bytes_of(h.maps, self.room.seats, pool.dtype) for h in self.homes if h.maps is not None]
-        maps, by_summary = (sum(x) for x in zip((0, 0), *kept, strict=True))
+        """Where vLLM was told how many pages there are, it has not counted what lies beside them."""
         free, total = torch.cuda.mem_get_info(pool.device)
-        wanted = by_slot + by_seat + maps + by_summary
+        wanted, gib = self.kept.of(slots, self.room.seats), 2**30
         if wanted > free:
             raise SparseKVError(
-                f"codes of {slots} tokens take {by_slot / 2**30:.2f} GiB, the indices and summaries of "
-                f"{self.room.seats} requests {(by_seat + by_summary) / 2**30:.2f} GiB and the feature maps "
-                f"{maps / 2**30:.2f} GiB beside the cache, and {free / 2**30:.2f} GiB are left; lower "
-                f"--gpu-memory-utilization by {(wanted - free) / total + 0.01:.2f}, or requests in the settings file")
+                f"codes of {slots} tokens take {self.kept.slot * slots / gib:.2f} GiB and indices and summaries of "
+                f"{self.room.seats} requests with the feature maps {self.kept.of(0, self.room.seats) / gib:.2f} GiB "
+                f"beside the cache, and {free / gib:.2f} GiB are left; lower --gpu-memory-utilization by "
+                f"{(wanted - free) / total + 0.01:.2f}, fewer pages if their number is given, or requests in the "
+                "settings file")
 
     def _build(self, common: Any, *, serves: bool) -> SparseMetadata:
         full = self.full.build(0, common)
@@ -225,6 +201,8 @@ class SparseImpl(StockImpl):
         from vllm.config import get_current_vllm_config
 
         plan_for(get_current_vllm_config())
+        for worker in workers():
+            count_in(worker, counted)
         super().__init__(num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
                          logits_soft_cap, attn_type, kv_sharing_target_layer_name, **more)
         self.may_be_sparse = (attn_type == AttentionType.DECODER and kv_sharing_target_layer_name is None and not any(
@@ -293,15 +271,6 @@ def lengths_of(common: Any) -> Tensor:
     if known is not None:
         return known[:common.num_reqs]
     return torch.full((common.num_reqs,), common.max_seq_len)
-
-
-def layer_number(name: str) -> int:
-    """The number in a layer's name, such as `model.layers.3.self_attn.attn`."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    if len(numbers) != 1:
-        raise SparseKVError(f"the layer {name!r} has {len(numbers)} numbers in its name; expected one, its own; serve "
-                            "this model with vLLM's own attention")
-    return numbers[0]
 
 
 def rope_of() -> RopeTable:

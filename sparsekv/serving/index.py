@@ -24,7 +24,7 @@ from sparsekv.core.step import build, grow
 from sparsekv.core.streams import beside
 from sparsekv.kernels import CompletionQuery, Pages, QueryModel, Sketch, attend_tokens, encode_keys
 from sparsekv.serving.pages import by_slot
-from sparsekv.serving.summaries import Summaries
+from sparsekv.serving.summaries import Summaries, bytes_in
 
 LATER = 64
 """New keys of a step up to which their codes wait."""
@@ -136,7 +136,7 @@ class LayerIndex:
         probe.prepare(self._request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
         self.weights = probe.query_model(self._request(torch.zeros(0), Regions(ends, ends, 0, 0)))
         self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * seats
-        shapes = _shapes(trained, room, pool, by_means=self.weights is None)
+        shapes = _shapes(trained, room, pool.dtype, by_means=self.weights is None)
         self.buckets = Buckets(**{name: torch.zeros(shape, dtype=kind, device=device)
                                   for name, (shape, kind) in shapes.items()})
         self.spent = torch.zeros(2, seats + 1, dtype=torch.int64, device=device)
@@ -150,6 +150,13 @@ class LayerIndex:
         self.index = Index(self.buckets, self.weights, self.codes, side, self.spent[0], self.spent[1], probe.widest,
                            min(room.longest, probe.most_candidates))
         self.summaries = None if maps is None else Summaries(maps, self.keys[None], seats)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the layer keeps beside its pages."""
+        side = None if self.index.sketch is None else self.index.sketch.queries
+        kept = None if self.summaries is None else self.summaries.held
+        return bytes_in((self.buckets, self.spent, self.codes, side, kept))
 
     def warm(self, sink_size: int) -> None:
         """Run once what prompts and new requests launch, for lengths that 16 divides, odd ones and others (strides that
@@ -272,13 +279,13 @@ def _placed_regions(regions: Regions, device: torch.device) -> Regions:
 
 
 def _shapes(
-    trained: TrainedBuckets, room: Room, pool: Tensor, *, by_means: bool,
+    trained: TrainedBuckets, room: Room, dtype: torch.dtype, *, by_means: bool,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and kind of the fields of the seats' `Buckets`."""
     (heads, buckets, dim), seats = trained.centroids.shape, room.seats + 1
-    wide = torch.promote_types(pool.dtype, torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
     row = seats, heads, buckets
-    found = {"centroids": ((*row, dim), pool.dtype), "order": ((1, heads, room.seats * room.longest), torch.int32),
+    found = {"centroids": ((*row, dim), dtype), "order": ((1, heads, room.seats * room.longest), torch.int32),
              "offsets": ((seats, heads, buckets + 1), torch.int32)}
     if by_means:
         found |= {"sums": ((*row, dim), wide), "squares": (row, wide), "means": ((*row, dim), torch.int8),
@@ -286,13 +293,21 @@ def _shapes(
     return found
 
 
-def bytes_of(selector: Router, room: Room, pool: Tensor) -> tuple[int, int]:
-    """Bytes that a layer keeps beside its pages: by slot and by seat."""
-    trained, by_slots = selector.trained, 0
+def bytes_by_slot(selector: Router) -> int:
+    """Bytes that a layer keeps beside a slot of its pages: the slot's code."""
+    trained = selector.trained
+    if not selector.reads_codes or trained.sketch is None:
+        return 0
+    return trained.centroids.shape[0] * trained.sketch_bytes
+
+
+def bytes_by_seat(selector: Router, room: Room, dtype: torch.dtype) -> int:
+    """Bytes of all indices of a layer with keys of `dtype`."""
+    trained = selector.trained
     heads, _, dim = trained.centroids.shape
-    shapes = _shapes(trained, room, pool, by_means=(selector.scores or trained.scores) == "mean_key")
-    by_seats = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
-    if selector.reads_codes and trained.sketch is not None:
-        by_slots = pool.shape[0] * pool.shape[2] * heads * trained.sketch_bytes
-        by_seats += 4 * (room.seats + 1) * heads * dim * trained.sketch.rank
-    return by_slots, by_seats
+    shapes = _shapes(trained, room, dtype, by_means=(selector.scores or trained.scores) == "mean_key")
+    found = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
+    if bytes_by_slot(selector) and trained.sketch is not None:
+        found += torch.promote_types(dtype, torch.float32).itemsize * (room.seats + 1) * heads * dim * (
+            trained.sketch.rank)
+    return found

@@ -42,7 +42,7 @@ class Serving:
     selector: sketch (if the artifact has sketches) or router. completion: phi, where there are feature maps, or none.
     token_budget and candidates: the selector's. dense_below: the length from which a request decodes sparsely; without
     it where that was measured to be faster. requests: how many decode sparsely at once, each with an index; others are
-    attended to fully."""
+    attended to fully; without it as many as the engine runs, within `memory_share` of the memory that vLLM may take."""
 
     artifacts: str | None = None
     router: str | None = None
@@ -57,7 +57,8 @@ class Serving:
     decode_window: int = 1024
     dense_layers: list[int] | None = None
     dense_below: int | None = None
-    requests: int = 8
+    requests: int | None = None
+    memory_share: float = 0.1
 
     @classmethod
     def load(cls, path: str | Path) -> Serving:
@@ -102,6 +103,9 @@ class Serving:
         if self.candidates is not None and not 0 <= self.candidates <= 1:
             raise SparseKVError(f"{where} has candidates {self.candidates}; expected a share of the context between 0 "
                                 "and 1")
+        if not 0 < self.memory_share < 1:
+            raise SparseKVError(f"{where} has memory_share {self.memory_share}; expected a share of the memory between "
+                                "0 and 1, which indices and summaries may take")
         for name, least in (("sink_size", 0), ("window_size", 0), ("decode_window", 1), ("dense_below", 0),
                             ("requests", 1)):
             value = getattr(self, name)

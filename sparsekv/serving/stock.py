@@ -24,7 +24,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.pages import attend_pages, by_slot, write
 
 __all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata", "StockBackend",
-           "StockBuilder", "StockImpl", "full_graphs", "graph_manager", "layouts", "rotary_modules"]
+           "StockBuilder", "StockImpl", "full_graphs", "graph_manager", "layouts", "rotary_modules", "workers"]
 
 
 def layouts() -> tuple[Any, ...]:
@@ -38,6 +38,17 @@ def rotary_modules() -> list[Any]:
     from vllm.model_executor.layers import rotary_embedding
 
     return list({id(m): m for m in rotary_embedding._ROPE_DICT.values()}.values())
+
+
+def workers() -> list[type]:
+    """The classes that find out how much memory there is for pages."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return [CPUWorker]
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return [Worker]
 
 
 def graph_manager() -> Any:

@@ -47,6 +47,12 @@ class Summaries:
         for name, rows in self.kept.items():
             setattr(made, name, _put(rows, seat, getattr(made, name)))
 
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """All that is kept: rows by seat, and the maps."""
+        made = self.estimator
+        return *self.kept.values(), self.summary.offset, made.key_map, made.weights
+
     def asked(self, q: Tensor, seats: Tensor) -> CompletionQuery:
         """The queries' side of a step, q `[R, Hq, d]` with RoPE, of the requests in seats `[R]`."""
         return self.estimator.asked(q, self.summary, seats)
@@ -69,12 +75,13 @@ def bytes_of(maps: PhiLayer, seats: int, dtype: torch.dtype) -> tuple[int, int]:
     heads, dim, _ = maps.maps.key.w_in.shape
     made = empty_request(maps, torch.zeros(1, heads, 0, dim, dtype=dtype))
     rows = [getattr(made, name) for name in made.row_state]
-    return _bytes((made.key_map, made.weights)), (seats + 1) * _bytes((*rows, made.summary.offset))
+    return bytes_in((made.key_map, made.weights)), (seats + 1) * bytes_in((*rows, made.summary.offset))
 
 
-def _bytes(x: Any) -> int:
+def bytes_in(x: Any) -> int:
+    """Bytes of a tensor, of the tensors in a tuple, or of None."""
     if isinstance(x, tuple):
-        return sum(map(_bytes, x))
+        return sum(map(bytes_in, x))
     return 0 if x is None else x.numel() * x.element_size()
 
 

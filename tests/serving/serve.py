@@ -49,7 +49,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         cached.append([o.num_cached_tokens for o in outs])
         if job.get("gaps"):
             gaps.append([[gap(step) for step in o.outputs[0].logprobs] for o in outs])
-    return {"tokens": tokens, "cached": cached, "gaps": gaps, "seen": seen}
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    return {"tokens": tokens, "cached": cached, "gaps": gaps, "seen": seen, "blocks": blocks}
 
 
 def gap(step: dict[int, Any]) -> float:

@@ -1,0 +1,70 @@
+"""How much of a device's memory is not pages: what is foretold is what is held, and vLLM's workers leave it out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from paged import HEADS, LONGEST, PAGE, SCALE, maps, rope, router, selector
+
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.foundation.errors import SparseKVError
+from sparsekv.serving.index import LayerIndex, Room, Unsorted
+from sparsekv.serving.share import Beside, Counted, beside, count, count_in, seats_within
+
+
+@pytest.mark.parametrize("seats", [1, 5])
+@pytest.mark.parametrize("completes", [None, maps()])
+@pytest.mark.parametrize("kind", [("mean_key", "rot", True), ("mlp", "pre", True), ("mean_key", "rot", False)])
+def test_what_a_layer_keeps_is_what_was_foretold(
+    kind: tuple[str, str, bool], completes: PhiLayer | None, seats: int,
+) -> None:
+    made, blocks = router(*kind), 7
+    pool = torch.zeros(blocks, PAGE, HEADS, 2 * made.centroids.shape[-1]).transpose(1, 2)
+    layer = LayerIndex(selector(made, 8, 0.5), pool, Room(seats, LONGEST), Unsorted(blocks * PAGE, pool.device),
+                       scale=SCALE, rope=rope(), maps=completes)
+    kept = beside([(selector(made, 8, 0.5), completes)], LONGEST, pool.dtype)
+    expected = kept.of(blocks * PAGE + 1, seats)  # one more, of what has no slot
+    counters = layer.spent.nbytes
+    assert (kept.slot > 0) == kind[2]
+    assert layer.nbytes - counters <= expected if completes else layer.nbytes - counters == expected
+
+
+def test_as_many_seats_as_the_share_holds() -> None:
+    kept = Beside(slot=3, once=1000, seat=500)
+    assert [seats_within(kept, memory, 8) for memory in (0, 1999, 2000, 2999, 1e9)] == [1, 1, 2, 3, 8]
+    assert kept.of(10, 2) == 2030
+
+
+@pytest.mark.parametrize("available", [5_000, 123_457])
+def test_pages_and_what_lies_beside_them_fit(available: int) -> None:
+    kept = Beside(slot=24, once=1000, seat=500)
+    found = count(kept, available, 400, 4)
+    slots = found.pages // 400
+    assert found.seats == 4 and slots * 400 + kept.of(slots, 4) <= available < (slots + 2) * 400 + kept.of(slots + 2, 4)
+    with pytest.raises(SparseKVError, match=r"summaries of 8 requests .* lower requests or memory_share"):
+        count(kept, 5_000, 400, 8)
+
+
+def test_a_worker_leaves_it_out() -> None:
+    class Worker:
+        vllm_config = SimpleNamespace(name="config")
+
+        def determine_available_memory(self) -> int:
+            return 100
+
+    class Own(Worker):
+        pass
+
+    asked: list[Any] = []
+
+    def counted(config: Any, available: int) -> Counted | None:
+        asked.append((config.name, available))
+        return Counted(3, 60) if len(asked) == 1 else None
+
+    for worker in (Worker, Worker, Own):
+        count_in(worker, counted)
+    assert [Own().determine_available_memory() for _ in range(2)] == [60, 100]
+    assert asked == [("config", 100)] * 2, "counted once, whatever inherits"
