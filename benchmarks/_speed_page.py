@@ -3,6 +3,7 @@ and served_quality.json. A table is of one card and one commit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ METRICS = {"loop_ms": "a token, lean loop [ms]", "generate_ms": "a token, `gener
            "cold_gap_ms": "the same, cold [ms]", "first_s": "first tokens [s]",
            "index_s": "index [s]", "capture_ms": "a capture [ms]",
            "peak_gb": "most memory [GB]"}
+SERVED_CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<rows>\d+)(?:-(?P<cache>\w+))?")
 SERVED = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
 TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
          "niah_multikey_3": "needle among keys",
@@ -276,11 +278,14 @@ def served(rows: Rows, quality: Rows) -> str:
     """docs/results/served.md."""
     values = {(r["case"], r["method"], r["metric"]): r for r in rows}
     lines = []
-    for case in sorted({r["case"] for r in rows}, key=lambda c: (size(c.split("-")[1]), c)):
+    cases = {c: found for c in {r["case"] for r in rows} if (found := SERVED_CASE.fullmatch(c))}
+    for case, found in sorted(cases.items(), key=lambda c: (size(c[1]["context"]), c[0])):
         of = [values.get((case, m, "token_ms")) for m in ("vllm_fa3", "vllm_sparsekv")]
         first = [values.get((case, m, "first_s")) for m in ("vllm_fa3", "vllm_sparsekv")]
-        _, context, batch = case.split("-")
-        lines.append([context, batch[1:], of[1]["commit"] if of[1] else "–",
+        other = [f"{found['shape'].upper()} shape"] if found["shape"] != "8b" else []
+        other += [f"{found['ranks']} GPUs"] if found["ranks"] else []
+        context = ", ".join([found["context"], *other, *([f"{found['cache']} cache"] if found["cache"] else [])])
+        lines.append([context, found["rows"], of[1]["commit"] if of[1] else "–",
                       *(number(r["value"], 2) if r else "–" for r in of),
                       f"{of[0]['value'] / of[1]['value']:.2f} ×" if of[0] and of[1] else "–",
                       *(number(r["value"], 2) if r else "–" for r in first)])
@@ -314,7 +319,8 @@ def served_figure(rows: Rows) -> Drawing:
     figure, axes = canvas()
     for method, colour in (("vllm_fa3", SERIES[7]), ("vllm_sparsekv", "#882255")):
         line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in rows
-                      if r["metric"] == "token_ms" and r["method"] == method and r["case"].endswith("-b1"))
+                      if r["metric"] == "token_ms" and r["method"] == method
+                      and re.fullmatch(r"8b-\d+k-b1", r["case"]))
         axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
                   label=SERVED[method])
     return _context_axes(figure, axes, "a token [ms]")

@@ -65,6 +65,8 @@ DRAWN = ("8b-512k-b1", "8b-128k-b4")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
+    "32b": {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6},
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
                 "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49_152, "rope_theta": 1e5,
                 "tie_word_embeddings": True},
@@ -139,15 +141,16 @@ def make_model(shape: str, device: str, path: str | None) -> tuple[Any, Any]:
     return model.eval().requires_grad_(False), None
 
 
-def artifacts(model: Any, device: str) -> tuple[RouterArtifact, PhiArtifact]:
-    """Router and maps of the shape and width that the recipes train, random."""
-    mark = model_fingerprint(model)
+def artifacts(
+    mark: dict[str, Any], *, buckets: int = BUCKETS, sink: int = SINK, window: int = WINDOW,
+) -> tuple[RouterArtifact, PhiArtifact]:
+    """Router and maps of the shape and width that the recipes train, random, for the model of a fingerprint."""
     layers, heads_q, heads, dim = (mark[n] for n in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"))
-    common: dict[str, Any] = {"model": mark, "layers": list(range(layers)), "sink_size": SINK, "window_size": WINDOW}
-    centroids = torch.nn.functional.normalize(torch.randn(layers, heads, BUCKETS, dim), dim=-1)
+    common: dict[str, Any] = {"model": mark, "layers": list(range(layers)), "sink_size": sink, "window_size": window}
+    centroids = torch.nn.functional.normalize(torch.randn(layers, heads, buckets, dim), dim=-1)
     width, wide = code_size(None, None, dim)
     sketch = Sketch(*(torch.randn(layers, heads, *n, 2 * width - wide) * dim**-0.5 for n in ((dim,), (), (dim,))))
-    config = RouterArtifactConfig(num_buckets=BUCKETS, key_space="rot", scores="mean_key", sketch_bytes=width,
+    config = RouterArtifactConfig(num_buckets=buckets, key_space="rot", scores="mean_key", sketch_bytes=width,
                                   sketch_wide=wide, **common)
     router = RouterArtifact(config, centroids, None, sketch=sketch)
     keys = CentredMap(layers * heads, dim, FEATURES, KEY_WIDTH, shared=True)
@@ -301,7 +304,7 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any, tok
     _, length, rows = CASES[case]
     ids = prompts(model, tokenizer, rows, length, device)
     router, phi = load_artifacts(options.artifacts, None, None) if tokenizer is not None else (None, None)
-    trained = artifacts(model, device) if router is None else (router, phi)
+    trained = artifacts(model_fingerprint(model)) if router is None else (router, phi)
     units = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "from": "tokens"}
     for method in options.methods:
         if method == "transformers_compiled" and case not in COMPILED:

@@ -1,12 +1,18 @@
-"""RULER answered by a served model: vLLM's own attention, sparsekv's backend, `sparsekv.attach` with equal settings.
+"""RULER answered by a served model: vLLM's own attention, sparsekv's backend as it is by default, `sparsekv.attach`.
 
-    python benchmarks/served_quality.py --model FOLDER --router FOLDER --prompts FILE [--length 16384] [--samples 8]
+    python benchmarks/served_quality.py --model FOLDER --artifacts FOLDER --prompts FILE --name coder-1.5b
+        [--lengths 16384 30000] [--budgets 0.01 0.02] [--samples 25]
 
-Needs vLLM (docs/serving.md) and prompts of `benchmarks/quality.py --make-prompts`. A method is a process of its own and
-answers one prompt after another, greedily: a step in a batch with a prefill would be full attention. Scores go to
-docs/results/served_quality.json, in points, a case a task and their mean, and by how much the backend is above attach,
-with the 95 % interval paired by prompt. On one H200 that it shared, with the long-context SmolLM2 and 48 prompts of
-16k: 80 s a method, 50 of them vLLM's start.
+Needs vLLM (docs/serving.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
+artifacts of one `sparsekv train`, a budget, and that no context is too short, since a small model's 16k would be
+attended to fully; all else is what both have by default. A method with a budget is a process of its own and answers one
+prompt after another, greedily: a step in a batch with a prefill would be full attention. vLLM's own attention has no
+budget and answers once.
+
+Scores go to docs/results/served_quality.json, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
+with by how much the backend is above attach and above vLLM's own, with the 95 % interval paired by prompt; and of every
+method and length the median time of a step, `token_ms`, of these very answers. On one H100, expected: a minute to
+start, then 0.5 s a prompt of 16k and 1 s of 30k: of 325 prompts 4 and 8 minutes a method and budget.
 """
 
 from __future__ import annotations
@@ -17,11 +23,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,19 +41,19 @@ from sparsekv.evaluation.scores import bootstrap
 from sparsekv.serving.settings import VARIABLE
 
 METHODS = ("vllm_fa3", "vllm_sparsekv", "attach")
-Answer = Callable[[list[int], int], list[int]]
+Answer = Callable[[list[int], int], tuple[list[int], list[float]]]
+"""From a prompt and the most tokens: those of the answer, and when each was there [s]."""
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Both served and attached; a small model's 16k would be dense without dense_below."""
-    return {"router": str(options.router.resolve()), "token_budget": options.budget, "candidates": options.candidates,
-            "dense_layers": [0], "dense_below": 0}
+    """Both served and attached."""
+    return {"token_budget": options.budget, "dense_below": 0}
 
 
 def by_vllm(options: argparse.Namespace) -> Answer:
     from vllm import LLM, SamplingParams
 
-    longest = options.length + 192
+    longest = max(options.lengths) + 192
     more: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
     if torch.cuda.is_available():
         more = {"dtype": "bfloat16", "attention_config": backend_of(options.method), "gpu_memory_utilization": 0.15,
@@ -53,11 +62,29 @@ def by_vllm(options: argparse.Namespace) -> Answer:
                  max_num_batched_tokens=longest, num_gpu_blocks_override=-(-longest // 16) + 16, block_size=16,
                  enable_prefix_caching=False, seed=0, **more)
 
-    def answer(prompt: list[int], limit: int) -> list[int]:
+    def answer(prompt: list[int], limit: int) -> tuple[list[int], list[float]]:
         params = SamplingParams(temperature=0, max_tokens=limit, detokenize=False, stop_token_ids=[options.end])
-        return list(engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0].outputs[0].token_ids)
+        inner, said, times = engine.llm_engine, [], []
+        inner.add_request("0", {"prompt_token_ids": prompt}, params)
+        while inner.has_unfinished_requests():
+            for out in inner.step():
+                said = list(out.outputs[0].token_ids)
+            times += [time.perf_counter()] * (len(said) - len(times))
+        return said, times
 
     return answer
+
+
+class Clock:
+    """When each token was seen, as a streamer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None: ...
 
 
 def by_attach(options: argparse.Namespace) -> Answer:
@@ -67,79 +94,113 @@ def by_attach(options: argparse.Namespace) -> Answer:
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
-    sparsekv.attach(model, **settings_of(options)).__enter__()
+    sparsekv.attach(model, artifacts=str(options.artifacts), **settings_of(options)).__enter__()
 
-    def answer(prompt: list[int], limit: int) -> list[int]:
-        ids = torch.tensor([prompt], device=device)
+    def answer(prompt: list[int], limit: int) -> tuple[list[int], list[float]]:
+        ids, clock = torch.tensor([prompt], device=device), Clock()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
-                             eos_token_id=options.end, pad_token_id=options.end)
-        return out[0, len(prompt):].tolist()
+                             eos_token_id=options.end, pad_token_id=options.end, streamer=clock)
+        return out[0, len(prompt):].tolist(), clock.times[1:]  # the first call shows the prompt
 
     return answer
 
 
 def measure(options: argparse.Namespace) -> None:
+    """One method, in this process: scores of every task and length, and times of steps of every length."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     options.end = tokenizer.eos_token_id
     answer = (by_attach if options.method == "attach" else by_vllm)(options)
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
+    steps: dict[str, list[float]] = {}
     every = load_requests(options.prompts)
-    for request in first_of_each(every, options.samples, [options.length], options.tasks or ()):
-        text = tokenizer.decode(answer(request.tokens(tokenizer), request.answer_tokens), skip_special_tokens=True)
-        found.setdefault(request.task, []).append(100 * score(request, text))
-    options.found.write_text(json.dumps(found))
+    for request in first_of_each(every, options.samples, options.lengths, options.tasks or ()):
+        said, times = answer(request.tokens(tokenizer), request.answer_tokens)
+        text = tokenizer.decode(said, skip_special_tokens=True)
+        scores.setdefault(f"{request.task}@{request.length}", []).append(100 * score(request, text))
+        steps.setdefault(str(request.length), []).extend(1e3 * (b - a) for a, b in pairwise(times[1:]))
+    options.found.write_text(json.dumps({"scores": scores, "steps": steps}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--router", type=Path, required=True)
+    parser.add_argument("--artifacts", type=Path, required=True, help="folder of `sparsekv train`")
     parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--length", type=int, default=16_384)
-    parser.add_argument("--samples", type=int, default=8, help="prompts of every task")
+    parser.add_argument("--name", required=True, help="what the model is called in the rows")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[16_384, 30_000])
+    parser.add_argument("--samples", type=int, default=25, help="prompts of every task")
     parser.add_argument("--tasks", type=lambda text: text.split(","), help="only these")
-    parser.add_argument("--budget", type=float, default=0.02)
-    parser.add_argument("--candidates", type=float, default=0.1)
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.01, 0.02])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.method is not None:
         measure(options)
         return
-    every: dict[str, dict[str, list[float]]] = {}
-    for method in options.methods:
-        with tempfile.TemporaryDirectory() as place:
-            found, settings = Path(place) / "found.json", Path(place) / "settings.json"
-            settings.write_text(json.dumps(settings_of(options)))
-            env = environment()
-            if method == "vllm_sparsekv":
-                env[VARIABLE] = str(settings)
-            done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--method", method, "--found", str(found)],
-                                  env=env, check=False)
-            if done.returncode:
-                print(f"{method}: the process stopped with {done.returncode}", flush=True)
-                continue
-            every[method] = scores = json.loads(found.read_text())
-        means = {f"{task}@{options.length}": statistics.mean(s) for task, s in scores.items()}
-        means[f"ruler@{options.length}"] = statistics.mean(means.values())
-        print(method, {case: round(mean, 1) for case, mean in means.items()}, flush=True)
-        add_rows("served_quality", [
-            row(case, method, "score", round(mean, 2), "points", budget=options.budget, samples=options.samples)
-            for case, mean in means.items()], options.output)
-    method, other = "vllm_sparsekv", "attach"
-    if {method, other} <= set(every):
-        pairs = [[a - b for a, b in zip(scores, every[other][task], strict=True)]
-                 for task, scores in every[method].items()]
+    own = _in_a_process("vllm_fa3", 1.0, options) if "vllm_fa3" in options.methods else None
+    for budget in options.budgets:
+        every = {method: scores for method in options.methods if method != "vllm_fa3"
+                 and (scores := _in_a_process(method, budget, options)) is not None}
+        served = every.get("vllm_sparsekv")
+        for other, scores in {**every, "vllm_fa3": own}.items():
+            if served is not None and scores is not None and other != "vllm_sparsekv":
+                _compare(served, scores, other, budget, options)
+
+
+def _in_a_process(method: str, budget: float, options: argparse.Namespace) -> dict[str, list[float]] | None:
+    """Scores by `TASK@LENGTH`, whose rows are written; None where the process stopped."""
+    with tempfile.TemporaryDirectory() as place:
+        found, settings = Path(place) / "found.json", Path(place) / "settings.json"
+        settings.write_text(json.dumps({"artifacts": str(options.artifacts.resolve()), "token_budget": budget,
+                                        "dense_below": 0}))
+        env = environment(method)
+        if method == "vllm_sparsekv":
+            env[VARIABLE] = str(settings)
+        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--method", method, "--budget", str(budget),
+                               "--found", str(found)], env=env, check=False)
+        if done.returncode:
+            print(f"{method}: the process stopped with {done.returncode}", flush=True)
+            return None
+        told = json.loads(found.read_text())
+    rows, scores = [], told["scores"]
+    more = {"samples": options.samples} | ({} if method == "vllm_fa3" else {"budget": budget})
+    for length in options.lengths:
+        means = {case: statistics.mean(s) for case, s in scores.items() if case.endswith(f"@{length}")}
+        if means:
+            means[f"ruler@{length}"] = statistics.mean(means.values())
+        print(method, budget, {case: round(mean, 1) for case, mean in means.items()}, flush=True)
+        rows += [row(f"{options.name}:{case}", method, "score", round(mean, 2), "points", **more)
+                 for case, mean in means.items()]
+        steps = told["steps"].get(str(length))
+        if steps:
+            rows.append(row(f"{options.name}:ruler@{length}", method, "token_ms", round(statistics.median(steps), 3),
+                            "milliseconds", **more))
+    add_rows("served_quality", rows, options.output)
+    return scores
+
+
+def _compare(
+    served: dict[str, list[float]], scores: dict[str, list[float]], other: str, budget: float,
+    options: argparse.Namespace,
+) -> None:
+    """By how much the backend is above another method, paired by prompt."""
+    for length in options.lengths:
+        pairs = [[a - b for a, b in zip(mine, scores[case], strict=True)] for case, mine in served.items()
+                 if case.endswith(f"@{length}")]
+        if not pairs:
+            continue
         low, high = bootstrap(pairs)
         mean = statistics.mean(statistics.mean(task) for task in pairs)
-        print(f"{method} above {other}: {mean:.2f} points, {low:.2f} to {high:.2f}", flush=True)
-        add_rows("served_quality", [row(f"ruler@{options.length}", method, "difference", round(mean, 2), "points",
-                                        against=other, budget=options.budget, low=round(low, 2),
-                                        high=round(high, 2), samples=options.samples)], options.output)
+        print(f"{budget:g} of {length}: vllm_sparsekv above {other}: {mean:.2f} points, {low:.2f} to {high:.2f}",
+              flush=True)
+        add_rows("served_quality", [row(
+            f"{options.name}:ruler@{length}", "vllm_sparsekv", f"above_{other}", round(mean, 2), "points",
+            budget=budget, low=round(low, 2), high=round(high, 2), samples=options.samples)], options.output)
 
 
 if __name__ == "__main__":

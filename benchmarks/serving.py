@@ -1,21 +1,27 @@
-"""Tokens a second of a served model: vLLM with FlashAttention 3 and with sparsekv's backend, in one run.
+"""Tokens a second of a served model: vLLM with FlashAttention 3, with sparsekv's backend as it is by default, and with
+the plugin locks-kv, in one run.
 
     python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--side-by-side]
 
-Needs vLLM (docs/serving.md). Weights and prompts are random. A method's cases of one `ENGINES` entry share an engine,
-a process of its own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off,
-and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. On a CPU `vllm_fa3` is vLLM's
-CPU attention and the cases are `tiny-*`: a trial of the script.
+Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
+have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
+maps, with artifacts of the form that `sparsekv train` makes, random. A method's cases of one `ENGINES` entry share an
+engine, a process of its own that is warmed up with one request; every row of a case has its own prompt, prefix caching
+is off, and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. On a CPU `vllm_fa3` is
+vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
-- `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index and means are
-  made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without asynchronous
-  scheduling in `second_s`.
-- `peak_gb`: most memory held so far, the pages that both methods get included; `beside_gb`: what sparsekv keeps beside
-  them.
+- `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
+  means are made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without
+  asynchronous scheduling in `second_s`.
+- `peak_gb`: most memory of the first device held so far, the pages that all methods get included; `beside_gb`: what
+  sparsekv keeps beside them, where the engine has one device.
+- `same_tokens`: of a case of two devices (`tp2-…`) by how many tokens its first row begins as on one, where the run
+  has both.
 
-One H200, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, four rows of 128k 60 s, 512k
+One H100, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, four rows of 128k 60 s, 512k
 165 s, nearly all of it prefill. With two devices `--side-by-side` runs the methods at the same time, a device each.
+locks-kv compiles its kernels at its first step, which needs nvcc and ninja; it reads the same share of pages.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,34 +45,50 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import SHAPES
-from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.core.sketch import fit_sketch
-from sparsekv.kernels import Sketch
+from benchmarks.generate import SHAPES, artifacts
 from sparsekv.serving.settings import VARIABLE
 
+
+class Case(NamedTuple):
+    """A shape, tokens of a prompt, rows, the cache's precision, devices."""
+
+    shape: str
+    length: int
+    rows: int
+    cache: str = "auto"
+    ranks: int = 1
+
+
 CASES = {
-    "8b-8k-b1": ("8b", 8192, 1), "8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1),
-    "8b-128k-b4": ("8b", 131_072, 4), "8b-512k-b1": ("8b", 524_288, 1),
-    "tiny-256-b1": ("tiny", 256, 1), "tiny-512-b2": ("tiny", 512, 2),
+    "8b-8k-b1": Case("8b", 8192, 1), "8b-32k-b1": Case("8b", 32_768, 1), "8b-32k-b16": Case("8b", 32_768, 16),
+    "8b-128k-b1": Case("8b", 131_072, 1), "8b-128k-b4": Case("8b", 131_072, 4), "8b-512k-b1": Case("8b", 524_288, 1),
+    "8b-128k-b4-fp8": Case("8b", 131_072, 4, "fp8"), "tp2-8b-128k-b1": Case("8b", 131_072, 1, ranks=2),
+    "tp2-32b-128k-b1": Case("32b", 131_072, 1, ranks=2),
+    "tiny-256-b1": Case("tiny", 256, 1), "tiny-512-b2": Case("tiny", 512, 2),
 }
-"""A shape, tokens of a prompt, rows."""
-ENGINES = ("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4"), ("8b-512k-b1",), ("tiny-256-b1", "tiny-512-b2")
+ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4"), ("8b-32k-b16",), ("8b-512k-b1",),
+           ("8b-128k-b4-fp8",), ("tp2-8b-128k-b1",), ("tp2-32b-128k-b1",), ("tiny-256-b1", "tiny-512-b2"))
 """Cases of one engine, whose longest request and most rows are theirs, whichever of them run."""
-METHODS = ("vllm_fa3", "vllm_sparsekv")
-BUCKETS, BYTES, WIDE, SINK, WINDOW = 1024, 24, 3, 4, 64
-SETTINGS = {"router": "router", "token_budget": 0.01, "candidates": 0.1, "decode_window": 1024, "dense_layers": [0]}
-SMALL = {"tiny": {"dense_below": 400}}
+METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
+BUDGET, SPREAD = 0.01, 2.3
+"""Share of the context that is read; standard deviation of a query's scores over its keys, the median of the heads and
+layers of SmolLM2-135M on a page of documentation."""
+SETTINGS: dict[str, Any] = {"artifacts": "trained", "token_budget": BUDGET}
+SMALL: dict[str, dict[str, Any]] = {"tiny": {"dense_below": 400}}
 """What a trial has beside them: one case short, one long."""
+FORMS: dict[str, dict[str, int]] = {"tiny": {"buckets": 32, "sink": 4, "window": 64}}
+"""What its artifacts have of their own."""
+LOCKS = {"variant": "fast", "budget": BUDGET}
 TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 32_768, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
-UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second"}
+UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second", "share": "share",
+         "steps": "share", "waiting": "requests"}
 
 
 def write_model(shape: str, folder: Path, longest: int) -> None:
-    """A configuration without weights, and a router of the trained shape for it."""
-    known = {"head_dim": 32} | SHAPES[shape] if shape != "tiny" else {**SHAPES[shape], "head_dim": 32}
+    """A configuration without weights, and artifacts of the trained form for it."""
+    known = dict(SHAPES[shape]) | ({"head_dim": 32} if shape == "tiny" else {})
     theta = known.pop("rope_theta", 1e4)
     half = "bfloat16" if torch.cuda.is_available() else "float32"
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,19 +96,25 @@ def write_model(shape: str, folder: Path, longest: int) -> None:
               "hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": half, "bos_token_id": 1, "eos_token_id": 2,
               "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **known}
     (folder / "config.json").write_text(json.dumps(config))
-    layers, heads, dim = known["num_hidden_layers"], known["num_key_value_heads"], known["head_dim"]
-    buckets, width = (BUCKETS, BYTES) if shape != "tiny" else (32, 8)
-    record = {"architecture": "LlamaForCausalLM", "num_layers": layers, "num_query_heads": known["num_attention_heads"],
-              "num_kv_heads": heads, "head_dim": dim, "rope": {}, "weights": "none"}
+    mark = {"architecture": "LlamaForCausalLM", "num_layers": known["num_hidden_layers"],
+            "num_query_heads": known["num_attention_heads"], "num_kv_heads": known["num_key_value_heads"],
+            "head_dim": known["head_dim"], "rope": {}, "weights": "none"}
     torch.manual_seed(0)
-    eye = torch.eye(dim).expand(layers, heads, dim, dim)
-    sketch = Sketch(*(x.contiguous() for x in fit_sketch(eye, torch.zeros(layers, heads, dim), eye, width, WIDE)))
-    RouterArtifact(
-        RouterArtifactConfig(model=record, layers=list(range(layers)), num_buckets=buckets, key_space="rot",
-                             scores="mean_key", sink_size=SINK, window_size=WINDOW, sketch_bytes=width,
-                             sketch_wide=WIDE),
-        torch.nn.functional.normalize(torch.randn(layers, heads, buckets, dim), dim=-1), None, sketch=sketch,
-    ).save(folder / "router")
+    for name, made in zip(("router", "phi"), artifacts(mark, **FORMS.get(shape, {})), strict=True):
+        made.save(folder / "trained" / name)
+
+
+def spread_scores(model: Any) -> None:
+    """Weights of a model that vLLM made without any: every token is another direction, and scores have the standard
+    deviation SPREAD."""
+    for name, weight in model.named_parameters():
+        generator = torch.Generator(device=weight.device).manual_seed(len(name))
+        if weight.dim() == 1:
+            torch.nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
+        elif "qkv_proj" in name:
+            torch.nn.init.normal_(weight, std=(SPREAD / weight.shape[1]) ** 0.5, generator=generator)
+        else:
+            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.02, generator=generator)
 
 
 def backend_of(method: str) -> dict[str, Any]:
@@ -94,54 +122,75 @@ def backend_of(method: str) -> dict[str, Any]:
     return {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {"backend": "FLASH_ATTN", "flash_attn_version": 3}
 
 
-def environment() -> dict[str, str]:
+def environment(method: str) -> dict[str, str]:
     """Of an engine's process: the engine in it, nothing fetched, no settings yet."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
            "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
+           "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a rank of its own process is given `spread_scores`
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
-    return env
+    return env | ({"LOCKS_CONFIG": json.dumps(LOCKS)} if method == "locks_kv" else {"LOCKS_DISABLE": "1"})
+
+
+def lacks(method: str) -> str | None:
+    """What a method needs and does not find here, in one sentence."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed: nothing is measured (docs/serving.md says how)"
+    if method == "locks_kv" and (importlib.util.find_spec("locks") is None or not torch.cuda.is_available()):
+        return "locks_kv is left out: it needs a CUDA device and `pip install --no-deps locks-kv`, with nvcc and ninja"
+    return None
+
+
+def make_engine(
+    folder: Path, method: str, *, longest: int, rows: int, memory: float, graphs: str, sizes: list[int],
+    cache: str = "auto", ranks: int = 1, **more: Any,
+) -> Any:
+    """vLLM over a model without weights, which get some."""
+    from vllm import LLM
+
+    given: dict[str, Any] = {"enforce_eager": True}
+    if torch.cuda.is_available():
+        given = {"attention_config": backend_of(method), "gpu_memory_utilization": memory,
+                 "max_num_batched_tokens": CHUNK, "tensor_parallel_size": ranks, "kv_cache_dtype": cache,
+                 "compilation_config": {"cudagraph_mode": graphs, "cudagraph_capture_sizes": sizes}}
+    engine = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
+                 max_num_seqs=max(rows, 2), block_size=16, enable_prefix_caching=False, seed=0, **given, **more)
+    engine.apply_model(spread_scores)
+    return engine
 
 
 def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argparse.Namespace) -> Any:
-    from vllm import LLM
-
     cases = [CASES[case] for case in group]
-    rows, cuda = max(c[2] for c in cases), torch.cuda.is_available()
-    longest = max(c[1] for c in cases) + options.tokens + 64
-    more: dict[str, Any] = {"enforce_eager": True}
-    if cuda:
-        sizes = sorted({c[2] for c in cases})
-        more = {"attention_config": backend_of(method), "gpu_memory_utilization": options.memory,
-                "max_num_batched_tokens": CHUNK,
-                "compilation_config": {"cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sizes}}
-    # both methods get the same pages, and no more than they need
-    blocks = max(c[2] * -(-(c[1] + options.tokens + 64) // 16) for c in cases) + 64
-    return LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
-               max_num_seqs=max(rows, 2), block_size=16, num_gpu_blocks_override=blocks, enable_prefix_caching=False,
-               seed=0, **more)
+    # all methods get the same pages, and no more than they need
+    blocks = max(c.rows * -(-(c.length + options.tokens + 64) // 16) for c in cases) + 64
+    return make_engine(
+        folder, method, longest=max(c.length for c in cases) + options.tokens + 64, rows=max(c.rows for c in cases),
+        memory=options.memory, graphs=options.graphs, sizes=sorted({c.rows for c in cases}), cache=cases[0].cache,
+        ranks=cases[0].ranks, num_gpu_blocks_override=blocks)
 
 
 def run(
-    engine: Any, length: int, rows: int, tokens: int, seed: int, profiled: bool = False,
-) -> tuple[float, list[float]]:
-    """Seconds to the first token of the last row, and of every step in which all rows decode; `profiled` prints the
-    kernels of some."""
+    engine: Any, length: int, rows: int, tokens: int, seed: int, vocabulary: int, profiled: bool = False,
+) -> tuple[float, list[float], list[int]]:
+    """Seconds to the first token of the last row, and of every step in which all rows decode, and the first row's
+    tokens; `profiled` prints the kernels of some steps."""
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(seed)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     inner = engine.llm_engine
-    began, started, steps = time.perf_counter(), {}, []
+    began, started, steps, said = time.perf_counter(), {}, [], []
     for i in range(rows):
-        prompt = torch.randint(3, 97, (length,), generator=generator).tolist()
+        prompt = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
         inner.add_request(f"{length}-{rows}-{seed}-{i}", {"prompt_token_ids": prompt}, params)
     last, all_run = began, True
     while inner.has_unfinished_requests():
         for out in inner.step():
             started.setdefault(out.request_id, time.perf_counter())
             all_run &= not out.finished
+            if out.request_id.endswith("-0"):
+                said = list(out.outputs[0].token_ids)
         now = time.perf_counter()
         if len(started) == rows and all_run:
             steps.append(now - last)
@@ -149,7 +198,7 @@ def run(
             print_kernels(inner.step, PROFILED)
             now = time.perf_counter()
         last = now
-    return max(started.values()) - began, steps[1:]
+    return max(started.values()) - began, steps[1:], said
 
 
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
@@ -157,19 +206,21 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     began = time.perf_counter()
     engine = engine_of(group_of(options.cases[0]), method, folder, options)
     started = time.perf_counter()
-    shapes = [CASES[case] for case in options.cases]
-    run(engine, min(WARM, max(length for _, length, _ in shapes)), 1, 16, seed=1)
+    cases = [CASES[case] for case in options.cases]
+    vocabulary = SHAPES[cases[0].shape]["vocab_size"]
+    run(engine, min(WARM, max(case.length for case in cases)), 1, 16, 1, vocabulary)
     print(f"{method}: started in {started - began:.0f} s, warm in {time.perf_counter() - started:.0f} s", flush=True)
-    for case in options.cases:
-        _, length, rows = CASES[case]
-        first, steps = run(engine, length, rows, options.tokens, seed=0, profiled=options.profile)
+    for name, case in zip(options.cases, cases, strict=True):
+        rows = case.rows
+        first, steps, said = run(engine, case.length, rows, options.tokens, 0, vocabulary, options.profile)
         step = statistics.median(steps[-min(LAST, len(steps) // 2):])
         found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
-            found["beside_gb"] = beside(engine) / 1e9
-        print(FOUND + json.dumps({"case": case, "found": found}), flush=True)
+            if case.ranks == 1:
+                found["beside_gb"] = beside(engine) / 1e9
+        print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
 
 
 def group_of(case: str) -> tuple[str, ...]:
@@ -177,11 +228,11 @@ def group_of(case: str) -> tuple[str, ...]:
 
 
 def beside(engine: Any) -> int:
-    """Bytes of all indices, 0 for another backend. By the layers: vLLM freezes the collector's list of objects."""
+    """Bytes of all indices and summaries, 0 for another backend. By the layers: vLLM freezes the collector's list of
+    objects."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     homes = [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "home", None)) is not None]
-    return sum(t.numel() * t.element_size() for home in homes if home.index is not None
-               for n, t in vars(home.index).items() if isinstance(t, torch.Tensor) and n not in ("keys", "values"))
+    return sum(home.index.nbytes for home in homes if home.index is not None)
 
 
 def main() -> None:
@@ -200,35 +251,51 @@ def main() -> None:
     if options.engine is not None:
         measure(options.methods[0], options.engine, options)
         return
-    if importlib.util.find_spec("vllm") is None:
-        print("vLLM is not installed: nothing is measured (docs/serving.md says how)")
-        return
     devices = torch.cuda.device_count()
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
 
     def serve(method: str, device: int | None) -> None:
+        lacking = lacks(method)
+        if lacking is not None:
+            print(lacking, flush=True)
+            return
+        said: dict[str, list[int]] = {}
         for group in ENGINES:
             cases = [case for case in group if case in options.cases]
-            if cases:
-                _in_a_process(cases, method, device, options)
+            ranks = CASES[group[0]].ranks
+            if cases and ranks > (1 if device is not None else max(devices, 1)):
+                print(f"{' '.join(cases)} {method}: left out, {ranks} devices are needed for one engine", flush=True)
+            elif cases:
+                said |= _in_a_process(cases, method, device, options)
+        for case, tokens in said.items():
+            if case.startswith("tp2-") and (one := said.get(case.removeprefix("tp2-"))) is not None:
+                same = next((i for i, (a, b) in enumerate(zip(tokens, one, strict=True)) if a != b), len(one))
+                add_rows("serving", [row(case, method, "same_tokens", same, "tokens", of=len(one))], options.output)
 
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
         list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
     print(options.output / "serving.json")
 
 
-def _in_a_process(cases: list[str], method: str, device: int | None, options: argparse.Namespace) -> None:
-    env = environment()
+def settings_for(folder: Path, shape: str) -> Path:
+    """The settings file, what is not in it by default."""
+    (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {})}))
+    return folder / "settings.json"
+
+
+def _in_a_process(
+    cases: list[str], method: str, device: int | None, options: argparse.Namespace,
+) -> dict[str, list[int]]:
+    """Measures cases of one engine, and gives the tokens that it said of each."""
+    env, said = environment(method), {}
     if device is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(device)
     with tempfile.TemporaryDirectory() as place:
-        folder, (shape, *_) = Path(place), CASES[cases[0]]
+        folder, shape = Path(place), CASES[cases[0]].shape
         write_model(shape, folder, 1 << 20)
-        requests = max(CASES[case][2] for case in group_of(cases[0]))
-        (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {}), "requests": requests}))
         if method == "vllm_sparsekv":
-            env[VARIABLE] = str(folder / "settings.json")
+            env[VARIABLE] = str(settings_for(folder, shape))
         process = subprocess.Popen(
             [sys.executable, __file__, "--cases", *cases, "--methods", method, "--tokens", str(options.tokens),
              "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder),
@@ -239,12 +306,14 @@ def _in_a_process(cases: list[str], method: str, device: int | None, options: ar
             if not line.startswith(FOUND):
                 print(line, end="", flush=True)
                 continue
-            said = json.loads(line.removeprefix(FOUND))
-            print(said["case"], method, {k: round(v, 3) for k, v in said["found"].items()}, flush=True)
-            add_rows("serving", [row(said["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
-                                 for name, value in said["found"].items()], options.output)
+            told = json.loads(line.removeprefix(FOUND))
+            said[told["case"]] = told["tokens"]
+            print(told["case"], method, {k: round(v, 3) for k, v in told["found"].items()}, flush=True)
+            add_rows("serving", [row(told["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
+                                 for name, value in told["found"].items()], options.output)
         if process.wait():
             print(f"{' '.join(cases)} {method}: the engine stopped with {process.returncode}", flush=True)
+    return said
 
 
 if __name__ == "__main__":
