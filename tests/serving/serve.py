@@ -1,5 +1,6 @@
 """Runs one vLLM engine over a job and says what came of it: `python serve.py JOB.json RESULT.json`, one process an
-engine. A job names a model folder, engine arguments and waves of requests, each wave served to its end."""
+engine. A job names a model folder, engine arguments and waves of requests, each wave served to its end. A request with
+`after` goes on with the conversation of that number of the wave before."""
 
 from __future__ import annotations
 
@@ -41,11 +42,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, seed=0,
               **job["engine"])
     tokens, cached, gaps = [], [], []
+    said: list[list[int]] = []
     for wave in job["waves"]:
+        texts = [(said[r["after"]] if "after" in r else []) + r["prompt"] for r in wave]
         params = [SamplingParams(temperature=0, max_tokens=r["max_tokens"], detokenize=False, ignore_eos=True,
                                  logprobs=2 if job.get("gaps") else None) for r in wave]
-        outs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in wave], params, use_tqdm=False)
+        outs = llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
         tokens.append([list(o.outputs[0].token_ids) for o in outs])
+        said = [text + answer for text, answer in zip(texts, tokens[-1], strict=True)]
         cached.append([o.num_cached_tokens for o in outs])
         if job.get("gaps"):
             gaps.append([[gap(step) for step in o.outputs[0].logprobs] for o in outs])

@@ -59,6 +59,11 @@ def wave(texts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
     return [{"prompt": text, "max_tokens": tokens} for text in texts]
 
 
+def turn(texts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    """The next turn of the conversations of the wave before."""
+    return [{**request, "after": i} for i, request in enumerate(wave(texts, tokens))]
+
+
 def serve(folder: Path, waves: list[Any], settings: dict[str, Any] | None, *, model: str = "model",
           router: str = "sketch", dtype: str = "float32", gaps: bool = False, **engine: Any) -> dict[str, Any]:
     """What `serve.py` says. Raises what the process printed last where it failed."""
@@ -100,6 +105,9 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
     "prefix hits": (
         [wave([p := prompts(200)[0]], 30), wave([p, p + prompts(40, seed=1)[0], p[:150] + prompts(30, seed=2)[0]], 30),
          wave([p], 30)], {"enable_prefix_caching": True}, PHI, {"built": 3}),
+    "several turns": (
+        [wave(prompts(150, 190), 40), turn(prompts(30, 45, seed=1), 40), turn(prompts(20, 60, seed=2), 40)],
+        {"enable_prefix_caching": True}, {"decode_window": 24, **PHI}, {"built": 6, "moved": 6}),
     "preemption": (
         [wave(prompts(100, 120, 110, 90, 130, 80), 120)], {"num_gpu_blocks_override": 30, "max_model_len": 512}, PHI,
         {"preemptions": 1}),
@@ -144,6 +152,15 @@ def test_with_a_budget_the_tokens_are_those_of_attach(folder: Path, router: str,
         others = serve(folder, [wave(texts, tokens)], None)["tokens"]
     assert found["tokens"] != others, f"{'completion' if completed else 'the budget'} made no difference"
     assert found["seen"]["moved"] > 0
+
+
+def test_after_a_prefix_hit_the_tokens_are_those_of_attach(folder: Path) -> None:
+    """The second wave finds all of its prompts but the last page in the cache, and their codes beside the pages."""
+    texts, tokens = prompts(180, 250), 60
+    options = {"token_budget": 0.08, "decode_window": 24, "candidates": 0.3, "phi": str(folder / "phi")}
+    found = serve(folder, [wave(texts, tokens)] * 2, {**options, "dense_below": 0}, enable_prefix_caching=True)
+    assert found["tokens"] == [attached(folder, texts, tokens, **options)] * 2
+    assert found["cached"][1] == [160, 224] and found["seen"]["built"] == 8
 
 
 def test_a_router_of_another_model_is_refused_in_one_sentence(folder: Path) -> None:
