@@ -1,8 +1,10 @@
-"""The attention backend: vLLM's own for every batch that is not all decode and for short requests, sparse steps for the
-others. Batches of single tokens run in vLLM's full CUDA graphs: what a step reads lies in buffers that stay."""
+"""The attention backend: vLLM's own for prompts and for short requests, sparse steps for the others. Batches of single
+tokens run in vLLM's full CUDA graphs: what a step reads lies in buffers that stay. Beside a prompt's chunk vLLM's own
+attention sees one token of the rows that decode sparsely, and their steps follow it."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +14,9 @@ from torch import Tensor
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.graphs import TURN, capture_twice
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
 from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
-from sparsekv.serving.seats import Places, Seats, StepRows
+from sparsekv.serving.seats import Places, Seats, StepRows, rows_of
 from sparsekv.serving.share import count_in
 from sparsekv.serving.stock import (
     AttentionCGSupport,
@@ -36,14 +38,18 @@ SERVED_BYTES, ALONE, CPU_BYTES = 190_000_000, 4, 32_000_000
 together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
 ALONE of that. On a CPU CPU_BYTES, of every request (docs/results/runtime.json, router at 2 %)."""
 
+
 @dataclass
 class SparseMetadata:
-    """full: the stock backend's metadata. Of a decode batch in which some rows may be sparse also lanes, and table
-    `[R, blocks]`: the rows' pages."""
+    """full: the stock backend's metadata. Of a batch in which some rows may be sparse also lanes, and table
+    `[R, blocks]`: the rows' pages; beside a prompt's chunk of the R rows that decode, whose queries are `at [R]`, and
+    others: the stock backend's metadata in which those that are sparse have one token."""
 
     full: Any
     lanes: Lanes | None = None
     table: Tensor | None = None
+    at: Tensor | None = None
+    others: Any = None
 
 
 class Home:
@@ -69,9 +75,20 @@ class Home:
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
             unsorted = self.builder.make_room(pool, again=self.index is not None)
             self.index = LayerIndex(self.selector, pool, self.builder.room, unsorted, scale=self.impl.scale,
-                                    rope=self.builder.rope, maps=self.maps)
+                                    rope=self.builder.rope, maps=self.maps, **self._rounded())
             self.pages = (pool.data_ptr(), pool.shape)
         return self.index
+
+
+    def _rounded(self) -> dict[str, Any]:
+        """What an index must know of a float8 cache."""
+        if not self.impl.kv_cache_dtype.startswith("fp8"):
+            return {}
+        scales = self.layer._k_scale, self.layer._v_scale
+        if any(x.numel() != 1 for x in scales):
+            raise SparseKVError(f"layer {self.layer_idx} has {scales[0].numel()} scales of keys in its cache; expected "
+                                "one; use --kv-cache-dtype auto")
+        return {"kind": self.builder.vllm_config.model_config.dtype, "scales": Scales(*(float(x) for x in scales))}
 
 
 class SparseBuilder(AttentionMetadataBuilder):
@@ -79,7 +96,8 @@ class SparseBuilder(AttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.full = StockBuilder(kv_cache_spec, layer_names, vllm_config, device)
+        # two, since what a builder gave last may lie in buffers of its own
+        self.full, self.others = (StockBuilder(kv_cache_spec, layer_names, vllm_config, device) for _ in range(2))
         self.plan = plan_for(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self.homes: list[Home] = []
@@ -158,11 +176,8 @@ class SparseBuilder(AttentionMetadataBuilder):
                 "settings file")
 
     def _build(self, common: Any, *, serves: bool) -> SparseMetadata:
-        full = self.full.build(0, common)
-        if not self.homes:
-            return SparseMetadata(full)
-        if not serves and TURN.capturing:
-            return SparseMetadata(full)
+        if not self.homes or (not serves and TURN.capturing):
+            return self._full(common)
         batch = StepRows(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
                       getattr(common, "is_prefilling", None))
         indices = [index for h in self.homes if (index := h.ready()) is not None]
@@ -170,21 +185,36 @@ class SparseBuilder(AttentionMetadataBuilder):
             max(indices, key=lambda x: x.summaries is not None).warm(self.seats.places.sink_size)
             self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
-        short = serves and TURN.take(lengths_of(common)) and (self.eager or TURN.captured)
+        rows = None if decode else decoding_rows(common)
+        lengths = lengths_of(common)
+        lengths = lengths if rows is None or not rows.numel() else lengths[rows]
+        short = serves and TURN.take(lengths) and (self.eager or TURN.captured or not decode)
         if self.seats.empty(short):
             if self.unsorted is not None:
                 self.unsorted.note(new, decode=decode)
-            return SparseMetadata(full)
+            return self._full(common)
         found = self.seats.follow(batch, new=new, decode=decode)
-        if short or common.max_query_len > 1:
+        if short or (rows is not None and not (serves and rows.numel())):
             self.seats.other_batch()
-            return SparseMetadata(full)
+            return self._full(common)
         if serves and len(indices) == len(self.homes):
             found = self.seats.serve(batch, found, indices)
+        if rows is not None:
+            self.seats.other_batch()
+            batch, found, at = rows_of(batch, found, rows.to(batch.lengths.device, non_blocking=True))
         lanes = self.seats.lanes(batch, found)
         if not lanes.sparse.is_cuda and not lanes.sparse.any():
-            return SparseMetadata(full)
-        return SparseMetadata(full, lanes, batch.table)
+            return self._full(common)
+        if rows is None:
+            return SparseMetadata(self.full.build(0, common), lanes, batch.table)
+        others = copy.copy(common)
+        others.seq_lens = common.seq_lens.index_copy(
+            0, rows.to(batch.lengths.device, non_blocking=True), batch.lengths.masked_fill(lanes.sparse, 1))
+        return SparseMetadata(self.full.build(0, common), lanes._replace(rest=torch.zeros_like(lanes.rest)),
+                              batch.table, at, self.others.build(0, others))
+
+    def _full(self, common: Any) -> SparseMetadata:
+        return SparseMetadata(self.full.build(0, common))
 
 
 class SparseImpl(StockImpl):
@@ -231,9 +261,14 @@ class SparseImpl(StockImpl):
             return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
                                    output_scale, output_block_scale)
         assert found.table is not None
-        lanes, rows = found.lanes, found.lanes.sparse.shape[0]
-        index, q = self.home.at(kv_cache), query[:rows]
-        index.step(q, lanes, found.table, output[:rows])
+        lanes, rows, index = found.lanes, found.lanes.sparse.shape[0], self.home.at(kv_cache)
+        if found.at is None:
+            index.step(unrounded(query[:rows], layer, output), lanes, found.table, output[:rows])
+            return output
+        super().forward(layer, query, key, value, kv_cache, found.others, output, output_scale, output_block_scale)
+        q, dense = unrounded(query[found.at], layer, output), output[found.at]
+        sparse = index.step(q, lanes, found.table, torch.empty_like(q))
+        output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
         return output
 
 
@@ -263,6 +298,20 @@ class SparseBackend(StockBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
+
+
+def unrounded(q: Tensor, layer: Any, like: Tensor) -> Tensor:
+    """Queries in the precision of the output: vLLM hands them over in that of a float8 cache, over a scale."""
+    return q if q.dtype == like.dtype else q.to(like.dtype) * layer._q_scale.to(like.dtype)
+
+
+def decoding_rows(common: Any) -> Tensor:
+    """The requests of a step that decode beside a prompt, on the CPU; none where it does not say whose prompt goes
+    on."""
+    prefilling, counts = getattr(common, "is_prefilling", None), common.query_start_loc_cpu[:common.num_reqs + 1].diff()
+    if prefilling is None:
+        return torch.zeros(0, dtype=torch.int64)
+    return ((counts == 1) & ~prefilling[:common.num_reqs]).nonzero()[:, 0]
 
 
 def lengths_of(common: Any) -> Tensor:

@@ -11,19 +11,24 @@ from sparsekv.serving.settings import ServedShape
 def check_engine(config: Any) -> None:
     """Refuse an engine (a `VllmConfig`) that sparse decoding cannot work in. Raises SparseKVError."""
     cache, parallel = config.cache_config, config.parallel_config
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise SparseKVError(f"the cache is of {cache.cache_dtype}; expected the model's own precision, since codes and "
-                            "means are made of keys as they are; use --kv-cache-dtype auto")
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"):
+        raise SparseKVError(f"the cache is of {cache.cache_dtype}; expected the model's own precision or fp8 (e4m3, "
+                            "one scale a layer), which the kernels read; use --kv-cache-dtype auto or fp8")
+    if cache.cache_dtype.startswith("fp8") and getattr(cache, "calculate_kv_scales", False):
+        raise SparseKVError("scales of the cache are calculated from the first prompt; expected those of the "
+                            "checkpoint or 1, since indices hold them from the start; leave out --calculate-kv-scales")
     if getattr(config, "speculative_config", None) is not None:
-        raise SparseKVError("speculative decoding is on; expected one token a step, since a draft's tokens would be "
-                            "attended to as a prefill; leave out --speculative-config")
+        raise SparseKVError("speculative decoding is on; expected one token a step, since a request is known by having "
+                            "one token more than at its last step, and drafts that are taken back break that; leave "
+                            "out --speculative-config")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise SparseKVError(f"{name} is {getattr(parallel, name)}; expected 1, since an index knows the keys of "
                                 "one device; use tensor parallelism")
     if getattr(config, "kv_transfer_config", None) is not None or getattr(cache, "kv_offloading_size", None):
         raise SparseKVError("keys arrive from elsewhere (a KV connector or offloading); expected them to be computed "
-                            "here, where their buckets and codes are written; leave out the connector")
+                            "here, where their codes are written: a backend is not told which pages a connector fills, "
+                            "and would choose by the codes of whoever had them; leave out the connector")
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
         raise SparseKVError("batches are cut in two (dual batch overlap); expected whole ones; leave out --enable-dbo")
 

@@ -78,21 +78,29 @@ class Unsorted:
         self.at.fill_(True)
 
 
+class Scales(NamedTuple):
+    """What numbers of the pages are multiplied by: those of a float8 cache are keys and values over these."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 @dataclass
 class RequestKeys(LayerView):
     """The keys of one request in pages, as `core/index.py: Keys`: keys and values `[1, Hkv, slots, d]` by slot, slots
-    `[N]` of its first tokens, the mid region's last among them; codes by slot in `store`."""
+    `[N]` of its first tokens, the mid region's last among them; codes by slot in `store`. Keys are given as they are,
+    values as the pages have them."""
 
     slots: Tensor | None = None
     store: LayerIndex | None = None
 
     def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
-        assert self.slots is not None
-        return self.keys[:, :, self.slots[first:last:step]]
+        assert self.slots is not None and self.store is not None
+        return self.store.keys_in(self.slots[first:last:step])[None]
 
     def values_at(self, first: int, last: int) -> Tensor:
-        assert self.slots is not None
-        return self.values[:, :, self.slots[first:last]]
+        assert self.slots is not None and self.store is not None
+        return self.store.values[:, self.slots[first:last]].to(self.store.kind)[None]
 
     def keys_pre(self, first: int, last: int) -> Tensor:
         places = torch.arange(first, last, device=self.keys.device)
@@ -120,15 +128,19 @@ class LayerIndex:
     made it. Seat `seats` is nobody's: its buckets are empty.
 
     selector: of this layer, with the artifact's part that these heads need; maps: these heads' feature maps, None: what
-    is not read is not estimated."""
+    is not read is not estimated. Of a float8 cache, kind: the precision of the queries; scales: the layer's. The
+    kernels read the pages as they are: the key's scale is in that of the scores and in the map of keys, and the
+    value's, by which summaries and attention are short alike, multiplies the output."""
 
     def __init__(self, selector: Router, pool: Tensor, room: Room, unsorted: Unsorted, *, scale: float,
-                 rope: RopeTable | None = None, maps: PhiLayer | None = None):
+                 rope: RopeTable | None = None, maps: PhiLayer | None = None, kind: torch.dtype | None = None,
+                 scales: Scales | None = None):
         self.unsorted, self.room, self.scale, self.rope = unsorted, room, scale, rope
         self.keys, self.values = by_slot(pool)
+        self.kind, self.scales = kind or pool.dtype, scales or Scales()
         self.slots, self.page = self.keys.shape[1], pool.shape[2]
         self.selector = copy.copy(selector)
-        self.selector.layer = trained = _placed(selector.trained, pool)
+        self.selector.layer = trained = _placed(selector.trained, pool.device, self.kind)
         device, seats, heads = pool.device, room.seats, self.keys.shape[0]
         # what the longest request may read
         ends = torch.zeros(1, dtype=torch.int64, device=device)
@@ -136,7 +148,7 @@ class LayerIndex:
         probe.prepare(self._request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
         self.weights = probe.query_model(self._request(torch.zeros(0), Regions(ends, ends, 0, 0)))
         self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * seats
-        shapes = _shapes(trained, room, pool.dtype, by_means=self.weights is None)
+        shapes = _shapes(trained, room, self.kind, by_means=self.weights is None)
         self.buckets = Buckets(**{name: torch.zeros(shape, dtype=kind, device=device)
                                   for name, (shape, kind) in shapes.items()})
         self.spent = torch.zeros(2, seats + 1, dtype=torch.int64, device=device)
@@ -149,7 +161,7 @@ class LayerIndex:
                 seats + 1, *trained.sketch.queries.shape, dtype=trained.sketch.queries.dtype, device=device))
         self.index = Index(self.buckets, self.weights, self.codes, side, self.spent[0], self.spent[1], probe.widest,
                            min(room.longest, probe.most_candidates))
-        self.summaries = None if maps is None else Summaries(maps, self.keys[None], seats)
+        self.summaries = None if maps is None else Summaries(maps, self._like(), seats, self.scales.key)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +177,7 @@ class LayerIndex:
         for count in (WARM, WARM - 1, WARM - 2):
             slots = torch.arange(min(count, self.slots, self.room.longest), device=self.keys.device)
             if self.codes is not None:
-                self._encode(self.keys[:, slots].transpose(0, 1), slots)
+                self._encode(self.keys_in(slots).transpose(0, 1), slots)
             ends = torch.full((1,), slots.shape[0])
             self.build(0, slots, Regions(torch.zeros_like(ends), ends, int(ends), min(sink_size, int(ends) // 2)),
                        routed=True)
@@ -181,7 +193,16 @@ class LayerIndex:
         """Codes of those of the slots `[n]` that have none, from the pages."""
         missing = slots[self.unsorted.at[slots]]
         for at in missing.split(KEYS_AT_ONCE):
-            self._encode(self.keys[:, at].transpose(0, 1), at)
+            self._encode(self.keys_in(at).transpose(0, 1), at)
+
+    def keys_in(self, slots: Tensor) -> Tensor:
+        """The keys in slots `[n]`, `[Hkv, n, d]`."""
+        found = self.keys[:, slots].to(self.kind)
+        return found if self.scales.key == 1 else found * self.scales.key
+
+    def _like(self) -> Tensor:
+        """Shape, precision and device of all keys `[1, Hkv, slots, d]`, which are not read through it."""
+        return torch.empty((), dtype=self.kind, device=self.keys.device).expand(1, *self.keys.shape)
 
     def _encode(self, keys: Tensor, at: Tensor) -> None:
         trained = self.selector.trained
@@ -234,12 +255,13 @@ class LayerIndex:
         tokens `[R, Hkv, n]`, completed if asked for, or over all it has in its pages, table `[R, blocks]`."""
         keys, values = (x[None].expand(q.shape[0], -1, -1, -1) for x in (self.keys, self.values))
         used = lanes.anchored
-        return attend_tokens(q, keys, values, tokens, scale=self.scale, starts=used, sink_size=0, tail_starts=used,
-                             lengths=used, completion=completion,
-                             pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
+        out = attend_tokens(q, keys, values, tokens, scale=self.scale * self.scales.key, starts=used, sink_size=0,
+                            tail_starts=used, lengths=used, completion=completion,
+                            pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
+        return out if self.scales.value == 1 else out.mul_(self.scales.value)
 
     def _request(self, slots: Tensor, regions: Regions) -> RequestKeys:
-        return RequestKeys(self.keys[None], self.values[None], _placed_regions(regions, self.keys.device), self.scale,
+        return RequestKeys(self._like(), self._like(), _placed_regions(regions, self.keys.device), self.scale,
                            self.keys.shape[0], rope=self.rope, slots=slots, store=self)
 
     def _put(self, seat: int, made: Router, summary: PhiEstimator | None, keys: RequestKeys) -> None:
@@ -265,12 +287,12 @@ class LayerIndex:
         self.made[seat] = made, summary
 
 
-def _placed(trained: TrainedBuckets, pool: Tensor) -> RouterLayer:
+def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) -> RouterLayer:
     """The artifact's part on the device; the sketch in float32 at least."""
-    kind = torch.promote_types(pool.dtype, torch.float32)
-    weights = None if trained.weights is None else QueryModel(*(w.to(pool.device) for w in trained.weights))
-    sketch = None if trained.sketch is None else Sketch(*(x.to(pool.device, kind) for x in trained.sketch))
-    return RouterLayer(trained.centroids.to(pool.device), weights, trained.key_space, trained.scores, sketch,
+    kind = torch.promote_types(kind, torch.float32)
+    weights = None if trained.weights is None else QueryModel(*(w.to(device) for w in trained.weights))
+    sketch = None if trained.sketch is None else Sketch(*(x.to(device, kind) for x in trained.sketch))
+    return RouterLayer(trained.centroids.to(device), weights, trained.key_space, trained.scores, sketch,
                        trained.sketch_bytes)
 
 

@@ -11,7 +11,9 @@ from sparsekv.kernels import dense_attention, slots_at
 
 def by_slot(pool: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of a pool `[blocks, Hkv, page, 2d]` whose memory runs by block, token, head (NHD), as views
-    `[Hkv, slots, d]`. Raises SparseKVError for another memory."""
+    `[Hkv, slots, d]`; bytes are float8 (e4m3). Raises SparseKVError for another memory."""
+    if pool.dtype == torch.uint8:
+        pool = pool.view(torch.float8_e4m3fn)
     dim = pool.shape[3] // 2
     rows = pool.transpose(1, 2)
     if rows.stride(0) != rows.shape[1] * rows.stride(1):

@@ -90,4 +90,6 @@ def counted(config: Any, available: int) -> Counted | None:
     impls = [getattr(layer, "impl", None) for layer in config.compilation_config.static_forward_context.values()]
     of_pages = sum(2 * impl.num_kv_heads * impl.head_size for impl in impls
                    if impl is not None and getattr(impl, "kv_sharing_target_layer_name", None) is None)
-    return count(kept, available, of_pages * config.model_config.dtype.itemsize, seats_of(config, plan, kept))
+    rounded = config.cache_config.cache_dtype.startswith("fp8")
+    return count(kept, available, of_pages * (1 if rounded else config.model_config.dtype.itemsize),
+                 seats_of(config, plan, kept))

@@ -86,6 +86,14 @@ class Found(NamedTuple):
     wants: Tensor
 
 
+def rows_of(batch: StepRows, found: Found, rows: Tensor) -> tuple[StepRows, Found, Tensor]:
+    """Of a batch some rows `[n]`, each of one new token, and where these are among the new tokens, `[n]`."""
+    at = batch.starts[rows + 1].long() - 1
+    part = StepRows(batch.lengths[rows], torch.arange(rows.shape[0] + 1, device=rows.device), batch.table[rows],
+                    batch.slots[at])
+    return part, Found(*(x[rows] for x in found)), at
+
+
 class Seats:
     """Seats `0 … count − 1`; seat `count` is where rows without one write to. most: the most rows of a decode batch on
     a CUDA device, whose lanes lie in buffers that stay."""

@@ -24,16 +24,18 @@ def heads_of(maps: PhiLayer, query_heads: tuple[int, int], kv_heads: tuple[int, 
 
 class Summaries:
     """By seat a row of all that the core's estimator keeps of a request. Seat `seats` is nobody's: nothing is left of
-    its estimate, which is zero. like: keys of the layer, `[1, Hkv, n, d]`. Raises SparseKVError for maps that no
-    kernel holds."""
+    its estimate, which is zero. like: keys of the layer, `[1, Hkv, n, d]`; scale: what the numbers that a step reads
+    as keys are multiplied by. Raises SparseKVError for maps that no kernel holds."""
 
-    def __init__(self, maps: PhiLayer, like: Tensor, seats: int):
+    def __init__(self, maps: PhiLayer, like: Tensor, seats: int, scale: float = 1.0):
         self.estimator = made = empty_request(maps.to(like.device), like)
         if not made.in_kernel:
             raise SparseKVError("the maps of keys have too many units or features for a program's shared memory on "
                                 "this GPU; train smaller ones, or serve with completion none in the settings file")
         made.layer = made.calibrated = maps._replace(offsets=maps.offsets.to(like.device))  # the others stay behind
         self.kept = {name: _by_seat(getattr(made, name), seats + 1) for name in made.row_state}
+        assert made.key_map is not None
+        self.stem = made.key_map.w_in if scale == 1 else made.key_map.w_in * scale
         offset = made.summary.offset
         self.summary = Summary(self.kept["state"], self.kept["bias"], offset.new_zeros(seats + 1, offset.shape[1]))
 
@@ -55,7 +57,9 @@ class Summaries:
 
     def asked(self, q: Tensor, seats: Tensor) -> CompletionQuery:
         """The queries' side of a step, q `[R, Hq, d]` with RoPE, of the requests in seats `[R]`."""
-        return self.estimator.asked(q, self.summary, seats)
+        found = self.estimator.asked(q, self.summary, seats)
+        assert found.keys is not None
+        return found._replace(keys=found.keys._replace(w_in=self.stem))
 
 
 def empty_request(maps: PhiLayer, like: Tensor) -> PhiEstimator:

@@ -187,6 +187,8 @@ def main() -> None:
     check(a.completed_kernel, split(256, 2, completed._replace(block=64), page=16), 4, "bf16", (90,), stages=1)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
+    check(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
+          k=tokens("*fp8e4nv"), v=tokens("*fp8e4nv"))
     check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
     check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")

@@ -13,8 +13,8 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
-from sparsekv.serving.seats import Found, Places, Seats, StepRows
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
+from sparsekv.serving.seats import Found, Places, Seats, StepRows, rows_of
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
 SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512
@@ -67,10 +67,13 @@ def maps() -> PhiLayer:
 
 class Request:
     """A prompt and its answer: pages, and how many of its tokens are in them. flat: scores differ by so little that
-    what is not read has weight."""
+    what is not read has weight; scales: keys and values are what a float8 cache makes of them."""
 
-    def __init__(self, seed: int, total: int, pages: list[int], *, flat: bool = False):
+    def __init__(self, seed: int, total: int, pages: list[int], *, flat: bool = False, scales: Scales | None = None):
         self.q, self.k, self.v = tokens(total, seed)
+        if scales is not None:
+            self.k, self.v = ((x / s).to(torch.float8_e4m3fn).float() * s for x, s in zip(
+                (self.k, self.v), scales, strict=True))
         if flat:
             self.q /= 8
         self.pages, self.length = pages, 0
@@ -81,13 +84,17 @@ class Engine:
 
     def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
                  candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE,
-                 completes: PhiLayer | None = None):
+                 completes: PhiLayer | None = None, scales: Scales | None = None):
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
+        self.scales = scales
+        if scales is not None:
+            self.pool = self.pool.transpose(1, 2).to(torch.float8_e4m3fn).transpose(1, 2)
         made = made or router()
         self.unsorted = Unsorted(blocks * PAGE, torch.device("cpu"))
         self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.unsorted,
-                                scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes)
+                                scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
+                                kind=torch.float32, scales=scales)
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
         self.seats.unsorted = self.unsorted
@@ -119,21 +126,30 @@ class Engine:
         batch = StepRows(lengths, starts, table, torch.cat(slots), prefilling)
         decode = max(n for _, n in work) == 1
         self.found = found = self.seats.follow(batch, new=batch.slots, decode=decode)
-        if decode:
+        # beside a prompt the rows that decode are attended to apart
+        rows = torch.tensor([i for i, (_, n) in enumerate(work) if decode or (n == 1 and not prefill)])
+        if rows.numel():
             self.found = found = self.seats.serve(batch, found, [self.index])
-            lanes = self.seats.lanes(batch, found)
-        flat = self.pool.transpose(1, 2).flatten(0, 1)
-        flat[batch.slots] = torch.cat([torch.cat(keys), torch.cat(values)], -1)
-        self.index.write(torch.cat(keys), batch.slots)
+            part, own, _ = rows_of(batch, found, rows)
+            lanes = self.seats.lanes(part, own)
         if not decode:
-            return [None] * len(work)
-        q = torch.stack([r.q[r.length - 1] for r, _ in work])
-        out = step(self.index, q, lanes, table)
-        assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths)).all())
-        for row, (request, _) in enumerate(work):
-            if not lanes.sparse[row]:
-                torch.testing.assert_close(out[row], full(request), rtol=1e-4, atol=1e-4)
-        return [out[row] if lanes.sparse[row] else None for row in range(len(work))]
+            self.seats.other_batch()
+        flat = self.pool.transpose(1, 2).flatten(0, 1)
+        ks, vs = self.scales or Scales()
+        flat[batch.slots] = torch.cat([torch.cat(keys) / ks, torch.cat(values) / vs], -1).to(flat.dtype)
+        self.index.write(torch.cat(keys), batch.slots)
+        outs: list[torch.Tensor | None] = [None] * len(work)
+        if not rows.numel():
+            return outs
+        requests = [work[row][0] for row in rows.tolist()]
+        out = step(self.index, torch.stack([r.q[r.length - 1] for r in requests]), lanes, table[rows])
+        assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths[rows])).all())
+        for at, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True)):
+            if lanes.sparse[at]:
+                outs[row] = out[at]
+            else:
+                torch.testing.assert_close(out[at], full(request), rtol=1e-4, atol=1e-4)
+        return outs
 
 
 def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> torch.Tensor:

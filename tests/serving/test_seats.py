@@ -53,14 +53,15 @@ def test_rows_that_change_places_keep_their_seats(monkeypatch: pytest.MonkeyPatc
     assert seats == [0, 1, 2]
 
 
-def test_a_mixed_batch_is_left_to_full_attention_and_seats_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_a_prompt_rows_decode_sparsely_and_keep_their_seats(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(seats=2)
     seats = builds(engine, monkeypatch)
     old, new = Request(1, 300, []), Request(2, 300, [])
     engine.step([(old, 100)])
     decode(engine, [old], 3)
     for _ in range(4):
-        assert engine.step([(old, 1), (new, 20)]) == [None, None]
+        beside, prompt = engine.step([(old, 1), (new, 20)])
+        assert beside is not None and prompt is None
     decode(engine, [old], 2)
     assert seats == [0]
 

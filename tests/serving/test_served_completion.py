@@ -12,7 +12,7 @@ from paged import HEADS, LONGEST, PAGE, SCALE, SINK, maps, router, selector, tok
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
 
 LENGTHS, WINDOW, GROWN = (150, 121, 90), 16, 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -21,17 +21,21 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Served:
     """Two requests in seats 1 and 0, and one that has none and reads all."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, scales: Scales | None = None):
         self.device, blocks = device, 40
         self.table = (torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(2)).int() + 1).reshape(3, -1)
         made = [tokens(200, seed) for seed in range(3)]
         pool = torch.zeros(blocks, PAGE, HEADS, 2 * made[0][1].shape[-1])
         for row, (_, k, v) in enumerate(made):
-            pool.flatten(0, 1)[self._slots(row, 200)] = torch.cat([k, v], -1)
+            ks, vs = scales or Scales()
+            pool.flatten(0, 1)[self._slots(row, 200)] = torch.cat([k / ks, v / vs], -1)
+        if scales is not None:
+            pool = pool.to(torch.float8_e4m3fn).view(torch.uint8)
         # scores differ by so little that what is not read has weight
         self.q = torch.stack([q[n - 1] for (q, _, _), n in zip(made, LENGTHS, strict=True)]) / 8
         self.index = LayerIndex(selector(router(), 12, 0.5), pool.to(device).transpose(1, 2), Room(2, LONGEST),
-                                Unsorted(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps())
+                                Unsorted(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps(),
+                                kind=torch.float32, scales=scales)
         self.regions = [Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), n - GROWN, SINK, WINDOW)
                         for n in LENGTHS[:2]]
         for row, regions in enumerate(self.regions):
@@ -88,9 +92,10 @@ def captured(step: Callable[[], Any], device: str) -> Callable[[], Any]:
     return graph.replay
 
 
+@pytest.mark.parametrize("scales", [None, Scales(0.3, 0.07)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_in_a_graph_reads_what_lies_in_the_seats(device: str) -> None:
-    there, here = Served(device), Served("cpu")
+def test_a_step_in_a_graph_reads_what_lies_in_the_seats(device: str, scales: Scales | None) -> None:
+    there, here = Served(device, scales), Served("cpu", scales)
     q, lanes, table = there.inputs()
     out = torch.empty_like(q)
     replay = captured(lambda: there.index.step(q, lanes, table, out), device)

@@ -27,6 +27,7 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build
+from sparsekv.serving.index import Scales
 
 
 class Attached:
@@ -83,21 +84,52 @@ def test_a_served_layer_gives_what_attach_gives(
     assert (apart > 0.1) == (completes is not None), "completion makes a difference, and nothing else does"
 
 
-def test_after_mixed_batches_borders_lie_where_those_of_attach_do() -> None:
-    """While another's prompt is read nothing moves; then several moves come at once."""
+@pytest.mark.parametrize("completes", [None, maps()])
+@pytest.mark.parametrize("scales", [Scales(), Scales(0.3, 0.07)])
+def test_a_float8_cache_is_read_with_its_scales(scales: Scales, completes: PhiLayer | None) -> None:
+    """What the core gives over the same keys and values in float32, whether a row decodes sparsely or not."""
+    made = router()
+    engine = Engine(seats=1, budget=12, candidates=0.5, made=made, completes=completes, scales=scales)
+    request, other = (Request(seed, 300, [], flat=completes is not None, scales=scales) for seed in (1, 2))
+    engine.step([(request, 120)])
+    engine.step([(other, 60)])
+    attached = None
+    for _ in range(40):
+        out, none = engine.step([(request, 1), (other, 1)])
+        attached = attached or Attached(request, made, 12, 0.5, completes)
+        assert out is not None and none is None
+        torch.testing.assert_close(out, attached.step(), rtol=1e-4, atol=1e-4)
+
+
+def test_codes_of_a_prompt_are_of_keys_before_they_are_rounded() -> None:
+    scales = Scales(0.5, 1.0)
+    engine, exact = Engine(scales=scales), Engine()
+    for which in (engine, exact):
+        which.step([(Request(1, 300, []), 120)])
+    assert torch.equal(engine.index.codes, exact.index.codes)
+    engine.unsorted.at.fill_(True)
+    engine.index.complete(torch.arange(PAGE, 120))
+    assert 0.001 < (engine.index.codes != exact.index.codes).float().mean() < 0.3, "of rounded ones some differ"
+
+
+def test_borders_lie_where_those_of_attach_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a prompt, and where several moves come at once, since the host has not looked."""
     made = router()
     engine = Engine(seats=2, budget=20, candidates=0.3, made=made)
     one, two = Request(1, 400, []), Request(2, 400, [])
     engine.step([(one, 120)])
     engine.step([(one, 1)])
     attached = Attached(one, made, 20, 0.3)
-    for _ in range(3 * DECODE_WINDOW):
-        assert engine.step([(one, 1), (two, 3)])[0] is None
-        attached.step()
-    for _ in range(DECODE_WINDOW):
-        out = engine.step([(one, 1)])[0]
+    attached.step()
+    for step in range(5 * DECODE_WINDOW):
+        with monkeypatch.context() as host:
+            if 2 * DECODE_WINDOW < step < 4 * DECODE_WINDOW:
+                host.setattr(engine.seats, "serve", lambda batch, found, indices: found)
+            out = engine.step([(one, 1), (two, 3)] if step < 2 * DECODE_WINDOW else [(one, 1)])[0]
+        expected = attached.step()
         assert out is not None
-        torch.testing.assert_close(out, attached.step(), rtol=1e-4, atol=1e-5)
+        if not 2 * DECODE_WINDOW < step < 4 * DECODE_WINDOW:
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_seat_that_changes_hands_completes_by_its_own_summary() -> None:

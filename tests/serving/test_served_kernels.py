@@ -8,19 +8,22 @@ from paged import Engine, Request, maps, router, step
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
+from sparsekv.serving.index import Scales
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
 
 
-@pytest.mark.parametrize(("scores", "space", "completes"), [
-    ("mean_key", "rot", None), ("mlp", "pre", None), ("mean_key", "rot", maps())])
+@pytest.mark.parametrize(("scores", "space", "completes", "scales"), [
+    ("mean_key", "rot", None, None), ("mlp", "pre", None, None), ("mean_key", "rot", maps(), None),
+    ("mean_key", "rot", maps(), Scales(0.3, 0.07))])
 def test_kernels_read_the_pages(
-    scores: str, space: str, completes: PhiLayer | None, monkeypatch: pytest.MonkeyPatch,
+    scores: str, space: str, completes: PhiLayer | None, scales: Scales | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows, two of them sparse."""
-    engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60, completes=completes)
-    requests = [Request(seed, 200, [], flat=True) for seed in range(3)]
+    engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60,
+                    completes=completes, scales=scales)
+    requests = [Request(seed, 200, [], flat=True, scales=scales) for seed in range(3)]
     for request, prompt in zip(requests, (90, 70, 30), strict=True):
         engine.step([(request, prompt)])
     engine.step([(r, 1) for r in requests])

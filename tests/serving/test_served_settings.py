@@ -137,7 +137,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def engine(**changes: Any) -> SimpleNamespace:
-    cache = {"cache_dtype": "auto", "kv_offloading_size": None}
+    cache = {"cache_dtype": "auto", "kv_offloading_size": None, "calculate_kv_scales": False}
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False,
                 "tensor_parallel_size": 1}
     whole = {"speculative_config": None, "kv_transfer_config": None}
@@ -148,10 +148,12 @@ def engine(**changes: Any) -> SimpleNamespace:
 
 def test_a_plain_engine_is_served() -> None:
     check_engine(engine())
+    check_engine(engine(cache_dtype="fp8"))
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"cache_dtype": "fp8_e4m3"}, "cache is of fp8_e4m3"),
+    ({"cache_dtype": "fp8_e5m2"}, "cache is of fp8_e5m2"),
+    ({"cache_dtype": "fp8", "calculate_kv_scales": True}, "scales of the cache are calculated"),
     ({"speculative_config": object()}, "speculative decoding"),
     ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
     ({"prefill_context_parallel_size": 4}, "prefill_context_parallel_size is 4"),
