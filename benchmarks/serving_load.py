@@ -1,6 +1,6 @@
 """A served model under load: vLLM with FlashAttention 3, with sparsekv's backend and with locks-kv, the same requests.
 
-    python benchmarks/serving_load.py [--rates 0.05 0.1 0.2 0.4] [--count 16] [--methods vllm_fa3 ...] [--side-by-side]
+    python benchmarks/serving_load.py [--rates 0.08 0.15 0.3 0.6] [--count 16] [--methods vllm_fa3 ...] [--side-by-side]
 
 Requests arrive as a Poisson process of every rate [requests a second], one rate after another; prompts of 16k to 128k
 and answers of 512 to 4,096 tokens, both even in the logarithm. Model, artifacts and settings are those of
@@ -15,7 +15,7 @@ of them. All methods get the same requests at the same times. On a CPU a tiny mo
 - `waiting`: most requests at once that had no token yet, which grows with `--count` beyond saturation.
 - `peak_gb`: most memory of the device.
 
-On one H100, expected: 90 s to start, then of a rate 16 arrivals and half a minute: 7, 4, 2 and 2 minutes for the four.
+On one H100, expected: 90 s to start, then 4, 2.5, 2 and 2 minutes for the four rates.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
 
 
 TRAFFIC = {"8b": Traffic("8b", (16_384, 131_072), (512, 4096), 32), "tiny": Traffic("tiny", (200, 700), (16, 48), 4)}
-RATES = {"8b": (0.05, 0.1, 0.2, 0.4), "tiny": (0.5, 4.0)}
+RATES = {"8b": (0.08, 0.15, 0.3, 0.6), "tiny": (0.5, 4.0)}
 
 
 class Arrival(NamedTuple):
