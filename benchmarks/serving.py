@@ -35,6 +35,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,17 +106,34 @@ def write_model(shape: str, folder: Path, longest: int) -> None:
         made.save(folder / "trained" / name)
 
 
-def spread_scores(model: Any) -> None:
-    """Weights of a model that vLLM made without any: every token is another direction, and scores have the standard
-    deviation SPREAD."""
-    for name, weight in model.named_parameters():
-        generator = torch.Generator(device=weight.device).manual_seed(len(name))
-        if weight.dim() == 1:
-            torch.nn.init.constant_(weight, 0.0 if name.endswith("bias") else 1.0)
-        elif "qkv_proj" in name:
-            torch.nn.init.normal_(weight, std=(SPREAD / weight.shape[1]) ** 0.5, generator=generator)
+def drawn(config: Any, device: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights of a model, the same for any number of devices: every token is another direction, and scores
+    have the standard deviation SPREAD."""
+    hidden, heads, kv = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    dim, wide, words = config.head_dim, config.intermediate_size, config.vocab_size
+    asks = (SPREAD / hidden) ** 0.5
+    layer = {"self_attn.q_proj": (heads * dim, hidden, asks), "self_attn.k_proj": (kv * dim, hidden, asks),
+             "self_attn.v_proj": (kv * dim, hidden, asks), "self_attn.o_proj": (hidden, heads * dim, 0.02),
+             "mlp.gate_proj": (wide, hidden, 0.02), "mlp.up_proj": (wide, hidden, 0.02),
+             "mlp.down_proj": (hidden, wide, 0.02), "input_layernorm": (hidden, 0, 0),
+             "post_attention_layernorm": (hidden, 0, 0)}
+    whole = {f"model.layers.{i}.{name}": size for i in range(config.num_hidden_layers) for name, size in layer.items()}
+    whole |= {"model.embed_tokens": (words, hidden, 1.0), "model.norm": (hidden, 0, 0),
+              "lm_head": (words, hidden, 0.02)}
+    for name, (rows, columns, size) in whole.items():
+        if columns:
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            weight = torch.empty(rows, columns, device=device, dtype=dtype).normal_(std=size, generator=generator)
         else:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name else 0.02, generator=generator)
+            weight = torch.ones(rows, device=device, dtype=dtype)
+        yield f"{name}.weight", weight
+
+
+def give_weights(model: Any) -> None:
+    """`drawn` for a model of vLLM that has none. A CPU's are packed by then, and stay what they are."""
+    like = next(model.parameters())
+    if like.is_cuda:
+        model.load_weights(drawn(model.config, like.device, like.dtype))
 
 
 def backend_of(method: str) -> dict[str, Any]:
@@ -127,7 +146,7 @@ def environment(method: str) -> dict[str, str]:
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
            "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
-           "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a rank of its own process is given `spread_scores`
+           "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a rank of its own process is given `give_weights`
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
     return env | ({"LOCKS_CONFIG": json.dumps(LOCKS)} if method == "locks_kv" else {"LOCKS_DISABLE": "1"})
@@ -156,7 +175,7 @@ def make_engine(
                  "compilation_config": {"cudagraph_mode": graphs, "cudagraph_capture_sizes": sizes}}
     engine = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
                  max_num_seqs=max(rows, 2), block_size=16, enable_prefix_caching=False, seed=0, **given, **more)
-    engine.apply_model(spread_scores)
+    engine.apply_model(give_weights)
     return engine
 
 
