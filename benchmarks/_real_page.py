@@ -65,8 +65,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
              "but for their last token. Layer 0 keeps full attention. A budget is the share of the context that a "
              "query may retrieve. A table is of one card, full attention included. real.json has the command and the "
              "commit of every row."]
-    mine, case = first(rows)
-    if mine:
+    if first(rows)[0]:
         parts += [
             "![RULER score by bytes read](real.png)\n\nThe grey line is full attention. The axis begins at 60 points.",
             f"## In short, {FIRST[1] // 1024}k tokens",
@@ -81,6 +80,27 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
             "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
             "RULER's texts are others."]
+    return "\n\n".join([*parts, *sections(ours(rows))]) + "\n"
+
+
+def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of README's model with what the default recipe trains."""
+    return [r for r in rows if r["case"].partition(":")[0] == FIRST[0]] or list(rows)
+
+
+def other_page(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of models and trainings that are not README's."""
+    here = ours(rows)
+    return "\n\n".join([
+        "# What do other trainings give, and the rivals?",
+        "The same model with router and maps that were trained on other text, each as it was measured, with the rivals "
+        "that were run beside it. [The first page](real.md) has the default recipe's.",
+        *sections([r for r in rows if r not in here])]) + "\n"
+
+
+def sections(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Every table of every model and card."""
+    parts: list[str] = []
     for title, mine in models(rows).items():
         one = mine[0]
         trained = f" Router and maps were trained on {one['trained']}." if "trained" in one else ""
@@ -109,7 +129,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         parts += ["### Each task"] if single else []
         for case in single:
             parts += [f"#### {titled(case)}", markdown(*table(mine, case, every_method(mine)))]
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def of_prompts(

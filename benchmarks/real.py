@@ -294,13 +294,39 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
         for place, control in ((folder, False), (folder / CONTROL, True)):
             found = collect(place) if any(place.glob("cells*.jsonl")) else []
             cells += [{**c, "method": without_training(c["method"]) if control else c["method"]} for c in found]
-        made = score_rows(cells)
+        made = score_rows(even(cells))
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
         rows += [{**r, "case": f"{said['model']}:{r['case']}", "command": without_places(r["command"]), **said}
                  for r in made]
     return rows
+
+
+def even(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of whole stages: of a RULER length, method and budget the first prompts of every task, as many as one
+    stage and those before it have. A stage that was cut short has more prompts of some tasks than of others, which
+    would weigh the mean."""
+    held: dict[tuple[str, Any, str], dict[str, set[int]]] = {}
+    for c in cells:
+        task, _, length = c["case"].rpartition("@")
+        if not task.startswith(TEXT):
+            held.setdefault((c["method"], c["budget"], length), {}).setdefault(task, set()).update(c["indices"])
+    tasks = {length: {t for (_, _, n), of in held.items() if n == length for t in of} for _, _, length in held}
+    first: dict[tuple[str, Any, str], int] = {}
+    for key, of in held.items():
+        borders = {s.last for s in all_stages() if str(s.length) == key[2] and s.kind not in ("text", "long", "turns")}
+        every = [next(i for i in range(len(of.get(t, ())) + 1) if i not in of.get(t, ())) for t in tasks[key[2]]]
+        first[key] = max((b for b in borders if b <= min(every)), default=min(every))
+    kept = []
+    for c in cells:
+        most = first.get((c["method"], c["budget"], c["case"].rpartition("@")[2]), 10**6)
+        if c["case"].startswith(TEXT) or max(c["indices"]) < most:
+            kept.append(c)
+        elif min(c["indices"]) < most:
+            inside = [i for i, n in enumerate(c["indices"]) if n < most]
+            kept.append({**c, **{n: [c[n][i] for i in inside] for n in ("indices", "scores", "answers")}})
+    return kept
 
 
 def without_places(command: str) -> str:

@@ -54,6 +54,9 @@ class Launch(NamedTuple):
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
 COMPLETED_ROW = 768
 """Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once."""
+COMPLETED_DIM = 128
+"""The largest head dimension of the completed kernel: of wider ones in half precision it gives other sums than its
+twin, which attends in its place."""
 
 
 class Pages(NamedTuple):
@@ -249,6 +252,11 @@ def launch_attend(
     from sparsekv.kernels.attend_triton import completed_kernel, merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
+    if completion is not None and dim > COMPLETED_DIM:
+        listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
+        return attend_tokens_reference(
+            q, k, v, listed, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts, lengths=lengths,
+            log_weights=log_weights, completion=completion, pages=pages, out=out)
     heads_kv, device = k.shape[1], q.device
     q, k, v, tokens = (dense_last(x) for x in (q, k, v, tokens))
     if tokens.shape[1] == 1:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,7 +176,8 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
             cells.append({"case": f"{task}@16384", "method": method, "budget": budget, "indices": [0, 1],
                           "scores": [right] * 2, "answers": ["yes"] * 2, "read": 0.02, "bytes": 0.05, "tokens": 16_000,
                           "sparse_layers": 0.5, "seconds": 1.0, "origin": said})
-    cells[0]["indices"] = cells[0]["indices"][:1]  # full attention has one prompt less of a task
+    for c in cells[::3]:  # full attention has one prompt less of every task
+        c["indices"] = c["indices"][:1]
     cells.append({"case": "perplexity_x@16384", "method": "full", "budget": None, "indices": [0], "losses": [1.0],
                   "errors": [0.0], "read": 1.0, "bytes": 1.0, "tokens": 16_000, "seconds": 1.0, "origin": said})
     folder = tmp_path / "Card-One"
@@ -190,9 +192,24 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert mean["value"] == 0.0 and mean["bytes_share_model"] == pytest.approx(0.525)
     assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
     drawn = page(rows)
-    assert "| full | 100.0 ± 0.0 (3) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
+    assert "| full | 100.0 ± 0.0 (2) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
     assert "| sketch+phi is within 1 points of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
     assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn
     assert "`perplexity_x`, 16k tokens" in drawn
     figures(rows, tmp_path)
     assert (tmp_path / "real-m-16384.png").is_file()
+
+
+def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
+    def cells(task: str, count: int) -> list[dict[str, Any]]:
+        runs = [list(range(i, min(i + 3, count))) for i in range(0, count, 3)]
+        return [{"case": f"{task}@16384", "method": "topk", "budget": 0.01, "indices": run,
+                 "scores": [float(n) for n in run], "answers": [str(n) for n in run]} for run in runs]
+
+    text = {"case": "perplexity_prose@16384", "method": "topk", "budget": 0.01, "indices": [11], "scores": [11.0]}
+    found: dict[str, list[int]] = {}
+    for c in real.even([*cells("niah_single_1", 20), *cells("ruler_vt", 9), text]):
+        assert c["scores"] == [float(i) for i in c["indices"]]
+        found.setdefault(c["case"], []).extend(c["indices"])
+    assert found == {"niah_single_1@16384": list(range(8)), "ruler_vt@16384": list(range(8)),
+                     "perplexity_prose@16384": [11]}
