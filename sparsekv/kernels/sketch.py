@@ -244,9 +244,14 @@ def launch_scores(
     return Scored(scores, tops, masses, tokens, prepared.counts, prepared.histogram)
 
 
-def slices_of(width: int, lists: int) -> tuple[int, int]:
-    """Slices that the tokens of every list are cut into, and blocks of a slice."""
-    blocks = -(-width // ALL_AT_ONCE)
+def all_at_once(width: int) -> int:
+    """Tokens of a block of `score_all_kernel`: fewer of codes of many bytes, `width`."""
+    return min(ALL_AT_ONCE, ALL_BYTES // max(32, power_of_two(width)))
+
+
+def slices_of(width: int, lists: int, block: int) -> tuple[int, int]:
+    """Slices that `width` tokens of every list are cut into, and blocks of a slice."""
+    blocks = -(-width // block)
     programs = ALL_PROGRAMS if lists <= FEW_LISTS else ALL_PROGRAMS // 4
     each = max(1, -(-blocks // max(1, programs // max(1, lists))))
     return -(-blocks // each), each
@@ -260,7 +265,7 @@ def side_depth(dim: int, width: int) -> int:
 
 def all_stages(width: int) -> int:
     """Blocks of codes of `width` bytes that are loaded ahead."""
-    return max(1, min(ALL_STAGES, ALL_BYTES // (ALL_AT_ONCE * max(32, power_of_two(width)))))
+    return max(1, min(ALL_STAGES, ALL_BYTES // (all_at_once(width) * max(32, power_of_two(width)))))
 
 
 def launch_all(
@@ -274,16 +279,17 @@ def launch_all(
     heads, length, bytes_ = codes.shape[1:]
     rows, group, overlap = (maps.shape[0] if maps.dim() == 4 else 1), heads_q // heads, overlaps(q.device)
     width = ALIGNED * -(-length // ALIGNED)
-    slices, each = slices_of(width, count * heads)
+    block = all_at_once(bytes_)
+    slices, each = slices_of(width, count * heads, block)
     histogram = torch.empty(count, heads, histogram_size(width, widest), dtype=torch.int32, device=q.device)
     scores, tops, masses = empty_scores(q, heads, width, slices)
     if width and count:
         score_all_kernel[(count * heads, slices)](
             as_heads(q), maps, codes, first.contiguous(), last.contiguous(), scores, tops,
              masses, histogram, scale, heads, count // codes.shape[0], max(1, count // rows), length, width,
-            each * ALL_AT_ONCE, dim, *codes.stride()[:2], row_stride(maps, 4), histogram.shape[2], RANK=sketch.rank,
+            each * block, dim, *codes.stride()[:2], row_stride(maps, 4), histogram.shape[2], RANK=sketch.rank,
             BYTES=bytes_, ALIGNED=math.gcd(bytes_, 16), WIDTH=max(32, power_of_two(bytes_)),
-            DEPTH=side_depth(dim, bytes_), GROUP=group, HEADS=power_of_two(group), BLOCK=ALL_AT_ONCE,
+            DEPTH=side_depth(dim, bytes_), GROUP=group, HEADS=power_of_two(group), BLOCK=block,
             STAGES=all_stages(bytes_), PACKED=codes.is_cuda, OVERLAP=overlap, num_warps=ALL_WARPS)
     return Scored(scores, tops, masses, None, None, histogram)
 

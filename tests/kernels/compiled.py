@@ -91,7 +91,7 @@ OWN: dict[Any, dict[str, str]] = {
     ct.masses_kernel: {"first": "i32"}, ct.bins_kernel: {"first": "i32"},
     sk.histogram_kernel: {"scores": "*fp16"},
     sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
-    sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32"},
+    sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32", "asking": "i32"},
     sk.select_kernel: {"out": "*i32"},
     **{kernel: {
         **dict.fromkeys("student teacher gradient anchor threshold masses values outs slopes "
@@ -184,7 +184,6 @@ def main() -> None:
     check(a.completed_kernel, split(128, 4, completed), completed.warps, "bf16", (90,), stages=1)
     check(a.completed_kernel, split(128, 4, few), few.warps, "bf16", (89,), stages=1)
     check(a.completed_kernel, split(80, 1, few, probes=32), few.warps, "bf16", (89,), stages=1)
-    check(a.completed_kernel, split(256, 2, completed._replace(block=64), page=16), 4, "bf16", (90,), stages=1)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     check(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
@@ -262,10 +261,10 @@ def main() -> None:
                                 "PACKED": True}, sketch.SCORE_WARPS, "bf16")
         for group in (4, 7):
             check(sk.score_all_kernel, {**code, "GROUP": group, "HEADS": power_of_two(group), "ALIGNED": 16,
-                                        "DEPTH": sketch.side_depth(128, width), "BLOCK": sketch.ALL_AT_ONCE,
+                                        "DEPTH": sketch.side_depth(128, width), "BLOCK": sketch.all_at_once(width),
                                         "STAGES": sketch.all_stages(width), "PACKED": True}, sketch.ALL_WARPS, "bf16")
     check(sk.score_all_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "GROUP": 2, "HEADS": 2, "ALIGNED": 16,
-                                "DEPTH": sketch.side_depth(256, 256), "BLOCK": sketch.ALL_AT_ONCE,
+                                "DEPTH": sketch.side_depth(256, 256), "BLOCK": sketch.all_at_once(256),
                                 "STAGES": sketch.all_stages(256), "PACKED": True}, sketch.ALL_WARPS, "bf16", SHARED)
     for half in ("bf16", "fp32"):
         check(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,

@@ -19,8 +19,6 @@ from sparsekv.kernels import Sketch
 FITS = ("fixed", "fitted")
 CANDIDATES = 0.1
 """Candidates that buckets give, a share of the context."""
-ALL_CODES_UP_TO = 0
-"""Mid tokens of a row up to which all codes are scored in place of buckets, where tokens are read by their place."""
 LEAST_CANDIDATES = 4
 """Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
 
@@ -61,8 +59,7 @@ class SketchRouter(Router):
     def prepare(self, view: LayerView) -> None:
         super().prepare(view)
         buckets, dim = self.trained.centroids.shape[-2:]
-        by_place = view.numbers(0, 0) is None
-        self.all_up_to = max(most_by_codes(self.trained.sketch_bytes, buckets, dim), by_place * ALL_CODES_UP_TO)
+        self.all_up_to = most_by_codes(self.trained.sketch_bytes, buckets, dim)
         wanted = tokens_of_budget(float(CANDIDATES if self.candidates is None else self.candidates), view.regions)
         wanted = torch.maximum(wanted, LEAST_CANDIDATES * self.budget)
         self.pool = torch.where(self._scores_all(view.regions), view.regions.mid_sizes, wanted).clamp(
