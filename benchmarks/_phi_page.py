@@ -132,10 +132,10 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         markdown(header, lines),
         "## Whole trainings, by answers",
         "All layers, RULER's 13 tasks at 16k and 12 windows of text ([how](real.md)). Router and codes were trained on "
-        "the same text as the maps. `sketch+centroid` is a trained router with untrained completion. The default "
-        "recipe of now has a quarter of made-up windows and ReLU units; these trainings have neither.", of_models,
-        "With half program text the error on program text falls by a fifth and the error on prose rises by a tenth. On "
-        "RULER the intervals of all these overlap: untrained centroids do as well as maps of either training.",
+        "the same text as the maps. `sketch+centroid` is a trained router with untrained completion. A training's "
+        "commit is in parentheses.", of_models,
+        "Rows of e2aef9d and 115e7ca are of trainings without made-up windows and with GELU units in the maps of keys; "
+        "the default recipe of now has both. [How φ stands to untrained centroids](real.md#in-short-16k-tokens).",
         "## Seconds of a training", "`sparsekv train` on one H100 with GPU tests at work on the same machine, beside "
         "its own estimate. Seconds are those of a stage's bar, validation included; loading and quality cards are not "
         "in them.", took]

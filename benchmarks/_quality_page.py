@@ -80,3 +80,12 @@ def page(rows: Rows, name: str) -> str:
         for run in runs([r for r in singles if r["case"] == case]):
             parts += [f"### {case}, {card(run[0]).replace('one ', '')}", markdown(*table(run, case, every_method(run)))]
     return "\n\n".join(parts) + "\n"
+
+
+def missed(rows: Rows) -> list[list[str]]:
+    """A line a target that the yardstick model's rows do not reach: target with length, what was found."""
+    rows = named(rows)
+    return [[f"{what}, {int(case.partition('@')[2]):,} tokens", found.replace("-", "−")]
+            for case in dict.fromkeys(r["case"] for r in rows if r["case"].startswith("ruler@"))
+            for run in runs([r for r in rows if r["case"] == case])
+            for what, found, reached in targets(run, case)[1] if reached == "no"]

@@ -155,6 +155,12 @@ def samples(rows: Sequence[dict[str, Any]], case: str) -> str:
 
 
 def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
+    """The table of `targets`, and its heading."""
+    lines = targets(rows, case)
+    return ["What was to be reached.", markdown(["target", "found", "reached"], lines)] if lines else []
+
+
+def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
     """What the project set out to reach, and whether these rows do; against rivals and untrained completions a
     difference counts where its interval is above zero."""
     known = {(r["method"], r["against"], r["budget"]): r for r in rows if r["case"] == case
@@ -175,7 +181,15 @@ def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
         if method == "sketch+phi" and (plain(against) in rivals() or untrained):
             lines.append([f"sketch+phi is above {against} at {percent(budget)}", cell_text(found, "+"),
                           "yes" if found["low"] > 0 else "no"])
-    return ["What was to be reached.", markdown(["target", "found", "reached"], lines)] if lines else []
+    return lines
+
+
+def missed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A line a target that README's model does not reach: target, what was found, length."""
+    mine, _ = first(rows)
+    cases = dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@"))
+    return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", minus(found)] for case in cases
+            for what, found, reached in targets(mine, case) if reached == "no"]
 
 
 def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
@@ -339,7 +353,7 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
         if title.startswith(FIRST[0]):
             made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]
             made = [x for x in made if set(x[2:]) != {"–"}]
-            lines += [[found[0]["trained"], *made[0][1:]], *made[1:]]
+            lines += [[f"{found[0]['trained']} ({found[0]['commit']})", *made[0][1:]], *made[1:]]
     header = ["router and maps trained on", "method", "points to full attention: 1 %", "2 %", "5 %",
               *(c if i % 2 else c.replace(":", " at 1 %:") for i, c in enumerate(TEXT_COLUMNS))]
     return ["", markdown(header, lines), ""]

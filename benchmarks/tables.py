@@ -64,8 +64,18 @@ def demo() -> dict[str, list[str]]:
                      "output to full attention's.", ""]}
 
 
+def missed() -> dict[str, list[str]]:
+    """Targets of answers that were not reached."""
+    lines = [*([*line, "[real](real.md)"] for line in _real_page.missed(load("real"))),
+             *([*line, "[quality](quality.md)"] for line in _quality_page.missed(load("quality")))]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in (
+        ["target", "found", "rows"], ["---", "---:", "---"], *lines))
+    return {"missed": ["", table, ""]}
+
+
 PLACES: dict[str, Callable[[], dict[str, list[str]]]] = {
-    "README.md": first_screen, "docs/index.md": first_screen, "docs/start.md": demo}
+    "README.md": first_screen, "docs/index.md": first_screen, "docs/start.md": demo,
+    "docs/results/missed.md": missed}
 """Pages with tables between markers (`_rows.filled`), by the names of the markers."""
 
 
