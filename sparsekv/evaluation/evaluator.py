@@ -201,13 +201,15 @@ class Evaluator:
             self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
 
     def _continue(self, batch: AnswerBatch, request: Question, method: Method) -> dict[str, Any]:
-        """Loss of a window's last tokens [nats], error of the attention's output, share of the context read."""
+        """Losses of a window's last tokens [nats] and their mean, the tokens that were likeliest, error of the
+        attention's output, share of the context read."""
         following = self._tokens_of(request)[-request.max_new_tokens:]
         run = RunOptions(sparse_chunks=True, compares=method.selector != "full")
         with self._attached(method, run) as attachment:
-            loss = continue_text(attachment, batch, following)
+            losses, likeliest = continue_text(attachment, batch, following)
         report = attachment.report()
-        return {"losses": [loss], "errors": [report["rel_err"] or 0.0], **_shares(report)}
+        return {"losses": [sum(losses) / len(losses)], "token_losses": [[round(x, 5) for x in losses]],
+                "likeliest": [likeliest], "errors": [report["rel_err"] or 0.0], **_shares(report)}
 
     def _answer(
         self, batch: AnswerBatch, requests: list[Question], method: Method, rows: list[int], goes_on: bool,

@@ -62,8 +62,8 @@ class EvalConfig:
     lengths: str = option("2048", group=PROMPTS, help="Lengths of the prompts, separated by commas [tokens].")
     samples: int = option(10, group=PROMPTS, min=1, help="Prompts of every task and length; with --needle-depths of "
                                                          "every depth [prompts].")
-    corpus: str = option("embedded", group=PROMPTS, help="Text of needle and perplexity: embedded, a file, a folder or "
-                                                         "glob, or a Hugging Face dataset.")
+    corpus: str = option("embedded", group=PROMPTS, help="Text of needle and perplexity: embedded, embedded-prose, a "
+                                                         "file, a folder or glob, or a Hugging Face dataset.")
     split: str = option("heldout", group=PROMPTS, help="Part of the corpus: all, train or heldout.")
     needle_depths: str | None = option(None, group=PROMPTS, help="Depths of the needle, separated by commas: 0 is the "
                                                                  "start of the text, 1 its end; without it evenly "

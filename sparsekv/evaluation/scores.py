@@ -32,14 +32,14 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     merged: dict[tuple[str, str, float | None], dict[str, Any]] = {}
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
-                                  {"scores": {}, "answers": {}, "losses": {}, "errors": {}, "depths": {}, "parts": {},
-                                   "bytes": {}, "infeasible": False, "seconds": 0.0,
+                                  {"scores": {}, "answers": {}, "losses": {}, "likeliest": {}, "errors": {},
+                                   "depths": {}, "parts": {}, "bytes": {}, "infeasible": False, "seconds": 0.0,
                                    "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
-        for name in ("scores", "answers", "losses", "errors", "depths"):
+        for name in ("scores", "answers", "losses", "likeliest", "errors", "depths"):
             found = zip(cell["indices"], cell.get(name, ()), strict=False)
             entry[name] |= {i: x for i, x in found if x is not None}
         # results of versions that kept features count them too
@@ -57,8 +57,9 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     all are there. For those means also rows of metric `agreement` (how much of full attention's answer stands before
     the first difference) and `same_answers` (points of 100 of answers that are equal as far as both go), where full
     attention's answers are there to compare with, and of metric `difference`: points above the method named by
-    `against`, on the same samples. For texts that were continued rows of metric `perplexity`, `rel_err`, `selectivity`
-    and `perplexity_ratio` (to full attention on the same texts); for needles also rows of metric `needle`: the share
+    `against`, on the same samples. For texts that were continued rows of metric `perplexity`, `rel_err`, `selectivity`,
+    `perplexity_ratio` (to full attention on the same texts) and `same_tokens` (of 100 tokens, the text before each
+    given, those at which the likeliest is full attention's); for needles also rows of metric `needle`: the share
     found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
@@ -112,6 +113,11 @@ def _continued(
     more = [loss - known[i] for i, loss in entry["losses"].items() if i in known]
     if more:
         metrics.append(("perplexity_ratio", "times full attention's", more, math.exp))
+        theirs = full["likeliest"] if full is not None else {}
+        same = [100 * _mean([float(x == y) for x, y in zip(mine, theirs[i], strict=True)])
+                for i, mine in entry["likeliest"].items() if i in theirs]
+        if same:
+            metrics.append(("same_tokens", "of 100 tokens", same, float))
     for metric, unit, samples, scale in metrics:
         low, high = bootstrap([samples], seed=seed)
         rows.append({**made, "metric": metric, "value": scale(_mean(samples)), "unit": unit,

@@ -1,4 +1,4 @@
-"""Text to token windows: the embedded corpus, local files, globs, Hugging Face datasets."""
+"""Text to token windows: texts that are shipped, local files, globs, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sparsekv.artifacts.checks import brief
 from sparsekv.foundation.errors import SparseKVError, check_choice, first_line
 from sparsekv.foundation.progress import still
 from sparsekv.sources.network import failed_request, in_time
+from sparsekv.sources.shipped import shipped
 
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
@@ -126,9 +127,10 @@ class TokenWindow:
 def read_documents(
     corpus: str, *, split: str = "all", text_column: str | None = None, dataset_options: dict[str, Any] | None = None,
 ) -> Iterator[Document]:
-    """The documents of `corpus`: `embedded`, a .txt, .md, .jsonl or .parquet file, a glob or folder of such files, a
-    folder in another form that `datasets` reads, or the name of a Hugging Face dataset (the only form that uses the
-    network). dataset_options: keywords of `datasets.load_dataset`; its split is `train` unless named.
+    """The documents of `corpus`: `embedded`, `embedded-prose` or `embedded+embedded-prose` (`sources/shipped.py`), a
+    .txt, .md, .jsonl or .parquet file, a glob or folder of such files, a folder in another form that `datasets` reads,
+    or the name of a Hugging Face dataset (the only form that uses the network). dataset_options: keywords of
+    `datasets.load_dataset`; its split is `train` unless named.
 
     `split` keeps training and held-out text apart: by a hash of the document's name (20 % held out), or, where a local
     corpus has fewer than ten documents, by cutting each at 80 % of its characters. The two parts never overlap.
@@ -166,8 +168,8 @@ def _documents(
     corpus: str, text_column: str | None, dataset_options: dict[str, Any] | None,
 ) -> tuple[Iterator[Document], bool]:
     """All of a corpus, and whether it lies on this machine, in files of known form."""
-    if corpus == "embedded":
-        return iter(_embedded()), True
+    if (texts := shipped(corpus)) is not None:
+        return (Document(name, text) for name, text in texts), True
     if files := _local_files(corpus):
         return (d for f in files for d in _read_file(f, text_column)), True
     return read_dataset(corpus, text_column, {"split": "train", **(dataset_options or {})}), False
@@ -179,15 +181,15 @@ def _no_text(corpus: str) -> SparseKVError:
 
 def make_windows(
     documents: Iterator[Document], tokenizer: Any, *, length: int, count: int, seed: int = 0, pack: bool = True,
-    chat_template: bool = False, remedy: str = "shorter or fewer windows",
+    chat_template: bool = False, remedy: str = "shorter or fewer windows", least: int | None = None,
 ) -> list[TokenWindow]:
     """Cut documents into `count` windows of exactly `length` tokens. The same seed gives the same windows anywhere.
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
     a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
     order shuffled by `seed` (after the first 10,000, or 2²⁸ characters, in their own). Long texts are tokenized a
-    million characters at a time. remedy: what else than more text helps the caller's user, for the message.
-    Raises SparseKVError where the corpus has too little text.
+    million characters at a time. remedy: what else than more text helps the caller's user, for the message. least:
+    so many windows are enough where the corpus holds no more. Raises SparseKVError where it has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
     body = length - len(prefix)
@@ -219,6 +221,8 @@ def make_windows(
             longest = max(longest, found)
             if not tokens:
                 owners = []
+    if least is not None and len(windows) >= least:
+        return windows
     found = len(windows) * body + len(tokens) if pack else longest
     what = (f"has {found} tokens, enough for {len(windows)} windows of {length}" if pack else
             f"has {len(windows)} documents of {length} tokens or more (the longest has {longest})")
@@ -252,18 +256,11 @@ def _held_out(document: Document) -> bool:
     return int(hashlib.sha256(document.source.encode()).hexdigest(), 16) % 100 < HELDOUT_PERCENT
 
 
-def _embedded() -> list[Document]:
-    """The language reference that Python carries for its `help()`: about 113k tokens of technical English."""
-    from pydoc_data import topics
-
-    return [Document(f"pydoc_data.topics/{name}", text) for name, text in sorted(topics.topics.items())]
-
-
 def _local_files(corpus: str) -> list[Path]:
     """The files that a corpus names; empty where it may be a dataset. Raises SparseKVError."""
     if not corpus.strip():
-        raise SparseKVError("the corpus has no name; expected embedded, a file, a folder, a glob, or the name of a "
-                            "Hugging Face dataset")
+        raise SparseKVError("the corpus has no name; expected embedded, embedded-prose, a file, a folder, a glob, "
+                            "or the name of a Hugging Face dataset")
     path = Path(corpus)
     try:
         if path.is_dir():
@@ -278,7 +275,7 @@ def _local_files(corpus: str) -> list[Path]:
     found = _regular([f for f in found if not f.is_dir()], corpus)
     if not found and (path.suffix in SUFFIXES or "*" in corpus or path.is_absolute()):
         raise SparseKVError(f"no file at {corpus!r}: expected a .txt, .md, .jsonl or .parquet file, a glob, "
-                            "'embedded', or the name of a Hugging Face dataset")
+                            "'embedded', 'embedded-prose', or the name of a Hugging Face dataset")
     return found
 
 

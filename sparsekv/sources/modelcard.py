@@ -11,11 +11,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from sparsekv.artifacts.card import sound
-from sparsekv.core.registry import PAPERS
+from sparsekv.core.registry import NONE, PAPERS
 from sparsekv.foundation.disk import placed
 from sparsekv.foundation.errors import printable
 from sparsekv.sources.named import REPOSITORY
 from sparsekv.sources.quality import figure_caption, quality_figure, quality_table
+from sparsekv.sources.text_quality import CAPTION, TextQuality
 
 README, FIGURE = "README.md", "quality.png"
 SHOWN = ("preset", "num_buckets", "scores", "key_space", "sketch_bytes", "width", "keys_per_step", "optimizer", "seed")
@@ -28,24 +29,33 @@ SAYS = {
 SOURCES = {"router": f"{PAPERS['Saap']} (Saap)", "phi": PAPERS["completion paper"]}
 
 
-def write_card(folder: str | Path, configs: dict[str, dict[str, Any]], *, nested: bool = False) -> None:
+def write_card(
+    folder: str | Path, configs: dict[str, dict[str, Any]], *, nested: bool = False, text: TextQuality | None = None,
+) -> None:
     """Write the page and its figures beside an artifact, or into the folder of a training. Raises SparseKVError where
     the disk fails."""
-    for place, data in card_files(configs, nested=nested).items():
+    for place, data in card_files(configs, nested=nested, text=text).items():
         with placed(Path(folder) / place) as temporary:
             temporary.write_bytes(data)
 
 
-def card_files(configs: dict[str, dict[str, Any]], *, nested: bool = False, name: str | None = None,
-               ) -> dict[str, bytes]:
+def card_files(
+    configs: dict[str, dict[str, Any]], *, nested: bool = False, name: str | None = None,
+    text: TextQuality | None = None,
+) -> dict[str, bytes]:
     """The page and a figure for every artifact that was judged, by their places. configs: of artifacts, by kind.
-    nested: they lie in folders of their kinds. name: of the repository, where it has one."""
+    nested: they lie in folders of their kinds. name: of the repository, where it has one. text: what was measured with
+    all of them together; its figure lies beside the page."""
     configs = {kind: {**config, "quality": sound(config.get("quality", {}), len(config["layers"]))}
                for kind, config in configs.items()}
     figures = {kind: f"{kind}/{FIGURE}" if nested else FIGURE for kind in configs}
     drawn = {figures[kind]: data for kind, config in configs.items()
              if (data := quality_figure(kind, config.get("quality", {}))) is not None}
-    parts = [_metadata(configs), f"# {_title(configs)}", _what(configs), "## Use", _use(configs, name)]
+    parts = [_metadata(configs), f"# {_title(configs)}", _what(configs), "## Use", _use(configs, name, text)]
+    if text is not None:
+        drawn[FIGURE] = text.figure()
+        parts += ["## What it loses and wins on text", f"Text: `{_code(_local(text.corpus))}`. {text.about()}",
+                  text.table(), f"**{text.advice()}.**", f"![{CAPTION}]({FIGURE})"]
     for kind, config in configs.items():
         parts += [f"## {'Router' if kind == 'router' else 'Feature maps'}", _made(kind, config)]
         if table := quality_table(kind, config.get("quality", {})):
@@ -87,12 +97,15 @@ def _what(configs: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _use(configs: dict[str, dict[str, Any]], name: str | None) -> str:
+def _use(configs: dict[str, dict[str, Any]], name: str | None, text: TextQuality | None) -> str:
     model, place = _code(_model(configs)), name or "PATH"
+    budget = "0.05" if text is None else f"{text.recommended.token_budget:g}"
+    told = f"token_budget={budget}" if text is None else text.recommended.arguments
+    given = "--artifacts" if text is None or text.recommended.completion != NONE else "--router"
     where = "" if name else "\n\n`PATH` is this folder, or its name on the hub once it is pushed (`sparsekv push`)."
     return f"""```
 pip install 'sparsekv[gpu]'     # or [cpu]
-sparsekv generate --model {shlex.quote(model)} --artifacts {place} --token-budget 0.05 --prompt-file long.txt
+sparsekv generate --model {shlex.quote(model)} {given} {place} --token-budget {budget} --prompt-file long.txt
 ```
 
 ```python
@@ -101,7 +114,7 @@ from sparsekv.sources.hub import load_model   # or any way of transformers
 
 model, tokenizer = load_model({json.dumps(model, ensure_ascii=False)})
 inputs = tokenizer("A long text", return_tensors="pt").to(model.device)
-with sparsekv.attach(model, "{place}", token_budget=0.05):
+with sparsekv.attach(model, "{place}", {told}):
     output = model.generate(**inputs, max_new_tokens=256)
 ```{where}"""
 

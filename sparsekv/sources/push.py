@@ -17,6 +17,7 @@ from sparsekv.foundation.errors import SparseKVError, printable
 from sparsekv.sources.modelcard import README, card_files
 from sparsekv.sources.named import OWN, REPOSITORY, fetch, find_artifacts
 from sparsekv.sources.network import in_time, refused
+from sparsekv.sources.text_quality import FILE, checksums, parse_quality
 
 METRICS = "metrics.csv"
 
@@ -56,9 +57,10 @@ def push(
 ) -> str:
     """Push what a folder holds, with its page, in one commit; returns the commit's address.
 
-    name: `user/name`. Only what artifacts have is pushed: both files, the page and its figure, the metrics. A page that
-    nobody edited is written anew, with the repository's name. Raises SparseKVError for what is no sound artifact, a
-    name that cannot be, a missing token, a repository of something else, and a hub that cannot be reached or refuses.
+    name: `user/name`. Only what artifacts have is pushed: both files, the page and its figures, the metrics, and of a
+    training what was measured on text. A page that nobody edited is written anew, with the repository's name. Raises
+    SparseKVError for what is no sound artifact, a name that cannot be, a missing token, a repository of something else,
+    and a hub that cannot be reached or refuses.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 
@@ -129,10 +131,17 @@ def _files(folder: Path, found: dict[str, Path], name: str, license: str | None)
         if (metrics := _own_file(path / METRICS)) is not None:
             files[(path / METRICS).relative_to(folder).as_posix()] = metrics
     nested = folder not in found.values()
-    made = card_files(configs, nested=nested)
+    quality = _own_file(folder / FILE) if nested else None
+    text = None if quality is None else parse_quality(quality, repr(str(folder / FILE)))
+    if text is not None and text.artifacts != checksums(configs):
+        raise SparseKVError(f"{str(folder / FILE)!r} was measured with other artifacts than lie beside it; remove it, "
+                            "and `sparsekv train` with the options of that training measures anew")
+    if quality is not None:
+        files[FILE] = quality
+    made = card_files(configs, nested=nested, text=text)
     card = {place: _own_file(folder / place) or data for place, data in made.items()}
     if card[README] == made[README]:
-        card[README] = card_files(configs, nested=nested, name=name)[README]
+        card[README] = card_files(configs, nested=nested, name=name, text=text)[README]
     if license is not None:
         card[README] = _licensed(card[README], license)
     return files | card

@@ -136,6 +136,11 @@ def held_out(documents: int) -> int:
     return max(1, min(4, documents // 10))
 
 
+def fewest_trained(documents: int) -> int:
+    """Windows that `split_documents` leaves to train on at least, of so many that are cut from a corpus."""
+    return (documents - held_out(documents)) // 2 or 1
+
+
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
     """Windows to train on and to validate on: the last `validation` (0: a tenth, 1 to 4) are for validation, and those
     before that share a source document with them are left out, unless that would cost more than half of those cut from

@@ -99,10 +99,7 @@ def train_router(config: RouterConfig, recipe: RouterRecipe | None = None) -> Ro
     train, validation = split_documents(store, config.validation_documents)
     if recipe.key_space == "auto":
         recipe = replace(recipe, key_space="pre" if store.context_length >= LONG_CONTEXT else "rot")
-    keys = store.context_length * len(train)
-    if keys < recipe.num_buckets:
-        raise SparseKVError(f"{recipe.num_buckets} buckets need at least as many keys, and the capture has {keys} a "
-                            "head; use fewer buckets or a larger capture")
+    check_buckets(recipe.num_buckets, store.context_length * len(train))
     width, wide = code_size(recipe.sketch_bytes, recipe.sketch_wide, store.head_dim)
     sink, window = (store.config[n] if getattr(recipe, n) is None else getattr(recipe, n)
                     for n in ("sink_size", "window_size"))
@@ -116,6 +113,13 @@ def train_router(config: RouterConfig, recipe: RouterRecipe | None = None) -> Ro
     with Run("router", config, recipe, store, lambda heads: router_memory(recipe, store, len(train), heads),
              sizes) as run:
         return _train(run, config, recipe, store, train, validation, (width, wide))
+
+
+def check_buckets(num_buckets: int, keys: int) -> None:
+    """Raises SparseKVError for more buckets than a head has keys to train on."""
+    if keys < num_buckets:
+        raise SparseKVError(f"{num_buckets} buckets need at least as many keys, and the capture has {keys} a "
+                            "head; use fewer buckets or a larger capture")
 
 
 def router_memory(recipe: RouterRecipe, store: CaptureStore, documents: int, heads: int) -> int:

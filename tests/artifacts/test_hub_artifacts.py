@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from sparsekv.evaluation.run import EvalConfig, _check
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.named import find_artifacts
 from sparsekv.sources.push import PushConfig, push, push_artifact
+from sparsekv.sources.text_quality import Setting, TextQuality
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,6 +144,22 @@ def test_a_second_push_leaves_nothing_of_the_first(hub: Hub, trained: Path) -> N
     assert "config.json" not in files(hub, "ann/r") and find_artifacts("ann/r").keys() == {"router", "phi"}
     push(trained / "phi", "ann/r")
     assert find_artifacts("ann/r").keys() == {"phi"}
+
+
+def test_what_was_measured_on_text_goes_with_the_training(hub: Hub, trained: Path, tmp_path) -> None:
+    folder = tmp_path / "training"
+    shutil.copytree(trained, folder)
+    sums = {kind: json.loads((folder / kind / "config.json").read_text())["sha256"] for kind in ("router", "phi")}
+    setting = Setting("sketch", "phi", 0.02, 0.004, 0.001, 0.95, 0.05)
+    TextQuality("text.txt", True, 2048, 4, 256, 9.0, sums, [setting]).save(folder)
+    push(folder, "ann/t")
+    there = files(hub, "ann/t")
+    assert {"quality.json", "quality.png"} <= set(there) and b"recommended: token_budget=0.02" in there["README.md"]
+    assert b'attach(model, "ann/t", token_budget=0.02)' in there["README.md"]
+    record = json.loads((folder / "quality.json").read_text())
+    (folder / "quality.json").write_text(json.dumps(record | {"artifacts": {"router": "x", "phi": "y"}}))
+    with fails("was measured with other artifacts"):
+        push(folder, "ann/t")
 
 
 def test_an_edited_page_is_pushed_as_it_is(hub: Hub, trained: Path, tmp_path) -> None:

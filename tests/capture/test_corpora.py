@@ -11,7 +11,7 @@ import transformers
 from test_families import Words, captured, tiny
 
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.corpus import Document, make_windows, read_dataset, read_documents
+from sparsekv.sources.corpus import SPLITS, Document, make_windows, read_dataset, read_documents
 
 datasets = pytest.importorskip("datasets")
 
@@ -158,3 +158,21 @@ def test_chat_templates(tmp_path) -> None:
     tokenizer.chat_template = "{{ bos_token }} {{ messages[0]['role'] }} {{ messages[0]['content'] }}"
     window = make_windows(text, tokenizer, length=7, count=1, chat_template=True)[0]
     assert window.tokens == [0, 2, 3, 4, 3, 4, 4]
+
+
+def test_texts_that_are_shipped_are_held_out_alike_alone_and_together() -> None:
+    prose, both = ({split: {d.source: d for d in read_documents(corpus, split=split)} for split in SPLITS}
+                   for corpus in ("embedded-prose", "embedded+embedded-prose"))
+    assert len(prose["all"]) == 19 and all(len(d.text) > 8000 for d in prose["all"].values())
+    for split in SPLITS:
+        assert {n for n in both[split] if n.startswith("addresses/")} == set(prose[split])
+    assert not set(both["train"]) & set(both["heldout"]) and len(prose["heldout"]) == 4
+    assert any(n.startswith("pydoc_data.topics/") for n in both["heldout"])
+
+
+def test_fewer_windows_are_enough_where_that_is_said() -> None:
+    documents = [Document("a", "word " * 100)]
+    assert len(make_windows(iter(documents), Words(), length=200, count=9, least=1)) == 2
+    assert not make_windows(iter(()), Words(), length=200, count=9, least=0)
+    with pytest.raises(SparseKVError, match="too short"):
+        make_windows(iter(documents), Words(), length=200, count=9, least=3)

@@ -310,7 +310,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, saved_model) -> None:
                for r in fresh.rows)
     found = {(r["case"], r["metric"]) for r in fresh.rows if r["method"] == "topk"}
     assert found == {("needle@256", "score"), ("needle@256", "needle"),
-                     *(("perplexity@256", m) for m in ("perplexity", "rel_err", "selectivity", "perplexity_ratio"))}
+                     *(("perplexity@256", m) for m in ("perplexity", "rel_err", "selectivity", "perplexity_ratio",
+                                                       "same_tokens"))}
     assert "exact top-k, 20 %" in fresh.table and "of 2" in fresh.table
 
 

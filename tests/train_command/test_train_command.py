@@ -22,9 +22,10 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.commands.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of
 from sparsekv.commands.inspection import InspectConfig, inspect_path
-from sparsekv.commands.train import ON_GPU, TrainConfig, TrainingPlan, plan_training, planned, run_train
+from sparsekv.commands.train import ON_GPU, TrainConfig, Trained, TrainingPlan, plan_training, planned, run_train
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.hub import load_config
+from sparsekv.sources.text_quality import read_quality
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,8 @@ def same(one: Path, other: Path) -> bool:
 
 def test_one_command_and_one_name(place: Path, capsys) -> None:
     whole = place / "whole"
-    assert sorted(p.name for p in whole.iterdir()) == ["README.md", "capture", "phi", "router", "train.json"]
+    assert sorted(p.name for p in whole.iterdir()) == ["README.md", "capture", "phi", "quality.json", "quality.png",
+                                                       "router", "train.json"]
     with sparsekv.attach(make_model(), whole, token_budget=8, dense_below=0) as attachment:
         assert attachment.generate(prompt(60), max_new_tokens=3).shape == (1, 63)
         assert attachment.decoding.phi is not None and attachment.report()["sparse_calls"]
@@ -63,21 +65,29 @@ def test_one_command_and_one_name(place: Path, capsys) -> None:
                  "](router/quality.png)", "](phi/quality.png)", "2 windows of 192 tokens of `text.txt` (train)"):
         assert part in page, part
     assert str(place) not in page
+    quality = read_quality(whole)
+    assert quality is not None and quality.unseen and quality.windows == 4 and quality.tokens == 96
+    for part in (quality.table(), quality.advice(), "](quality.png)", "Text: `text.txt`",
+                 f"--token-budget {quality.recommended.token_budget:g} ", quality.recommended.arguments):
+        assert part in page, part
+    assert (whole / "quality.png").read_bytes().startswith(b"\x89PNG")
+    assert quality.text() in Trained(whole, RouterArtifact.load(whole / "router"), PhiArtifact.load(whole / "phi"),
+                                     quality).summary()
     for kind in ("router", "phi"):
         assert (whole / kind / "quality.png").read_bytes().startswith(b"\x89PNG")
         assert "](quality.png)" in (whole / kind / "README.md").read_text()
     capsys.readouterr()
     inspect_path(InspectConfig(str(whole)))
     said = capsys.readouterr().out
-    assert "router " in said and "feature maps " in said
+    assert "router " in said and "feature maps " in said and quality.text() in said
 
 
 def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
     said = run_train(config(place, "dry", dry_run=True)).summary()
     assert "nothing was written" in said and not (place / "dry").exists()
     shown = capsys.readouterr().err
-    for part in ("3 windows of 192 tokens", "3 of 3 layers", "for the capture", "GB free", "capture 1 s", "estimated",
-                 "docs/results/capture.json", "docs/results/demo.json"):
+    for part in ("3 windows of 192 tokens", "3 of 3 layers", "for the capture", "GB free", "capture 1 s", "on text 1 s",
+                 "estimated", "docs/results/capture.json", "docs/results/demo.json"):
         assert part in shown, part
 
 
@@ -97,7 +107,7 @@ def test_estimates_give_back_what_was_measured() -> None:
     coder = ModelShape(1_780_000_000, 28, 28, 12, 2, 128, 8960, 2)  # one H100, 32 windows of 16k (docs/train.md)
     found = estimate(coder, Work(32, 16_384, 768, 1024, 2500, 256, 192, 4096), GPU)
     assert found.phi_seconds == pytest.approx(127, rel=0.1) and found.router_seconds == pytest.approx(13, rel=0.1)
-    assert 249 / 1.5 < found.seconds < 249
+    assert 249 / 1.5 < found.seconds - found.text_seconds < 249  # the command had no card on text
     eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
     for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
         work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048)
@@ -134,6 +144,19 @@ def test_what_is_finished_is_kept(place: Path) -> None:
     before = {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")}
     run_train(config(place, "again"))
     assert {f: f.stat().st_mtime_ns for f in before} == before and same(out, place / "whole")
+    (out / "quality.json").unlink()  # of a version without it, or interrupted there
+    before = {f: f.stat().st_mtime_ns for f in out.rglob("*.safetensors")}
+    made = run_train(config(place, "again"))
+    assert {f: f.stat().st_mtime_ns for f in before} == before
+    whole = read_quality(place / "whole")
+    assert whole is not None and made.quality is not None and made.quality.settings == whole.settings
+
+
+def test_a_corpus_with_no_held_out_window_is_measured_on_those_of_the_calibration(place: Path) -> None:
+    (place / "short.txt").write_text((place / "text.txt").read_text()[:900])
+    made = run_train(config(place, "short", corpus=str(place / "short.txt")))
+    assert made.quality is not None and not made.quality.unseen and made.quality.windows == 1
+    assert "the maps were calibrated on these windows" in (made.path / "README.md").read_text()
 
 
 def test_other_trainings_and_other_folders_are_refused(place: Path, tmp_path) -> None:

@@ -1,0 +1,37 @@
+"""Texts that are there without a network: what Python carries, and what this package does."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+
+
+def reference() -> Iterator[tuple[str, str]]:
+    """The language reference that Python carries for its `help()`: about 113k tokens of technical English."""
+    from pydoc_data import topics
+
+    for name, text in sorted(topics.topics.items()):
+        yield f"pydoc_data.topics/{name}", text
+
+
+def addresses() -> Iterator[tuple[str, str]]:
+    """The yearly addresses of the presidents of the United States to Congress, 1790 to 1808: about 55k tokens of prose,
+    in the public domain (`texts/README.md`)."""
+    packed = files("sparsekv.sources").joinpath("texts/addresses.jsonl.gz").read_bytes()
+    for line in gzip.decompress(packed).decode().splitlines():
+        record = json.loads(line)
+        yield record["name"], record["text"]
+
+
+SHIPPED = {"embedded": reference, "embedded-prose": addresses}
+"""By the name of the corpus; a name of several, joined by +, is all of them."""
+
+
+def shipped(corpus: str) -> Iterator[tuple[str, str]] | None:
+    """Names and texts of the corpus, or None where it names another one."""
+    names = corpus.split("+")
+    if not set(names) <= set(SHIPPED):
+        return None
+    return (document for name in dict.fromkeys(names) for document in SHIPPED[name]())
