@@ -43,7 +43,9 @@ def test_the_report_explains_itself(made) -> None:
     assert made.said in page and made.said in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
     assert number and page.count("<tr>") == 2 * (1 + len(shown())) and page.count("<svg") == 3
-    for words in ("Full attention reads", "was left as it is", "the held-out text surprises", "Down is better"):
+    for words in ("4 windows of 256 tokens of Python&#x27;s language reference and presidents&#x27; addresses",
+                  "2 windows of presidents&#x27; addresses to Congress that were held out", "Full attention reads",
+                  "was left as it is", "the held-out text surprises", "Down is better"):
         assert words in page
 
 

@@ -128,7 +128,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
         if path is not None:
             write_text(Path(path), as_text(rows))
     report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
-                               seconds=(trained, time.perf_counter() - started))
+                               corpus=learned, seconds=(trained, time.perf_counter() - started))
     return DemoResult(rows, table, in_short(shown, heldout), report)
 
 

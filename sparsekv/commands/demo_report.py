@@ -65,12 +65,13 @@ def in_short(table: Table, heldout: CaptureStore) -> str:
 
 def write_demo_report(
     out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore, *,
-    model: str, windows: int, seconds: tuple[float, float],
+    model: str, windows: int, corpus: str, seconds: tuple[float, float],
 ) -> Path:
-    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; seconds: of capture and
-    training, and of everything."""
+    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; corpus: what was trained on;
+    seconds: of capture and training, and of everything."""
     from sparsekv.evaluation import figures
     from sparsekv.evaluation.report import Figure, write_report
+    from sparsekv.sources.shipped import in_words
     from sparsekv.trainers.metrics import read_metrics
 
     metrics = read_metrics(out / "phi" / "metrics.csv")
@@ -79,10 +80,10 @@ def write_demo_report(
     errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
               for m in dict.fromkeys(m for m, _ in found if m != "full")}
     table = demo_table(rows, heldout)
-    intro = (f"The model {model} was left as it is. From {windows} windows of text of {heldout.context_length} tokens "
-             f"it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
-             f"{heldout.num_documents} other windows and answered {len(numbers)} questions, reading a part of what is "
-             "there. "
+    intro = (f"The model {model} was left as it is. From {windows} windows of {heldout.context_length} tokens of "
+             f"{in_words(corpus)} it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
+             f"{heldout.num_documents} windows of {in_words(heldout.config['corpus'])} that were held out and answered "
+             f"{len(numbers)} questions, reading a part of what is there. "
              f"{in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: the same model, reading less", intro,

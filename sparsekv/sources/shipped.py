@@ -29,6 +29,13 @@ SHIPPED = {"embedded": reference, "embedded-prose": addresses}
 """By the name of the corpus; a name of several, joined by +, is all of them."""
 
 
+def in_words(corpus: str) -> str:
+    """A corpus for readers: what the text is, where it is shipped, else its name."""
+    words = {"embedded": "Python's language reference", "embedded-prose": "presidents' addresses to Congress"}
+    names = corpus.split("+")
+    return " and ".join(words[name] for name in names) if set(names) <= set(words) else corpus
+
+
 def shipped(corpus: str) -> Iterator[tuple[str, str]] | None:
     """Names and texts of the corpus, or None where it names another one."""
     names = corpus.split("+")

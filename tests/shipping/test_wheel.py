@@ -64,7 +64,7 @@ def test_both_carry_the_version_the_license_and_the_types(built) -> None:
     assert f"\nVersion: {__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "sparsekv/py.typed" in names and any(n.endswith("licenses/LICENSE") for n in names)
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparsekv").rglob("*.py")}
-    assert modules <= set(names)
+    assert modules <= set(names) and "sparsekv/sources/texts/addresses.jsonl.gz" in names
     packed = tarfile.open(archive).getnames()
     assert {f"sparsekv-{__version__}/{m}" for m in (*modules, "sparsekv/py.typed")} <= set(packed)
 
