@@ -18,7 +18,6 @@ from sparsekv.foundation.progress import progress
 
 if TYPE_CHECKING:
     from sparsekv.evaluation.methods import Method
-    from sparsekv.store.store import CaptureStore
 
 MARKER = "demo.json"
 PROSE = "embedded-prose"
@@ -33,12 +32,12 @@ class DemoConfig:
                                            "and addresses to Congress are trained on, and other addresses measured.")
     output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
     context_length: int = option(2048, group="Sizes", help="Length of every window and prompt [tokens].", min=256)
-    num_documents: int = option(28, group="Sizes", help="Windows captured for training [windows].", min=4)
+    num_documents: int = option(20, group="Sizes", help="Windows captured for training [windows].", min=4)
     num_heldout: int = option(4, group="Sizes", help="Held-out windows continued for error and perplexity [windows].",
                               min=1)
     num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
     num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
-    phi_steps: int = option(220, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
+    phi_steps: int = option(200, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
                             max=MOST_STEPS)
     phi_width: int = option(64, group="Sizes", help="Hidden width of a feature map [units].", min=8)
     dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
@@ -91,6 +90,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
+    from sparsekv.sources.corpus import make_windows, read_documents
     from sparsekv.sources.hub import load_model
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -107,9 +107,11 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
         CaptureConfig(**shared, corpus=learned, split="train", output=str(out / "capture"),
                       num_documents=config.num_documents, queries_per_document=128),
         model=model, tokenizer=tokenizer)
-    heldout = run_capture(
-        CaptureConfig(**shared, corpus=measured, split="heldout", output=str(out / "heldout"),
-                      num_documents=config.num_heldout, queries_per_document=64),
+    windows = make_windows(read_documents(measured, split="heldout"), tokenizer, length=config.context_length,
+                           count=config.num_heldout, seed=config.seed, remedy="a smaller --num-heldout")
+    heldout = run_capture(  # the first of them, for the figure of where attention falls
+        CaptureConfig(**shared, corpus=measured, split="heldout", output=str(out / "heldout"), num_documents=1,
+                      queries_per_document=64),
         model=model, tokenizer=tokenizer)
     where: dict[str, Any] = {"capture": str(train.path), "device": config.device, "seed": config.seed}
     train_router(RouterConfig(**where, output=str(out / "router"), num_buckets=config.num_buckets))
@@ -118,7 +120,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
                         batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
-    numbers = _decode(config, model, tokenizer, heldout, out)
+    numbers = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
     cells = collect(out)
     rows = with_origin(score_rows(cells, seed=config.seed))
     shown = demo_table(rows, heldout)
@@ -128,7 +130,8 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
         if path is not None:
             write_text(Path(path), as_text(rows))
     report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
-                               corpus=learned, seconds=(trained, time.perf_counter() - started))
+                               heldout_windows=len(windows), corpus=learned,
+                               seconds=(trained, time.perf_counter() - started))
     return DemoResult(rows, table, in_short(shown, heldout), report)
 
 
@@ -148,9 +151,9 @@ def _demo_output() -> OutputKind:
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 
-def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStore, out: Path) -> list[str]:
-    """Cells of the table's methods on held-out windows and needle prompts, and of the figure's other budgets on the
-    first two windows. Returns the hidden numbers."""
+def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path) -> list[str]:
+    """Cells of the table's methods on held-out windows of token ids and on needle prompts, and of the figure's other
+    budgets on the first two windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.commands.demo_report import BUDGETS, shown
@@ -158,7 +161,6 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, heldout: CaptureStor
     from sparsekv.evaluation.methods import parse_methods, usual_methods
     from sparsekv.evaluation.own_tasks import continuations, make_needles
 
-    windows = [heldout.tokens(i).tolist() for i in range(heldout.num_documents)]
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
     table = shown()

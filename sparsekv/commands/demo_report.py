@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sparsekv.evaluation.report import Table
     from sparsekv.store.store import CaptureStore
 
-BUDGETS = (0.01, 0.02, 0.05, 0.10)
+BUDGETS = (0.01, 0.02, 0.05)
 """Budgets of the figure; a row of the table has one."""
 COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
 CURVE_REQUESTS = 4
@@ -65,10 +65,11 @@ def in_short(table: Table, heldout: CaptureStore) -> str:
 
 def write_demo_report(
     out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore, *,
-    model: str, windows: int, corpus: str, seconds: tuple[float, float],
+    model: str, windows: int, heldout_windows: int, corpus: str, seconds: tuple[float, float],
 ) -> Path:
-    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; corpus: what was trained on;
-    seconds: of capture and training, and of everything."""
+    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; heldout: a capture of the
+    first of the windows that were continued; corpus: what was trained on; seconds: of capture and training, and of
+    everything."""
     from sparsekv.evaluation import figures
     from sparsekv.evaluation.report import Figure, write_report
     from sparsekv.sources.shipped import in_words
@@ -82,7 +83,7 @@ def write_demo_report(
     table = demo_table(rows, heldout)
     intro = (f"The model {model} was left as it is. From {windows} windows of {heldout.context_length} tokens of "
              f"{in_words(corpus)} it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
-             f"{heldout.num_documents} windows of {in_words(heldout.config['corpus'])} that were held out and answered "
+             f"{heldout_windows} windows of {in_words(heldout.config['corpus'])} that were held out and answered "
              f"{len(numbers)} questions, reading a part of what is there. "
              f"{in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
     return write_report(
