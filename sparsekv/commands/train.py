@@ -166,7 +166,9 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
 
     with stages("train", (CAPTURE, ROUTER, PHI, QUALITY)) as begin:
         begin(CAPTURE)
-        if read_marker(out / CAPTURE / MANIFEST).get("complete") is True:
+        if all(_finished(out / kind) for kind in (ROUTER, PHI)):
+            pass  # the capture may be gone
+        elif read_marker(out / CAPTURE / MANIFEST).get("complete") is True:
             _check_same(config, plan, out)
         else:
             run_capture(_capture_config(config, plan, out))
@@ -346,7 +348,7 @@ def _kept_plan(plan: Any, out: Path) -> TrainingPlan:
 
 def _forget(out: Path) -> None:
     """Leave nothing of a training that failed before its capture began: other options may follow."""
-    if not (out / CAPTURE / MANIFEST).is_file():
+    if not (out / CAPTURE / MANIFEST).is_file() and not any(_finished(out / kind) for kind in (ROUTER, PHI)):
         (out / MARKER).unlink(missing_ok=True)
         for folder in (out / CAPTURE, out):
             with contextlib.suppress(OSError):
