@@ -171,9 +171,9 @@ def completed_kernel(
     PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, SEATED: tl.constexpr,
     OVERLAP: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """`split_kernel`, whose listed tokens also take their own estimates out of that of the mid region. Keys are the
-    rows of every product, so that all of them are of a matrix unit's size: of the columns the first HALF are the
-    queries of the group, the others their features, whose products with a key's features are the estimates."""
+    """`split_kernel`, whose listed tokens also take their own estimates out of that of the mid region. Of the rows the
+    first HALF are the queries of the group, the others their features, whose products with a key's features are the
+    estimates."""
     # grid and arguments as `split_kernel`, and
     # maps                `KeyFeatures`; FEATURES = r, UNITS = u padded
     # features            [Q, Hq, r]               of the queries
@@ -191,15 +191,15 @@ def completed_kernel(
     shift_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
     shift_of_sums = tl.where(shift_of_sums == float("-inf"), 0.0, shift_of_sums)
     start, tail, length, sinks, anchored = edges_of(edges, row, sink_size)
-    column = tl.arange(0, 2 * HALF)
+    group = tl.arange(0, 2 * HALF)
     width = tl.arange(0, WIDTH)
-    wide = width < DIM
-    estimates = column >= HALF
-    member = head * GROUP + column
-    query = tl.load(q.base + row * q.row + member[None, :] * q.head + width[:, None],
-                    mask=(column < GROUP)[None, :] & wide[:, None], other=0.0)
+    wide = (width < DIM)[None, :]
+    estimates = group >= HALF
+    member = head * GROUP + group
+    query = tl.load(q.base + row * q.row + member[:, None] * q.head + width[None, :],
+                    mask=(group < GROUP)[:, None] & wide, other=0.0)
     asked = tl.load(features + (row * heads * GROUP + member - HALF)[None, :] * FEATURES + feature[:, None],
-                    mask=(estimates & (column < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
+                    mask=(estimates & (group < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
     keys = k.base + cache_row * k.row + kv_head * k.head
     values = v.base + cache_row * v.row + kv_head * v.head
     weights = log_weights.base + row * log_weights.row + head * log_weights.head
@@ -225,14 +225,14 @@ def completed_kernel(
 
     top = tl.full([2 * HALF], float("-inf"), tl.float32)
     mass = tl.zeros([2 * HALF], tl.float32)
-    out = tl.zeros([WIDTH, 2 * HALF], tl.float32)
+    out = tl.zeros([2 * HALF, WIDTH], tl.float32)
     slot = split * per_split + tl.arange(0, BLOCK)
     token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
                    PROBES=PROBES, PAGE=PAGE)
     for at in range(split * per_split, last, BLOCK):
         valid = token >= 0
         place = tl.maximum(token, 0).to(tl.int64)
-        mask = valid[:, None] & wide[None, :]
+        mask = valid[:, None] & wide
         listed = valid & (slot < num_listed)
         # everything a block needs is fetched at once, and the next block's tokens with it
         key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
@@ -242,39 +242,39 @@ def completed_kernel(
         slot = at + BLOCK + tl.arange(0, BLOCK)
         token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
                        PROBES=PROBES, PAGE=PAGE)
-        score = tl.dot(key.to(query.dtype), query, input_precision="ieee") * scale
+        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
         if WEIGHTED:
-            score += added[:, None]
-        score = tl.where(valid[:, None], score, float("-inf"))
-        higher = tl.where(estimates, 0.0, tl.maximum(top, tl.max(score, 0)))
+            score += added[None, :]
+        score = tl.where(valid[None, :], score, float("-inf"))
+        higher = tl.where(estimates, 0.0, tl.maximum(top, tl.max(score, 1)))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         keep = tl.exp(top - safe)
-        weight = tl.exp(score - safe[None, :])
-        estimate = tl.zeros([BLOCK, 2 * HALF], tl.float32)
+        weight = tl.exp(score - safe[:, None])
+        estimate = tl.zeros([2 * HALF, BLOCK], tl.float32)
         if at < num_listed:
             log = log_features(key, stem, bias, second, outward) - shift_of_sums[None, :]
-            estimate = tl.dot(tl.exp2(log).to(stem.dtype), asked.to(stem.dtype), input_precision="ieee")
-        weight = tl.where(estimates[None, :], tl.where(listed[:, None], estimate, 0.0), weight)
-        mass = mass * keep + tl.sum(weight, 0)
-        value = tl.trans(value.to(query.dtype))
+            estimate = tl.trans(tl.dot(tl.exp2(log).to(stem.dtype), asked.to(stem.dtype), input_precision="ieee"))
+        weight = tl.where(estimates[:, None], tl.where(listed[None, :], estimate, 0.0), weight)
+        mass = mass * keep + tl.sum(weight, 1)
+        value = value.to(query.dtype)
         rounded = weight.to(value.dtype)
-        out = out * keep[None, :] + tl.dot(value, rounded, input_precision="ieee")
+        out = out * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
         # what the estimates lose in rounding too: they are taken out of a sum they may nearly exhaust
         missing = (weight - rounded.to(tl.float32)).to(value.dtype)
-        out += tl.dot(value, missing, input_precision="ieee")
+        out += tl.dot(missing, value, input_precision="ieee")
         top = higher
     if OVERLAP:
         gdc_launch_dependents()
 
     slot_out = (row * heads * GROUP + member) * parts + split
-    kept = column < GROUP
-    scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
+    kept = group < GROUP
+    scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
-    tl.store(partial.out + slot_out[None, :] * DIM + width[:, None], scaled, mask=kept[None, :] & wide[:, None])
+    tl.store(partial.out + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)
     slot_out -= HALF * parts
-    kept = estimates & (column < HALF + GROUP)
+    kept = estimates & (group < HALF + GROUP)
     tl.store(partial.taken_mass + slot_out, mass, mask=kept)
-    tl.store(partial.taken + slot_out[None, :] * DIM + width[:, None], out, mask=kept[None, :] & wide[:, None])
+    tl.store(partial.taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
 
 
 @triton.jit
