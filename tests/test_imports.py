@@ -20,7 +20,7 @@ ALLOWED = {"kernels": ("kernels", "foundation.errors"),
            "foundation": ("foundation",)}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
-DOORS = ("cli", "commands")
+DOORS = ("__main__", "cli", "commands")
 TRANSFORMERS = {
     "runtime.hooks": "hooks, attention and mask function, wrapped forward and generate", "runtime.cache": "its caches",
     "runtime.sliding": "its caches' layers with a window",

@@ -55,8 +55,8 @@ PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 4, 264)
 COMPLETED_ROW = 768
 """Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once."""
 COMPLETED_DIM = 128
-"""The largest head dimension of the completed kernel: of wider ones in half precision it gives other sums than its
-twin, which attends in its place."""
+"""The largest head dimension of the completed kernel. For wider heads its twin attends in its place, because the kernel
+was not checked at 256 dimensions on a GPU."""
 
 
 class Pages(NamedTuple):
