@@ -58,10 +58,10 @@ def demo() -> dict[str, list[str]]:
     # the table asks the captured text for the sizes of sink and window alone: those of `capture`
     sizes: Any = SimpleNamespace(config={"sink_size": 4, "window_size": 16})
     cores, commit = rows[0]["machine"].partition(",")[0], rows[0]["commit"]
-    return {"demo": ["", demo_table(rows, sizes).text(), "", f"One run on a {cores} with two cores, commit {commit}, "
-                     "whose codes were fitted to the request. Tokens and bytes are what a sparse layer reads in a "
-                     "step, of its own. Found are hidden numbers. The error is the relative L2 distance of a head's "
-                     "output to full attention's.", ""]}
+    return {"demo": ["", demo_table(rows, sizes).text(), "", f"One run on a {cores} with two cores, commit {commit}. "
+                     "Perplexity and error are of held-out addresses to Congress. Tokens and bytes are what a sparse "
+                     "layer reads in a step, of its own. Found are hidden numbers. The error is the relative L2 "
+                     "distance of a head's output to full attention's.", ""]}
 
 
 def missed() -> dict[str, list[str]]:
