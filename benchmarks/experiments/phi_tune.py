@@ -1,3 +1,4 @@
+# ruff: noqa: E402, E501, B023
 """Forms and launches of the attention kernel that completes, checked against the float64 twin and then timed.
 
     python benchmarks/experiments/phi_tune.py OUTPUT.json [--quick] [--only SHAPE …] [--no-steps]
