@@ -1,4 +1,3 @@
-# ruff: noqa: E402, E501, B023
 """Other forms of `completed_kernel`, timed by phi_tune.py. Shapes and arguments as there."""
 
 import triton
