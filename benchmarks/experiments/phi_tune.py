@@ -1,260 +1,285 @@
-# ruff: noqa: E402, E501, B023
-"""Forms and launches of the attention kernel that completes, checked against the float64 twin and then timed.
+# ruff: noqa: E501
+"""Forms and launches of the attention kernel that completes, each in a process of its own.
 
-    python benchmarks/experiments/phi_tune.py OUTPUT.json [--quick] [--only SHAPE …] [--no-steps]
+    python benchmarks/experiments/phi_tune.py OUTPUT.jsonl --all
+    python benchmarks/experiments/phi_tune.py OUTPUT.jsonl --form lean --launch 64/4/132
 
-A row a shape: microseconds of split and merge, a CUDA graph of 20 calls over copies of the cache that together exceed
-the L2; `plain` is attention without a completion. A form is `kernel/units/block/warps/programs/stages`; `lean-bl` is
-`phi_kernel.lean_kernel` with BIASED = b and LATE = l, `lean-bla` with AHEAD off. On a machine without a GPU, under
-TRITON_INTERPRET=1, only the checks run.
+One process measures one form: first a check in bf16 against the twin in float64, of odd sizes and guarded buffers, then
+microseconds of split and merge by case: a CUDA graph of 32 calls whose token lists, maps and sums rotate, so that they
+exceed the L2 together. Forms are `plain` (attention without a completion), `ships` (`completed_kernel`), `lean`
+(`phi_kernel.lean_kernel`), `lean-s` (the same, its biases added in registers and its loads not held back) and `lean-p`
+(the same as `lean` without a completion: what its form costs alone). A launch is `block/warps/programs[/stages]`. A line
+of JSON a form, launch and case goes to the file. `--all` compiles all in many processes first, then measures in one
+process a GPU at a time. Under TRITON_INTERPRET=1 only the check runs, in float16.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "kernels")]
+sys.path.insert(0, str(ROOT))
 
-import checks
-
-from benchmarks.experiments.phi_kernel import lean_kernel
-from sparsekv.kernels import CompletionQuery, KeyFeatures, attend, attend_triton, phi_sums
-from sparsekv.kernels.attend import Launch, launch_attend
-from sparsekv.kernels.launch import power_of_two
-
-DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)
-PRESENT = attend_triton.completed_kernel
-FORMS = [  # kernel, block, warps, programs, stages
-    ("present", 128, 8, 132, 1), ("present", 64, 4, 264, 1), ("present", 64, 4, 132, 1), ("present", 128, 8, 132, 2),
-    ("lean-00", 128, 8, 132, 1), ("lean-00", 64, 4, 264, 1), ("lean-10", 64, 4, 264, 1), ("lean-11", 64, 4, 264, 1),
-    ("lean-20", 128, 8, 132, 1), ("lean-21", 128, 8, 132, 1), ("lean-21", 64, 4, 132, 1), ("lean-21", 64, 4, 264, 1),
-    ("lean-21", 64, 8, 132, 1), ("lean-21", 128, 8, 132, 2), ("lean-21", 64, 4, 132, 2), ("lean-21", 64, 4, 132, 3),
-    ("lean-21a", 128, 8, 132, 1), ("lean-11a", 64, 4, 264, 1), ("lean-21p", 128, 8, 132, 1), ("lean-21p", 64, 4, 264, 1),
-    ("lean-21", 128, 8, 264, 1), ("lean-11", 64, 4, 528, 1), ("lean-10", 64, 4, 132, 1),
-]
-STEPS = [("present", 128, 8, 132, 1), ("lean-21", 128, 8, 132, 1), ("lean-21", 128, 8, 132, 2),
-         ("lean-10", 64, 4, 264, 1), ("lean-21", 64, 4, 264, 1), ("lean-21", 64, 4, 132, 3)]
-STEP_CASES = ("32x8-128k-b1", "32x8-512k-b1", "32x8-1M-b1", "32x8-128k-b4", "32x8-128k-b8")
-SHAPES = [  # name, query heads, KV heads, dimension, tokens, rows, sink, tail
-    ("128k", 32, 8, 128, 131_072, 1, 4, 16), ("128k tail 2047", 32, 8, 128, 131_072, 1, 1, 2047),
-    ("32k", 32, 8, 128, 32_768, 1, 4, 16), ("512k", 32, 8, 128, 524_288, 1, 4, 16),
-    ("1M", 32, 8, 128, 1_048_576, 1, 1, 2047), ("4 x 128k", 32, 8, 128, 131_072, 4, 4, 16),
-    ("8 x 128k", 32, 8, 128, 131_072, 8, 4, 16), ("8 x 128k tail 2047", 32, 8, 128, 131_072, 8, 1, 2047),
-    ("12/2 30k", 12, 2, 128, 30_000, 1, 4, 16), ("14/2 30k d64", 14, 2, 64, 30_000, 1, 4, 16),
-]
+RUNS = [("plain", "32/1/1024"),
+        ("ships", "64/4/264"), ("lean", "128/8/132"), ("lean", "64/4/132"), ("ships", "64/4/132"),
+        ("lean", "64/4/264"), ("lean", "64/8/132"), ("ships", "64/8/132"), ("ships", "32/4/264"),
+        ("lean-s", "64/4/264"), ("lean", "32/4/264"), ("ships", "128/8/132"), ("lean-s", "128/8/132"),
+        ("lean-p", "64/4/132"), ("lean", "64/4/132/2")]
+CASES = [  # name, query heads, KV heads, tokens, rows; 1 % is listed, an odd count, 4 + 16 anchors
+    ("128k b1", 32, 8, 131_072, 1), ("8k b1", 32, 8, 8_192, 1), ("512k b1", 32, 8, 524_288, 1),
+    ("128k b8", 32, 8, 131_072, 8), ("12/2 30k b1", 12, 2, 30_000, 1), ("12/2 30k b24", 12, 2, 30_000, 24)]
+DIM, SINK, TAIL, SETS = 128, 4, 16, 16
+LIMIT_S, TOTAL_S = 25, 235
 
 
-class Lean:
-    """`lean_kernel` in place of `completed_kernel`."""
+def take(form: str, launch: str) -> None:
+    """`launch_attend` with this form and launch."""
+    from benchmarks.experiments.phi_kernel import lean_kernel
+    from sparsekv.kernels import attend, attend_triton
+    from sparsekv.kernels.attend import Launch
+    from sparsekv.kernels.launch import power_of_two
 
-    def __init__(self, name: str):
-        self.how = {"BIASED": int(name[5]), "LATE": name[6] == "1", "AHEAD": "a" not in name[7:],
-                    "PHI": "p" not in name[7:]}
+    how = Launch(*map(int, launch.split("/")))
+    if form == "plain":
+        attend.PLAIN = how
+        return
+    attend.COMPLETED, attend.COMPLETED_ROW = how, 1 << 20
+    if form == "ships":
+        return
+    slim = form == "lean-s"
+    options = {"BIASED": 0 if slim else 2, "LATE": not slim, "PHI": form != "lean-p", "AHEAD": how.stages == 1}
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, HALF: int, **constants: Any) -> Any:
-            return lean_kernel[grid](*arguments, QUARTER=max(4, power_of_two(constants["GROUP"])), **self.how,
-                                     **constants)
+    class Lean:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: Any, HALF: int, **constants: Any) -> Any:
+                return lean_kernel[grid](*arguments, QUARTER=max(4, power_of_two(constants["GROUP"])), **options,
+                                         **constants)
 
-        return launch
+            return run
 
-
-def take(name: str, *launch: int) -> None:
-    attend_triton.completed_kernel = PRESENT if name == "present" else Lean(name)
-    if launch:
-        attend.COMPLETED, attend.COMPLETED_ROW = Launch(*launch), 1 << 20
-
-
-def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*size, device=DEVICE) * scale
-
-
-def key_map(batch: int, heads: int, dim: int, units: int) -> KeyFeatures:
-    return KeyFeatures(random(heads, dim, units, scale=dim**-0.5).to(DTYPE), random(batch, heads, units),
-                       random(heads, units, dim, scale=units**-0.5).to(DTYPE), random(heads, dim),
-                       torch.zeros(batch, heads, dim, device=DEVICE))
+    attend_triton.completed_kernel = Lean()
 
 
 class Case:
-    """One copy of a shape, 1 % of its tokens listed."""
+    """One cache, and `sets` of queries, lists, maps and sums."""
 
-    def __init__(self, heads_q: int, heads: int, dim: int, length: int, batch: int, sink: int, tail: int, seed: int):
-        torch.manual_seed(seed)
-        self.k, self.v = (torch.randn(batch, heads, length, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
-        self.q = random(batch, heads_q, dim).to(DTYPE)
-        mid = length - sink - tail
-        self.tokens = torch.stack([torch.randperm(mid, device=DEVICE)[:length // 100] + sink
-                                   for _ in range(batch * heads)]).reshape(batch, heads, -1).int()
-        self.edges = {"starts": torch.zeros(batch, dtype=torch.long, device=DEVICE), "sink_size": sink,
-                      "tail_starts": torch.full((batch,), length - tail, device=DEVICE),
-                      "lengths": torch.full((batch,), length, device=DEVICE), "scale": dim**-0.5}
-        self.features = torch.rand(batch, heads_q, dim, device=DEVICE).to(DTYPE)
-        self.of_keys: dict[int, tuple[KeyFeatures, CompletionQuery]] = {}
+    def __init__(self, heads_q: int, heads: int, length: int, batch: int, sets: int, device: str, dtype: Any,
+                 listed: int = 0, units: int = DIM, features: int = DIM, dim: int = DIM):
+        import torch
 
-    def completed(self, units: int) -> CompletionQuery:
-        """Of the sums of its own maps, half of the mass estimated."""
-        if units not in self.of_keys:
-            batch, heads = self.k.shape[:2]
-            made = key_map(batch, heads, self.k.shape[3], units)
-            first, last = torch.full((batch,), self.edges["sink_size"], device=DEVICE), self.edges["tail_starts"]
-            sums = phi_sums(self.k, self.v, first, last, made)
-            made = made._replace(shift=sums.m)
-            each = self.features.float().unflatten(1, (heads, -1))
-            mass = torch.einsum("bhgr,bhr->bhg", each, sums.z).flatten(1)
-            numerator = torch.einsum("bhgr,bhrd->bhgd", each, sums.s).flatten(1, 2)
-            lse = launch_attend(self.q, self.k, self.v, self.tokens, **self.edges)[1]
-            self.of_keys[units] = (made, CompletionQuery(self.features, lse - mass.log(), mass, numerator, None, made))
-        return self.of_keys[units][1]
+        from sparsekv.kernels import CompletionQuery, KeyFeatures
 
-    def attend(self, units: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        return launch_attend(self.q, self.k, self.v, self.tokens, **self.edges,
-                             completion=self.completed(units) if units else None)
+        torch.manual_seed(length)
+        listed = listed or length // 100 | 1
+        on: dict[str, Any] = {"device": device}
 
-    def error(self, units: int) -> float:
-        """Against the twin in float64, a row of it."""
-        found, whole = self.attend(units)[0][:1].double(), self.completed(units)
-        maps = checks.double(whole.keys)
-        own = whole._replace(**{n: x[:1].double() for n, x in whole._asdict().items() if n in (
-            "features", "log_scale", "mass", "numerator")}, keys=maps._replace(bias=maps.bias[:1], shift=maps.shift[:1]))
-        edges = {n: x[:1] if isinstance(x, torch.Tensor) else x for n, x in self.edges.items()}
-        listed = self.tokens[:1].long()
-        # the twin gathers what is read: the cache itself is not widened
-        kept = torch.cat([listed, torch.full_like(listed[..., :1], 0)], -1)
-        keys, values = (x[:1].gather(2, kept[..., None].expand(-1, -1, -1, x.shape[3])).double() for x in
-                        (self.k, self.v))
-        places = torch.arange(listed.shape[2], device=DEVICE).expand_as(listed)
-        read = attend.attend_tokens_reference(
-            self.q[:1].double(), keys, values, places, scale=edges["scale"], starts=edges["starts"], sink_size=0,
-            tail_starts=edges["starts"], lengths=edges["starts"], completion=own)
-        anchors = torch.cat([torch.arange(edges["sink_size"], device=DEVICE),
-                             torch.arange(int(edges["tail_starts"]), int(edges["lengths"]), device=DEVICE)])
-        beside = attend.attend_gathered(self.q[:1].double(), self.k[:1, :, anchors].double(),
-                                        self.v[:1, :, anchors].double(),
-                                        torch.ones(1, self.k.shape[1], len(anchors), dtype=torch.bool, device=DEVICE),
-                                        edges["scale"])
-        out = attend.merge(torch.stack([read[0], beside[0]]), torch.stack([read[1], beside[1]]))[0]
-        return float((found - out).norm() / out.norm())
+        def guarded(*size: int, scale: float = 1.0, to: Any = torch.float32) -> Any:
+            # numbers between two lines of NaN: what is read beside them shows
+            count = 1
+            for n in size:
+                count *= n
+            room = torch.full((count + 128,), float("nan"), dtype=to, **on)
+            inside = room[64:-64].view(size)
+            inside.normal_()
+            return inside.mul_(scale)
+
+        self.k, self.v = (guarded(batch, heads, length, dim, to=dtype) for _ in range(2))
+        self.edges = {"starts": torch.zeros(batch, dtype=torch.long, **on), "sink_size": SINK,
+                      "tail_starts": torch.full((batch,), length - TAIL, **on),
+                      "lengths": torch.full((batch,), length, **on), "scale": dim**-0.5}
+        self.sets = []
+        for _ in range(sets):
+            # strided picks, shuffled: no token twice
+            step = (length - SINK - TAIL) // listed
+            first = torch.randint(0, step, (batch, heads, listed), **on)
+            order = torch.rand(batch, heads, listed, **on).argsort(-1)
+            tokens = (first + order * step + SINK).int()
+            maps = KeyFeatures(guarded(heads, dim, units, scale=dim**-0.5, to=dtype), guarded(batch, heads, units),
+                               guarded(heads, units, features, scale=units**-0.5, to=dtype), guarded(heads, features),
+                               torch.randint(-1, 2, (batch, heads, features), **on).float())
+            asked = torch.rand(batch, heads_q, features, **on).to(dtype)
+            # a third to a half is of the listed keys, and what is left weighs as much as what is read
+            mass = (torch.rand(batch, heads_q, **on) + 2.0) * listed * features
+            numerator = guarded(batch, heads_q, dim) * 2.0 * listed**0.5 * features
+            log_scale = torch.randn(batch, heads_q, **on) - mass.log() + math.log(listed)
+            made = CompletionQuery(asked, log_scale, mass, numerator, None, maps)
+            self.sets.append((guarded(batch, heads_q, dim, to=dtype), tokens, made))
+
+    def call(self, index: int, completed: bool) -> Any:
+        from sparsekv.kernels.attend import launch_attend
+
+        q, tokens, made = self.sets[index % len(self.sets)]
+        return launch_attend(q, self.k, self.v, tokens, **self.edges, completion=made if completed else None)
+
+    def errors(self, completed: bool) -> tuple[float, float]:
+        """Of the output, relative, and of the log mass, absolute, against the twin in float64."""
+        from sparsekv.kernels.attend import attend_tokens_reference
+
+        q, tokens, made = self.sets[0]
+        maps = made.keys
+        assert maps is not None
+        made = made._replace(**{n: x.double() for n, x in made._asdict().items() if hasattr(x, "double")},
+                             keys=type(maps)(*(x.double() for x in maps)))
+        found = self.call(0, completed)
+        out, lse = attend_tokens_reference(q.double(), self.k.double(), self.v.double(), tokens, **self.edges,
+                                           completion=made if completed else None)
+        return float((found[0].double() - out).norm() / out.norm()), float((found[1].double() - lse).abs().max())
 
 
-def timed(calls: list[Any], repeat: int = 20) -> float:
-    for call in calls:
-        call()
+def check(form: str, device: str, dtype: Any) -> str:
+    """Odd sizes: many slices for few tokens, a slice without any, rows, a group that is no power of two."""
+    completed, worst = form != "plain", (0.0, 0.0)
+    shapes = [(32, 8, 1_501, 1, 111), (32, 8, 9_001, 1, 4_001), (32, 8, 403, 8, 33), (12, 2, 1_201, 1, 333)]
+    if device == "cpu":
+        shapes = [(8, 2, 203, 1, 65), (6, 2, 91, 2, 33)]
+    for heads_q, heads, length, batch, listed in shapes:
+        # the batch's shapes are of the timed kernels, so that nothing is compiled for the check alone
+        error = Case(heads_q, heads, length, batch, 1, device, dtype, listed).errors(completed)
+        worst = max(worst[0], error[0]), max(worst[1], error[1])
+        if not (error[0] < 1e-2 and error[1] < 2e-2):
+            return f"WRONG at {(heads_q, heads, length, batch, listed)}: out {error[0]:.1e}, lse {error[1]:.1e}"
+    return f"ok: out {worst[0]:.1e}, lse {worst[1]:.1e}"
+
+
+def timed(case: Case, completed: bool, calls: int = 32) -> float:
+    """Microseconds a call: the best of nine replays."""
+    import torch
+
+    for i in range(2):
+        case.call(i, completed)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for i in range(repeat):
-            calls[i % len(calls)]()
+        for i in range(calls):
+            case.call(i, completed)
     graph.replay()
     torch.cuda.synchronize()
     best = float("inf")
-    for _ in range(7):
+    for _ in range(9):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) * 1000 / repeat)
+        best = min(best, begin.elapsed_time(end) * 1000 / calls)
     return round(best, 2)
 
 
-def check(name: str, dtypes: tuple[torch.dtype, ...], device: str, shapes: list[tuple[int, ...]]) -> None:
-    """The project's own checks of the attention kernels, with this form of the completed one."""
-    take(name)
-    for dtype in dtypes:
-        for shape in shapes:
-            checks.check_attention(shape, dtype, device)
-            checks.check_what_is_left(shape, dtype, device)
-            print("check", name, dtype, shape, "ok", flush=True)
+def measure(form: str, launch: str, output: str, warm: bool) -> None:
+    import torch
 
+    cuda = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float16)
+    take(form, launch)
+    if not cuda:
+        from sparsekv.kernels import attend
 
-def steps() -> list[dict[str, Any]]:
-    """Whole steps of decode.py with some forms: the sketch alone, and with φ."""
-    from benchmarks import decode
-
-    rows = []
-    for case, heads_q, heads, length, batch in decode.SHAPES:
-        if case not in STEP_CASES:
+        attend.COMPLETED = attend.COMPLETED._replace(programs=min(attend.COMPLETED.programs, 16))
+    # without a completion `lean-p` has no twin that knows its sums
+    said = check(form, device, dtype) if form != "lean-p" else "not checked"
+    print(f"{form} {launch} check {said}", flush=True)
+    row = {"form": form, "launch": launch, "check": said, "device": torch.cuda.get_device_name() if cuda else "cpu"}
+    if not cuda:
+        return
+    for name, heads_q, heads, length, batch in CASES:
+        if warm:  # the same kernels, of a short cache
+            case = Case(heads_q, heads, 3_000, batch, 1, device, dtype)
+            case.call(0, form != "plain")
+            torch.cuda.synchronize()
             continue
-        sets = [decode.Buffers(heads_q, heads, length, batch, seed=i) for i in range(3)]
-        row: dict[str, Any] = {"shape": case, "sketch": round(decode.timed([decode.of(b, "sparse_sketch") for b in sets]), 1)}
-        for form, *launch in STEPS:
-            take(form, *launch)
-            label = f"{form}/128/" + "/".join(map(str, launch))
-            try:
-                row[label] = round(decode.timed([decode.of(b, "sparse_sketch_phi") for b in sets]), 1)
-            except Exception as problem:
-                print(case, label, str(problem).splitlines()[:1], flush=True)
-        print("step", row, flush=True)
-        rows.append(row)
-        del sets
+        case = Case(heads_q, heads, length, batch, SETS, device, dtype)
+        us = timed(case, form != "plain")
+        print(f"{form} {launch} {name}: {us} µs" + ("" if said[:2] in ("ok", "no") else " WRONG"), flush=True)
+        with Path(output).open("a") as f:
+            f.write(json.dumps({**row, "case": name, "us": us}) + "\n")
+        del case
         torch.cuda.empty_cache()
-    return rows
+
+
+def start(form: str, launch: str, output: str, gpu: int, limit: float, *more: str) -> str:
+    """A process of one form; what it said, or what became of it."""
+    began = time.time()
+    command = [sys.executable, __file__, output, "--form", form, "--launch", launch, *more]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max(1.0, limit),
+                              env={**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)})
+        said, code = done.stdout, done.returncode
+        why = [line for line in done.stderr.splitlines() if "Error" in line or "error" in line][-1:]
+        said += f"{form} {launch} FAILED ({code}): {' '.join(why)[:300]}\n" if code else ""
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        said += f"{form} {launch} STOPPED after {limit:.0f} s\n"
+    return said + f"{form} {launch} {' '.join(more)} {time.time() - began:.0f} s"
+
+
+def drive(output: str, gpus: int, workers: int, runs: list[tuple[str, str]]) -> None:
+    began = time.time()
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    def left() -> float:
+        return TOTAL_S - (time.time() - began)
+
+    with ThreadPoolExecutor(workers) as pool:  # a form that fails here is started again below, to say so there
+        for said in pool.map(lambda at: start(*runs[at], output, at % gpus, min(90, left()), "--warm"), range(len(runs))):
+            say(said)
+    say(f"compiled: {time.time() - began:.0f} s")
+
+    def serially(gpu: int) -> None:
+        for form, launch in ([runs[0]] if gpu else []) + runs[gpu::gpus]:  # `plain` on each GPU
+            if left() < 8:
+                say(f"{form} {launch} not started: no time left")
+            else:
+                say(start(form, launch, output, gpu, min(LIMIT_S, left())))
+
+    with ThreadPoolExecutor(gpus) as pool:
+        list(pool.map(serially, range(gpus)))
+    table(output)
+    say(f"all: {time.time() - began:.0f} s")
+
+
+def table(output: str) -> None:
+    rows = [json.loads(line) for line in Path(output).read_text().splitlines()] if Path(output).exists() else []
+    print(f"{'form':22}" + "".join(f"{name:>14}" for name, *_ in CASES) + "  check")
+    found: dict[str, dict[str, float]] = {}
+    checks: dict[str, str] = {}
+    for row in rows:
+        form = f"{row['form']} {row['launch']}"
+        found.setdefault(form, {})[row["case"]] = min(row["us"], found.get(form, {}).get(row["case"], float("inf")))
+        checks[form] = row["check"]
+    for form, by_case in found.items():
+        print(f"{form:22}" + "".join(f"{by_case.get(name, float('nan')):14.2f}" for name, *_ in CASES) + "  "
+              + checks[form], flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output")
-    parser.add_argument("--quick", action="store_true", help="the first two shapes alone")
-    parser.add_argument("--only", nargs="+", default=[s[0] for s in SHAPES])
-    parser.add_argument("--no-steps", action="store_true")
+    parser.add_argument("--form", choices=["plain", "ships", "lean", "lean-s", "lean-p"], default="ships")
+    parser.add_argument("--launch", default="64/4/264")
+    parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--gpus", type=int, default=0, help="as many as there are if 0")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile at once")
+    parser.add_argument("--only", nargs="+", help="form:launch of --all")
     options = parser.parse_args()
-    names = ("lean-00", "lean-10", "lean-21", "lean-21a")
-    if not torch.cuda.is_available():
-        attend.COMPLETED = attend.COMPLETED._replace(block=32, programs=8)
-        for name in names:
-            check(name, (torch.float16,), "cpu", [(6, 2, 24, 40, 4, 8, 3, 1)])
-        return
-    began, out = time.time(), []
-    for name in names:
-        check(name, (torch.bfloat16,), "cuda", [
-            (32, 8, 128, 1000, 4, 111, 5, 1), (12, 2, 128, 900, 4, 16, 0, 2), (14, 2, 64, 700, 1, 63, 3, 1),
-            (3, 3, 80, 111, 1, 30, 7, 3)])
-    for name, heads_q, heads, dim, length, batch, sink, tail in SHAPES[:2] if options.quick else SHAPES:
-        if name not in options.only:
-            continue
-        sizes = (heads_q, heads, dim, length, batch, sink, tail)
-        cases = [Case(*sizes, seed=i) for i in range(2 if length * batch > 600_000 else 4)]
-        row: dict[str, Any] = {"shape": name, "plain": timed([c.attend for c in cases])}
-        first, last = torch.full((batch,), sink, device=DEVICE), cases[0].edges["tail_starts"]
-        for units in (128, 64):
-            made = cases[0].completed(units).keys
-            assert made is not None
-            row[f"sums {units}"] = timed([lambda c=c, m=made: phi_sums(c.k, c.v, first, last, m) for c in cases], 4)
-            for form, *launch in FORMS:
-                if units == 64 and form not in ("present", "lean-00", "lean-21"):
-                    continue
-                take(form, *launch)
-                label = f"{form}/{units}/" + "/".join(map(str, launch))
-                try:
-                    error = cases[0].error(units)
-                    us = timed([lambda c=c, u=units: c.attend(u) for c in cases])
-                except Exception as problem:  # does not fit, does not compile
-                    print(name, label, str(problem).splitlines()[:1], flush=True)
-                    continue
-                if error > 1e-2 and "p" not in form[7:]:
-                    print(name, label, f"WRONG: error {error:.1e}", flush=True)
-                    us = float("nan")
-                row[label] = us
-                row.setdefault("errors", {})[label] = error
-        out.append(row)
-        Path(options.output).write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": out}, indent=1))
-        ranked = sorted((v, k) for k, v in row.items() if "/" in k and isinstance(v, float) and v == v)
-        print(f"{name}: plain {row['plain']}, sums {row['sums 128']} / {row['sums 64']} ({time.time() - began:.0f} s)")
-        print("   " + "; ".join(f"{k} {v}" for v, k in ranked), flush=True)
-        del cases, made
-        torch.cuda.empty_cache()
-    if not options.no_steps:
-        found = {"device": torch.cuda.get_device_name(), "rows": out, "steps": steps()}
-        Path(options.output).write_text(json.dumps(found, indent=1))
-    print("seconds", round(time.time() - began))
+    if options.all:
+        chosen = [tuple(run.split(":")) for run in options.only] if options.only else RUNS
+        gpus = options.gpus or subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.count("GPU ")
+        drive(options.output, max(1, gpus), options.workers, chosen)
+    else:
+        measure(options.form, options.launch, options.output, options.warm)
 
 
 if __name__ == "__main__":
