@@ -1,35 +1,37 @@
 """Seconds of a prompt, read densely and sparsely, and the rate of the kernels that read it.
 
     python benchmarks/prefill.py [--cases 8b-128k-b1 ...] [--methods sparse ...] [--share 0.1] [--output FOLDER]
-    python benchmarks/prefill.py --kernels [--output FOLDER]
+    python benchmarks/prefill.py --kernels [--sweep] [--output FOLDER]
 
-Rows take the place of those of the same case, method and metric in prefill.json. Models have random weights: `8b` has
-the shape of Llama 3.1 8B, `coder` that of Qwen2.5-Coder-1.5B. All methods read the same ids with the same model.
+Rows take the place of those of the same case, method and metric in prefill.json, and are written as soon as each is
+measured. `8b` has the shape of Llama 3.1 8B, with random weights; `coder` is the model of --model. All methods read the
+same ids with the same model.
 
-- dense: attached, full attention; `prompt_s` and `first_token_s` by the faster of torch's kernels of cuDNN and
-  FlashAttention;
+- dense: attached, full attention, by the faster of torch's kernels of cuDNN and FlashAttention, which one layer of the
+  case's length tells;
 - sparse: `prefill="sparse"`, decoded by `sketch` at 1 %; sparse_phi: the same completed by maps of the shape and width
   that the recipe trains, in the prompt and after it;
 - token_select: the paper's own prefill at its published settings.
 
 `prompt_s`: the prompt in chunks of 32,768 tokens, then index and estimates. `first_token_s`: prompt and first token by
-`generate`, the prompt in one piece, for cases that fit. `peak_gb`: most memory held in either.
+`generate`, the prompt in one piece, for cases that fit. `peak_gb`: most memory held in either. Before them 9,000 tokens
+are read, so that kernels are compiled.
 
 Kernels, a layer of 32 query and 8 KV heads of 128, one chunk after 32k, 128k and 512k tokens: first they are checked
 against the twins in float64 on a short cache. `dense_ms` full attention of the chunk (`dense_attention`); `triton_ms`
 and `gathered_ms` the chunk with its list, by the Triton kernel and by gathered rows and cuDNN's; `rate` of each per
-pair of query and key as a share of dense; `select_ms` and `select_share` the list, and as a share of dense; `rest_ms`
-the completion.
+pair of query and key as a share of dense, `tflops` alike; `select_ms` and `select_share` the list, and as a share of
+dense; `rest_ms` the completion. --sweep: how the kernels may be launched, one after the other, and no rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
-import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +41,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import artifacts, make_model, synchronize
+from benchmarks.generate import artifacts, make_model, prompts, synchronize
+from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.kernels import add_rest, chunk_tokens, dense_attention, phi_less, phi_sums, representatives
+from sparsekv.kernels import (
+    add_rest,
+    chunk_tokens,
+    dense_attention,
+    phi_less,
+    phi_sums,
+    representatives,
+)
 from sparsekv.kernels.chunk_attention import (
+    Launch,
     chunk_attention_reference,
     gathered_attention,
     launch_chunk_attention,
@@ -56,7 +67,7 @@ CASES = {"8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1), "8b-5
 METHODS = ("dense", "sparse", "sparse_phi", "token_select")
 CHUNK, ONE_PIECE, WARM = 32_768, 262_144, 9000
 HEADS_Q, HEADS_KV, DIM, FEATURES = 32, 8, 128, 128
-CONTEXTS = (32_768, 131_072, 524_288)
+CONTEXTS, CHUNKS = (32_768, 131_072, 524_288), (512, 1024, 2048, 4096)
 ROWS: list[dict[str, Any]] = []
 
 
@@ -78,8 +89,8 @@ def timed(work: Callable[[], Any], ids: torch.Tensor) -> float:
     return time.perf_counter() - began
 
 
-def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> dict[str, float]:
-    found: dict[str, float] = {}
+def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> Iterator[tuple[str, float]]:
+    """The metrics of a method, each as soon as it is there."""
 
     def chunks(some: torch.Tensor) -> None:
         cache = attachment.prefill(some[:, :-1], chunk_size=CHUNK, cache=attachment.cache(some.shape[1] + 8))
@@ -87,66 +98,86 @@ def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> dict[str, floa
 
     with sparsekv.attach(model, **how) as attachment:
         chunks(ids[:, :WARM])
-        found["prompt_s"] = timed(lambda: chunks(ids), ids)
+        yield "prompt_s", timed(lambda: chunks(ids), ids)
         if ids.numel() <= ONE_PIECE:
             attachment.generate(ids[:, :WARM], max_new_tokens=1)
-            found["first_token_s"] = timed(lambda: attachment.generate(ids, max_new_tokens=1), ids)
-    return found
+            yield "first_token_s", timed(lambda: attachment.generate(ids, max_new_tokens=1), ids)
 
 
-def fastest(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Full attention by each of torch's kernels, the faster of them by metric."""
-    if not ids.is_cuda:
-        return prompt(model, {"selector": "dense"}, ids)
+def fastest(model: Any, length: int) -> Any:
+    """A context in which torch reads a prompt by its fastest kernel, as one layer of it tells."""
+    if model.device.type == "cpu":
+        return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    runs = []
+    config = model.config
+    length, dim = min(length, CHUNK * 4), config.head_dim
+    q, k, v = (torch.randn(1, length, heads, dim, device=model.device, dtype=model.dtype).transpose(1, 2) for heads in (
+        config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
+    found = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
-        with sdpa_kernel([backend, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
-            runs.append(prompt(model, {"selector": "dense"}, ids))
-        print(f"    dense by {backend.name}: {runs[-1]}", flush=True)
-    return {name: min(run[name] for run in runs) for name in runs[0]}
+        with sdpa_kernel([backend]):
+            found[backend] = milliseconds(lambda: dense_attention(q, k, v, scale=dim**-0.5), "cuda", 2)
+        print(f"    a layer of {length} tokens by {backend.name}: {found[backend]:.1f} ms", flush=True)
+    best = min(found, key=found.__getitem__)
+    return sdpa_kernel([best, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True)
 
 
-def measure(case: str, model: Any, options: argparse.Namespace, device: str) -> None:
+def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, device: str) -> None:
     _, length, rows = CASES[case]
-    torch.manual_seed(1)
-    ids = torch.randint(1, model.config.vocab_size, (rows, length), device=device)
-    prompts = SparsePrompts(share=options.share, least=options.least, chunk=options.chunk)
-    trained = artifacts(model, device)
-    dense = None
+    ids = prompts(model, tokenizer, rows, length, device)
+    sizes = SparsePrompts(share=options.share, least=options.least, chunk=options.chunk)
+    trained = artifacts(model_fingerprint(model))
+    units = {"s": "seconds", "gb": "GB", "speedup": "dense / method"}
+    dense: dict[str, float] = {}
     for method in options.methods:
+        gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+
+        def keep(name: str, value: float) -> None:
+            ROWS.append(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]]))  # noqa: B023
+
         try:
-            found = fastest(model, ids) if method == "dense" else prompt(model, how_of(method, trained, prompts), ids)
-        except RuntimeError as error:
+            with fastest(model, length) if method == "dense" else contextlib.nullcontext():
+                for name, seconds in prompt(model, how_of(method, trained, sizes), ids):
+                    keep(name, seconds)
+                    if method == "dense":
+                        dense[name] = seconds
+                    elif name in dense:
+                        keep(name.replace("_s", "_speedup"), dense[name] / seconds)
+                    print(f"{case} {method} {name} {seconds:.3f}", flush=True)
+                    add_rows("prefill", ROWS, options.output)
+        except (RuntimeError, ValueError) as error:
             print(f"{case} {method}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
             continue
-        dense = found if method == "dense" else dense
-        if dense is not None and method != "dense":
-            found |= {name.replace("_s", "_speedup"): dense[name] / found[name] for name in dense
-                      if name.endswith("_s") and name in found}
         if device == "cuda":
-            found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        units = {"s": "seconds", "gb": "GB", "speedup": "dense / method"}
-        ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]])
-                    for name, value in found.items())
-        print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
+            keep("peak_gb", torch.cuda.max_memory_allocated() / 1e9)
         add_rows("prefill", ROWS, options.output)
+        print(f"    {time.perf_counter() - began:.0f} s with its warm-up", flush=True)
 
 
-def milliseconds(work: Callable[[], Any], device: str) -> float:
-    """Median of some runs, each after the caches were written over."""
+def summary() -> str:
+    """A line a case and method."""
+    lines = []
+    for case, method in dict.fromkeys((r["case"], r["method"]) for r in ROWS):
+        found = {r["metric"]: r["value"] for r in ROWS if (r["case"], r["method"]) == (case, method)}
+        lines.append(f"{case:24} {method:12} " + "  ".join(f"{n} {v:.3f}" for n, v in found.items()))
+    return "\n".join(lines)
+
+
+def milliseconds(work: Callable[[], Any], device: str, runs: int = 7) -> float:
+    """Median of some runs after some that do not count."""
     if device == "cpu":
         began = time.perf_counter()
         work()
         return 1e3 * (time.perf_counter() - began)
-    for _ in range(3):
+    for _ in range(min(3, runs)):
         work()
     taken = []
-    for _ in range(7):
+    for _ in range(runs):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         events[0].record()
         work()
@@ -181,38 +212,94 @@ def check(dtype: torch.dtype, device: str) -> None:
             sys.exit("attention of a chunk is not right")
 
 
+def chunk_of(past: int, chunk: int, count: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values of a chunk after so many tokens, and its list."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, heads, DIM, device=device, dtype=dtype).transpose(1, 2) for n, heads in (
+        (chunk, HEADS_Q), (past + chunk, HEADS_KV), (past + chunk, HEADS_KV)))
+    return q, k, v, chunk_tokens(representatives(q, HEADS_KV), k, 16, past - 512, count, scale=DIM**-0.5)
+
+
 def kernels(options: argparse.Namespace, device: str) -> None:
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype, scale = torch.bfloat16 if device == "cuda" else torch.float32, DIM**-0.5
     check(dtype, device)
-    contexts = CONTEXTS if device == "cuda" else (4096,)
-    for past in contexts:
-        k, v = (torch.randn(1, past + 4096, HEADS_KV, DIM, device=device, dtype=dtype).transpose(1, 2)
-                for _ in range(2))
-        for chunk in (512, 1024, 2048, 4096):
-            case = f"32x8-{past // 1024}k-chunk{chunk}"
-            q = torch.randn(1, chunk, HEADS_Q, DIM, device=device, dtype=dtype).transpose(1, 2)
-            keys, values = k[:, :, :past + chunk], v[:, :, :past + chunk]
-            count = min(max(4096, math.ceil(options.share * past)), past - 528)
-            scale = DIM**-0.5
-            dense = milliseconds(lambda: dense_attention(q, keys, values, scale=scale), device)  # noqa: B023
-            select = milliseconds(lambda: chunk_tokens(
-                representatives(q, HEADS_KV), keys, 16, past - 512, count, scale=scale), device)  # noqa: B023
-            tokens = chunk_tokens(representatives(q, HEADS_KV), keys, 16, past - 512, count, scale=scale)
-            ways = {"triton": launch_chunk_attention, "gathered": gathered_attention} if device == "cuda" else {
-                "twin": chunk_attention_reference}
-            whole, part = chunk * (past + chunk / 2), chunk * (count + chunk / 2)
-            found = {"dense_ms": dense, "select_ms": select, "select_share": select / dense,
-                     "rest_ms": milliseconds(rest_work(q, keys, values, tokens), device)}
-            for name, way in ways.items():
-                taken = milliseconds(lambda: way(q, keys, values, tokens, scale=scale), device)  # noqa: B023
-                found |= {f"{name}_ms": taken, f"{name}_rate": (part / taken) / (whole / dense)}
-            units = {"ms": "milliseconds", "share": "of dense", "rate": "of dense, per pair"}
-            ROWS.extend(row(case, "kernels", name, round(value, 4), units[name.rpartition("_")[2]])
-                        for name, value in found.items())
-            tflops = 4 * DIM * HEADS_Q * whole / dense / 1e9
-            print(case, f"list {count}, dense {tflops:.0f} TFLOP/s", {n: round(x, 3) for n, x in found.items()},
-                  flush=True)
+    if options.sweep:
+        return sweep(dtype, device)
+    contexts, chunks = (CONTEXTS, CHUNKS) if device == "cuda" else ((4096,), (512,))
+    prompts = SparsePrompts(share=options.share, least=options.least)
+    for past, chunk in ((p, c) for p in contexts for c in chunks):
+        case, began = f"32x8-{past // 1024}k-chunk{chunk}", time.perf_counter()
+        count = min(prompts.count(past), past - 1024)
+        q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
+        dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device)  # noqa: B023
+        select = milliseconds(lambda: chunk_tokens(
+            representatives(q, HEADS_KV), k, 16, past - 512, count, scale=scale), device)  # noqa: B023
+        ways: dict[str, Callable[..., Any]] = {"twin": chunk_attention_reference}
+        if device == "cuda":
+            ways = {"triton": launch_chunk_attention}
+            if splits(dtype, HEADS_Q, HEADS_KV, DIM, q.device):
+                ways["gathered"] = gathered_attention
+        whole, part = chunk * (past + chunk / 2), chunk * (count + chunk / 2)
+        found = {"dense_ms": dense, "dense_tflops": tflops(whole, dense), "select_ms": select,
+                 "select_share": select / dense, "rest_ms": milliseconds(rest_work(q, k, v, tokens), device)}
+        for name, way in ways.items():
+            taken = milliseconds(lambda: way(q, k, v, tokens, scale=scale), device)  # noqa: B023
+            found |= {f"{name}_ms": taken, f"{name}_tflops": tflops(part, taken),
+                      f"{name}_rate": (part / taken) / (whole / dense)}
+        units = {"ms": "milliseconds", "share": "of dense", "rate": "of dense, per pair", "tflops": "TFLOP/s"}
+        ROWS.extend(row(case, "kernels", name, round(value, 4), units[name.rpartition("_")[2]])
+                    for name, value in found.items())
+        print(f"{case} list {count}: {time.perf_counter() - began:.1f} s", flush=True)
         add_rows("prefill", ROWS, options.output)
+
+
+def tflops(pairs: float, ms: float) -> float:
+    """Of the attention of so many pairs of query and key to all query heads."""
+    return 4 * DIM * HEADS_Q * pairs / ms / 1e9
+
+
+def sweep(dtype: torch.dtype, device: str) -> None:
+    """Milliseconds of the kernels of a chunk by how they are launched, the ways of now first."""
+    past, chunk, count, runs = (131_072, 2048, 13_312, 5) if device == "cuda" else (2048, 64, 512, 1)
+    q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
+    scale, asking = DIM**-0.5, representatives(q, HEADS_KV)
+    pairs = chunk * (count + chunk / 2)
+    dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device, runs)
+    print(f"dense {dense:.3f} ms, {tflops(chunk * (past + chunk / 2), dense):.0f} TFLOP/s")
+    if device == "cuda" and splits(dtype, HEADS_Q, HEADS_KV, DIM, q.device):
+        found = milliseconds(lambda: gathered_attention(q, k, v, tokens, scale=scale), device, runs)
+        print(f"gathered {found:.3f} ms, {tflops(pairs, found):.0f} TFLOP/s", flush=True)
+    attend, select = sys.modules[Launch.__module__], sys.modules[chunk_tokens.__module__]
+    rest, add = sys.modules[add_rest.__module__], rest_work(q, k, v, tokens)
+    way = launch_chunk_attention if device == "cuda" else chunk_attention_reference
+    tried: list[tuple[str, Any, Callable[[], Any], list[dict[str, Any]]]] = [
+        ("attention: rows, keys, warps, stages", attend, lambda: way(q, k, v, tokens, scale=scale),
+         [{"LAUNCHES": dict.fromkeys((True, False), Launch(*how))} for how in (
+             attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 2), (128, 128, 8, 2), (128, 64, 4, 3),
+             (128, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 2))]),
+        ("list: keys at once, warps", select,
+         lambda: chunk_tokens(asking, k, 16, past - 512, count, scale=scale),
+         [{"KEYS_AT_ONCE": n, "WARPS": w, "PROGRAMS": p} for n, w, p in (
+             (select.KEYS_AT_ONCE, select.WARPS, select.PROGRAMS), (128, 8, 264), (128, 8, 1056), (128, 4, 528),
+             (64, 4, 528), (64, 8, 528))]),
+        ("completion: rows, warps", rest, add,
+         [{"ROWS": n, "WARPS": w} for n, w in ((rest.ROWS, rest.WARPS), (32, 4), (64, 4), (128, 8))]),
+    ]
+    for title, module, work, ways in tried:
+        print(title)
+        for how in ways:
+            before = {name: getattr(module, name) for name in how}
+            for name, value in how.items():
+                setattr(module, name, value)
+            said = tuple(how["LAUNCHES"][True]) if "LAUNCHES" in how else tuple(how.values())
+            try:
+                found = milliseconds(work, device, runs)
+                rate = f", {tflops(pairs, found):.0f} TFLOP/s" if module is attend else ""
+                print(f"    {said}: {found:.3f} ms{rate}", flush=True)
+            except Exception as error:  # a launch that does not fit is told and passed over
+                print(f"    {said}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
+            for name, value in before.items():
+                setattr(module, name, value)
 
 
 def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tensor) -> Callable[[], Any]:
@@ -242,9 +329,12 @@ def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=[c for c in CASES if not c.startswith("tiny")])
+    parser.add_argument("--cases", nargs="+", choices=CASES, 
+                        default=[c for c in CASES if not c.startswith(("tiny", "coder"))])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
+    parser.add_argument("--sweep", action="store_true", help="and how they are launched instead of every length")
+    parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
     standard = SparsePrompts()
     parser.add_argument("--share", type=float, default=standard.share, help="tokens that a chunk reads, a share")
     parser.add_argument("--least", type=int, default=standard.least, help="and at least [tokens]")
@@ -252,18 +342,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.kernels:
-        return kernels(options, device)
-    model, shape = None, None
-    for case in options.cases:
-        if CASES[case][0] != shape:
-            model, shape = None, CASES[case][0]
-            gc.collect()
-            model = make_model(shape, device)
-        with torch.no_grad():
-            measure(case, model, options, device)
-        gc.collect()
-    print(add_rows("prefill", ROWS, options.output))
+    with torch.no_grad():
+        if options.kernels:
+            kernels(options, device)
+        else:
+            model, tokenizer, shape = None, None, None
+            for case in options.cases:
+                if CASES[case][0] != shape:
+                    model, shape = None, CASES[case][0]
+                    gc.collect()
+                    model, tokenizer = make_model(shape, device, options.model)
+                measure(case, model, tokenizer, options, device)
+    if ROWS:
+        print(add_rows("prefill", ROWS, options.output))
+        print(summary())
 
 
 if __name__ == "__main__":

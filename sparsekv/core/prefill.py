@@ -48,10 +48,17 @@ class SparsePrompts:
     def __post_init__(self) -> None:
         check_ranges(self)
 
+    def count(self, past: int) -> int:
+        """Tokens that a chunk after `past` tokens chooses: at least what is asked for, and one of eight sizes between
+        two powers of two, since kernels are planned anew for every size."""
+        asked = max(self.least, math.ceil(self.share * past))
+        step = max(1, (1 << max(asked, 1).bit_length() - 1) // 8)
+        return -(-asked // step) * step
+
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
         first = past.keys.shape[2]
         low, high = min(self.sink, first), max(first - self.window, 0)
-        count = max(self.least, math.ceil(self.share * first))
+        count = self.count(first)
         if count >= high - low:
             return None
         asking = representatives(q, past.num_kv_heads)
