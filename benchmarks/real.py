@@ -223,6 +223,8 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
     if unknown:
         raise SystemExit(f"no stage {', '.join(unknown)}; expected some of {', '.join(stages)}")
     chosen = [stages[n] for n in options.only or stages]
+    if options.methods:
+        chosen = [replace(s, methods=tuple(m for m in s.methods if m in options.methods)) for s in chosen]
     return chosen if options.length is None else [replace(s, length=options.length) for s in chosen]
 
 
@@ -399,6 +401,7 @@ def main() -> None:
     parser.add_argument("--grace", type=float, default=1.0, help="after which processes are stopped [minutes]")
     parser.add_argument("--processes", type=int, default=2, help="that share the devices, one after the other")
     parser.add_argument("--only", nargs="+", help="these stages, in this order")
+    parser.add_argument("--methods", nargs="+", help="of every stage's methods only these")
     parser.add_argument("--list", action="store_true", help="only say which stages there are")
     parser.add_argument("--length", type=int, help="of the prompts, in place of every stage's own: to try the command "
                                                    "on a small machine [tokens]")
