@@ -275,8 +275,8 @@ def sweep(dtype: torch.dtype, device: str) -> None:
     tried: list[tuple[str, Any, Callable[[], Any], list[dict[str, Any]]]] = [
         ("attention: rows, keys, warps, stages", attend, lambda: way(q, k, v, tokens, scale=scale),
          [{"LAUNCHES": dict.fromkeys((True, False), Launch(*how))} for how in (
-             attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 2), (128, 128, 8, 2), (128, 64, 4, 3),
-             (128, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 2))]),
+             attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3),
+             (64, 64, 4, 2), (64, 32, 4, 4))]),
         ("list: keys at once, warps", select,
          lambda: chunk_tokens(asking, k, 16, past - 512, count, scale=scale),
          [{"KEYS_AT_ONCE": n, "WARPS": w, "PROGRAMS": p} for n, w, p in (
