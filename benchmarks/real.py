@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
+from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows, prompt_table
 from benchmarks._real_page import continued
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
@@ -58,13 +59,15 @@ CONTROL = "control"
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
+READINGS = (DENSE, *(f"prompt:share={share}{phi}" for phi in ("+phi", "") for share in (0.1, 0.05, 0.2)),
+            "xattention:share=0.1")
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
 @dataclass(frozen=True)
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
-    turns or kvpress (rivals by another package's code)."""
+    turns, kvpress (rivals by another package's code) or prefill (prompts read sparsely; of texts half as many)."""
 
     name: str
     kind: str
@@ -78,6 +81,8 @@ class Stage:
 
     def takes(self, r: Question) -> bool:
         text = r.task.startswith(TEXT)
+        if self.kind == "prefill":
+            return r.length == self.length and self.first <= r.index < (-(-self.last // 2) if text else self.last)
         return (r.length == self.length and self.first <= r.index < self.last
                 and text == (self.kind in ("text", "long", "turns")))
 
@@ -111,6 +116,8 @@ def all_stages() -> list[Stage]:
         Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
         Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
         Stage("kvpress16", "kvpress", 16_384, (), one, 0, 4),
+        Stage("prefill16", "prefill", 16_384, READINGS, one, 0, 4),
+        Stage("prefill32", "prefill", 32_768, READINGS, one, 0, 4),
         Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
         Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
         Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
@@ -189,16 +196,16 @@ def work(options: argparse.Namespace) -> None:
             return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
                                    stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
-        place = folder / CONTROL if control else folder
+        place = folder / {"control": CONTROL, "prefill": FOLDER}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
-        evaluator = Evaluator(
+        evaluator = (PromptEvaluator if stage.kind == "prefill" else Evaluator)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
             resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
         return evaluator.run(methods, until=until)
 
     for stage in stages_of(options):
         requests = [r for r in every if id(r) in own and stage.takes(r)]
-        methods = parse_methods(stage.methods, stage.budgets)
+        methods: Any = (parse_readings if stage.kind == "prefill" else parse_methods)(stage.methods, stage.budgets)
         began, done = time.perf_counter(), True
         if not requests or began >= until:
             continue
@@ -297,6 +304,8 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
             found = collect(place) if any(place.glob("cells*.jsonl")) else []
             cells += [{**c, "method": without_training(c["method"]) if control else c["method"]} for c in found]
         made = score_rows(even(cells))
+        if any((folder / FOLDER).glob("cells*.jsonl")):
+            made += prompt_rows(even(collect(folder / FOLDER)))
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
@@ -362,6 +371,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
             elif case.startswith(TEXT):
                 print(f"\n{name} {case}\n{continued(mine, case)}")
+        for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
+            print(f"\n{name}, prompts of {length} tokens\n" + prompt_table(mine, length))
         for r in mine:
             if r["case"].startswith(("long@", "second_turn@")) and r["metric"] in ("kl", "agrees", "score"):
                 where = {k: r[k] for k in ("quarter", "past_window") if k in r}

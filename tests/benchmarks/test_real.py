@@ -27,7 +27,19 @@ from benchmarks._long_turns import (
     turn_rows,
     written,
 )
+from benchmarks._prompts import (
+    DENSE,
+    PromptEvaluator,
+    XAttention,
+    keys_read,
+    pairs_read,
+    parse_readings,
+    prompt_rows,
+    prompt_table,
+)
 from benchmarks._real_page import figures, page
+from sparsekv.core.prefill import SparsePrompts
+from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question
 
@@ -64,13 +76,17 @@ class Letters:
 def test_stages_have_names_methods_and_prompts_of_their_own() -> None:
     stages = real.all_stages()
     assert len({s.name for s in stages}) == len(stages)
-    assert all(s.kind == "kvpress" or parse_methods(s.methods, s.budgets) for s in stages)
+    assert all(s.kind == "kvpress" or (parse_readings if s.kind == "prefill" else parse_methods)(s.methods, s.budgets)
+               for s in stages)
     requests = [Question(t, 16_384, i, "", [], "string_match_all", 8, []) for t in ("a", "b", "perplexity_x")
                 for i in range(20)]
     main = next(s for s in stages if s.name == "main16")
     assert {(r.task, r.index) for r in requests if main.takes(r)} == {(t, i) for t in "ab" for i in range(4)}
     text = next(s for s in stages if s.kind == "text")
     assert {r.task for r in requests if text.takes(r)} == {"perplexity_x"}
+    prompts = next(s for s in stages if s.name == "prefill16")
+    assert {(r.task, r.index) for r in requests if prompts.takes(r)} == {
+        *((t, i) for t in "ab" for i in range(4)), ("perplexity_x", 0), ("perplexity_x", 1)}
     shares = [real.shard_of(requests, i, 3) for i in range(3)]
     assert sum(map(len, shares)) == len(requests) == len(set.union(*shares)) and max(map(len, shares)) <= 20
 
@@ -213,3 +229,50 @@ def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
         found.setdefault(c["case"], []).extend(c["indices"])
     assert found == {"niah_single_1@16384": list(range(8)), "ruler_vt@16384": list(range(8)),
                      "perplexity_prose@16384": [11]}
+
+
+def test_prompts_that_read_everything_are_dense_ones(model, tmp_path) -> None:
+    router, phi = artifacts(model)
+    generator = torch.Generator().manual_seed(0)
+    requests = [Question(task, 512, i, torch.randint(1, 97, (500 + 3 * i,), generator=generator).tolist(), ["x"],
+                         "continuation" if task.startswith("perplexity") else "string_match_all", 8, [])
+                for task in ("niah_single_1", "ruler_vt", "perplexity_x") for i in range(2)]
+    sizes = "chunk=64:window=16:sink=4:exact=20"
+    readings = parse_readings([DENSE, f"prompt:share=1.0:{sizes}+phi", f"xattention:share=1.0:{sizes}",
+                               f"prompt:share=0.1:{sizes}+phi", f"xattention:share=0.1:{sizes}"], [0.1])
+
+    def run() -> bool:
+        return PromptEvaluator(model, Letters(), requests, output=tmp_path, router=router, phi=phi,
+                               resume=True).run(readings)
+
+    assert run()
+    size = (tmp_path / "cells.jsonl").stat().st_size
+    assert run() and (tmp_path / "cells.jsonl").stat().st_size == size
+    cells = collect(tmp_path)
+    losses = {r.name: [x for c in cells if c["method"] == r.name for x in c.get("prompt_losses", ())] for r in readings}
+    answers = {r.name: [x for c in cells if c["method"] == r.name for x in c.get("answers", ())] for r in readings}
+    full, every, blocks, few, few_blocks = (losses[r.name] for r in readings)
+    assert full == pytest.approx(every, abs=1e-4) and full == pytest.approx(blocks, abs=1e-4)
+    assert max(abs(a - b) for a, b in zip(full, few, strict=True)) > 1e-3
+    assert max(abs(a - b) for a, b in zip(full, few_blocks, strict=True)) > 1e-3
+    assert answers[readings[0].name] == answers[readings[1].name] == answers[readings[2].name]
+    rows = prompt_rows(cells)
+    mean = next(r for r in rows if r["case"] == "prefill@512" and r["metric"] == "difference"
+                and r["method"] == readings[1].name)
+    assert mean["value"] == 0.0 and mean["against"] == DENSE and mean["pairs"] == 1.0
+    ratio = next(r for r in rows if r["case"] == "prefill_prompt_x@512" and r["metric"] == "perplexity_ratio"
+                 and r["method"] == readings[3].name)
+    assert ratio["samples"] == 2 and ratio["value"] != 1.0 and 0.2 < ratio["pairs"] < 0.5
+    assert len(prompt_table(rows, 512).splitlines()) == 5
+
+
+def test_a_rival_reads_as_many_pairs() -> None:
+    prompts = SparsePrompts(share=0.1, least=0, chunk=256, sink=16, window=128, exact=256)
+    torch.manual_seed(0)
+    q, k = (torch.randn(4, 4000, 16) for _ in range(2))
+    kept = XAttention(prompts, 2).blocks(q, k, 0.25)
+    assert bool(kept[:, :, 0].all()) and bool(kept.diagonal(dim1=1, dim2=2).all())
+    tokens = kept.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :4000, :4000].tril()
+    share = float(tokens.sum() / 4 / (4000 * 4001 / 2))
+    assert share == pytest.approx(pairs_read(prompts, 4000), rel=0.05)
+    assert keys_read(prompts, 3999, 4000) == 4000 and keys_read(prompts, 100, 4000) == 101
