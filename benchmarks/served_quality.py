@@ -1,13 +1,14 @@
 """RULER answered by a served model: vLLM's own attention, sparsekv's backend as it is by default, `sparsekv.attach`.
 
     python benchmarks/served_quality.py --model FOLDER --artifacts FOLDER --prompts FILE --name coder-1.5b
-        [--lengths 16384 30000] [--budgets 0.01 0.02] [--samples 25]
+        [--lengths 16384 30000] [--budgets 0.01 0.02] [--samples 25] [--side-by-side] [--minutes 4]
 
 Needs vLLM (docs/serving.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
 artifacts of one `sparsekv train`, a budget, and that no context is too short, since a small model's 16k would be
 attended to fully; all else is what both have by default. A method with a budget is a process of its own and answers one
-prompt after another, greedily: a step in a batch with a prefill would be full attention. vLLM's own attention has no
-budget and answers once.
+prompt after another, greedily, the first of every task before the second. vLLM's own attention has no budget and
+answers once. With two devices `--side-by-side` runs two methods at the same time, a device each. `--minutes` ends a
+process early: what is compared are the prompts that both have answered.
 
 Scores go to docs/results/served_quality.json, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
 with by how much the backend is above attach and above vLLM's own, with the 95 % interval paired by prompt; and of every
@@ -25,8 +26,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -36,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.serving import backend_of, environment
-from sparsekv.evaluation.requests import first_of_each, load_requests, score
+from sparsekv.evaluation.requests import SUITES, Question, first_of_each, load_requests, score
 from sparsekv.evaluation.scores import bootstrap
 from sparsekv.serving.settings import VARIABLE
 
@@ -105,17 +108,32 @@ def by_attach(options: argparse.Namespace) -> Answer:
     return answer
 
 
+def asked(options: argparse.Namespace) -> list[Question]:
+    """The prompts, the first of every task and length before the second."""
+    chosen = first_of_each(load_requests(options.prompts), options.samples, options.lengths, options.tasks)
+    counts: dict[str, int] = {}
+    places = []
+    for request in chosen:
+        counts[request.case] = counts.get(request.case, 0) + 1
+        places.append(counts[request.case])
+    return [r for _, r in sorted(zip(places, chosen, strict=True), key=lambda x: x[0])]
+
+
 def measure(options: argparse.Namespace) -> None:
     """One method, in this process: scores of every task and length, and times of steps of every length."""
     from transformers import AutoTokenizer
 
+    requests = asked(options)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     options.end = tokenizer.eos_token_id
     answer = (by_attach if options.method == "attach" else by_vllm)(options)
     scores: dict[str, list[float]] = {}
     steps: dict[str, list[float]] = {}
-    every = load_requests(options.prompts)
-    for request in first_of_each(every, options.samples, options.lengths, options.tasks or ()):
+    began = time.monotonic()
+    for request in requests:
+        if time.monotonic() - began > 60 * options.minutes:
+            print(f"{options.method}: stopped after {options.minutes:g} minutes", flush=True)
+            break
         said, times = answer(request.tokens(tokenizer), request.answer_tokens)
         text = tokenizer.decode(said, skip_special_tokens=True)
         scores.setdefault(f"{request.task}@{request.length}", []).append(100 * score(request, text))
@@ -131,7 +149,9 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="what the model is called in the rows")
     parser.add_argument("--lengths", nargs="+", type=int, default=[16_384, 30_000])
     parser.add_argument("--samples", type=int, default=25, help="prompts of every task")
-    parser.add_argument("--tasks", type=lambda text: text.split(","), help="only these")
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=SUITES["ruler"], help="only these")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of answers, for every method and budget")
+    parser.add_argument("--side-by-side", action="store_true", help="two methods at the same time, a device each")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.01, 0.02])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -142,18 +162,27 @@ def main() -> None:
     if options.method is not None:
         measure(options)
         return
-    own = _in_a_process("vllm_fa3", 1.0, options) if "vllm_fa3" in options.methods else None
-    for budget in options.budgets:
-        every = {method: scores for method in options.methods if method != "vllm_fa3"
-                 and (scores := _in_a_process(method, budget, options)) is not None}
-        served = every.get("vllm_sparsekv")
-        for other, scores in {**every, "vllm_fa3": own}.items():
-            if served is not None and scores is not None and other != "vllm_sparsekv":
-                _compare(served, scores, other, budget, options)
+    jobs = [("vllm_fa3", 1.0)] if "vllm_fa3" in options.methods else []
+    jobs += [(method, budget) for budget in options.budgets for method in options.methods if method != "vllm_fa3"]
+    devices: SimpleQueue[int | None] = SimpleQueue()
+    places = list(range(torch.cuda.device_count())) if options.side_by_side else [None]
+    for place in places:
+        devices.put(place)
+    with ThreadPoolExecutor(len(places)) as pool:
+        found: dict[tuple[str, float], Future[Any]] = {
+            job: pool.submit(_in_a_process, *job, options, devices) for job in jobs}
+        for budget in options.budgets:
+            served = found.get(("vllm_sparsekv", budget))
+            for other in (("attach", budget), ("vllm_fa3", 1.0)):
+                if served is not None and other in found and served.result() and found[other].result():
+                    _compare(served.result(), found[other].result(), other[0], budget, options)
 
 
-def _in_a_process(method: str, budget: float, options: argparse.Namespace) -> dict[str, list[float]] | None:
+def _in_a_process(
+    method: str, budget: float, options: argparse.Namespace, devices: SimpleQueue[int | None],
+) -> dict[str, list[float]] | None:
     """Scores by `TASK@LENGTH`, whose rows are written; None where the process stopped."""
+    device = devices.get()
     with tempfile.TemporaryDirectory() as place:
         found, settings = Path(place) / "found.json", Path(place) / "settings.json"
         settings.write_text(json.dumps({"artifacts": str(options.artifacts.resolve()), "token_budget": budget,
@@ -161,14 +190,17 @@ def _in_a_process(method: str, budget: float, options: argparse.Namespace) -> di
         env = environment(method)
         if method == "vllm_sparsekv":
             env[VARIABLE] = str(settings)
+        if device is not None:
+            env["CUDA_VISIBLE_DEVICES"] = str(device)
         done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--method", method, "--budget", str(budget),
                                "--found", str(found)], env=env, check=False)
+        devices.put(device)
         if done.returncode:
             print(f"{method}: the process stopped with {done.returncode}", flush=True)
             return None
         told = json.loads(found.read_text())
     rows, scores = [], told["scores"]
-    more = {"samples": options.samples} | ({} if method == "vllm_fa3" else {"budget": budget})
+    more = {"samples": min(map(len, scores.values()), default=0)} | ({} if method == "vllm_fa3" else {"budget": budget})
     for length in options.lengths:
         means = {case: statistics.mean(s) for case, s in scores.items() if case.endswith(f"@{length}")}
         if means:
@@ -190,8 +222,9 @@ def _compare(
 ) -> None:
     """By how much the backend is above another method, paired by prompt."""
     for length in options.lengths:
-        pairs = [[a - b for a, b in zip(mine, scores[case], strict=True)] for case, mine in served.items()
-                 if case.endswith(f"@{length}")]
+        # `--minutes` may have ended one of the two earlier
+        pairs = [[a - b for a, b in zip(mine, scores[case], strict=False)] for case, mine in served.items()
+                 if case.endswith(f"@{length}") and case in scores]
         if not pairs:
             continue
         low, high = bootstrap(pairs)
@@ -200,7 +233,7 @@ def _compare(
               flush=True)
         add_rows("served_quality", [row(
             f"{options.name}:ruler@{length}", "vllm_sparsekv", f"above_{other}", round(mean, 2), "points",
-            budget=budget, low=round(low, 2), high=round(high, 2), samples=options.samples)], options.output)
+            budget=budget, low=round(low, 2), high=round(high, 2), samples=min(map(len, pairs)))], options.output)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a si
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
 maps, with artifacts of the form that `sparsekv train` makes, random. A method's cases of one `ENGINES` entry share an
 engine, a process of its own that is warmed up with one request; every row of a case has its own prompt, prefix caching
-is off, and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. On a CPU `vllm_fa3` is
-vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+is off, and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four
+rows of 128k, sixteen of 32k or one of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only
+where they are named. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
@@ -17,9 +18,10 @@ vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 - `peak_gb`: most memory of the first device held so far, the pages that all methods get included; `beside_gb`: what
   sparsekv keeps beside them, where the engine has one device.
 - `same_tokens`: of a case of two devices (`tp2-…`) by how many tokens its first row begins as on one, where the run
-  has both.
+  or the file `--said` has both. Of sparsekv's cases it is printed by how many they begin as vLLM's own do: all of them
+  where requests are too short to be decoded sparsely.
 
-One H100, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, four rows of 128k 60 s, 512k
+One H100, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, three rows of 128k 45 s, 512k
 165 s, nearly all of it prefill. With two devices `--side-by-side` runs the methods at the same time, a device each.
 locks-kv compiles its kernels at its first step, which needs nvcc and ninja; it reads the same share of pages.
 """
@@ -64,13 +66,17 @@ class Case(NamedTuple):
 CASES = {
     "8b-8k-b1": Case("8b", 8192, 1), "8b-32k-b1": Case("8b", 32_768, 1), "8b-32k-b16": Case("8b", 32_768, 16),
     "8b-128k-b1": Case("8b", 131_072, 1), "8b-128k-b4": Case("8b", 131_072, 4), "8b-512k-b1": Case("8b", 524_288, 1),
+    "8b-128k-b3": Case("8b", 131_072, 3), "8b-32k-b12": Case("8b", 32_768, 12),
     "8b-128k-b4-fp8": Case("8b", 131_072, 4, "fp8"), "tp2-8b-128k-b1": Case("8b", 131_072, 1, ranks=2),
     "tp2-32b-128k-b1": Case("32b", 131_072, 1, ranks=2),
     "tiny-256-b1": Case("tiny", 256, 1), "tiny-512-b2": Case("tiny", 512, 2),
 }
-ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4"), ("8b-32k-b16",), ("8b-512k-b1",),
-           ("8b-128k-b4-fp8",), ("tp2-8b-128k-b1",), ("tp2-32b-128k-b1",), ("tiny-256-b1", "tiny-512-b2"))
-"""Cases of one engine, whose longest request and most rows are theirs, whichever of them run."""
+ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4", "8b-128k-b3", "8b-32k-b12"), ("8b-32k-b16",),
+           ("8b-512k-b1",), ("8b-128k-b4-fp8",), ("tp2-8b-128k-b1",), ("tp2-32b-128k-b1",),
+           ("tiny-256-b1", "tiny-512-b2"))
+"""Cases that share an engine, whose longest request, most rows and pages are of those that run."""
+NAMED = ("8b-128k-b3", "8b-32k-b12")
+"""Cases that run only where they are named."""
 METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
 BUDGET, SPREAD = 0.01, 2.3
 """Share of the context that is read; standard deviation of a query's scores over its keys, the median of the heads and
@@ -81,7 +87,7 @@ SMALL: dict[str, dict[str, Any]] = {"tiny": {"dense_below": 400}}
 FORMS: dict[str, dict[str, int]] = {"tiny": {"buckets": 32, "sink": 4, "window": 64}}
 """What its artifacts have of their own."""
 LOCKS = {"variant": "fast", "budget": BUDGET}
-TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 32_768, 4
+TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 49_152, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
 UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second", "share": "share",
@@ -147,6 +153,7 @@ def environment(method: str) -> dict[str, str]:
            "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
            "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0"),
            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a rank of its own process is given `give_weights`
+           "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
     return env | ({"LOCKS_CONFIG": json.dumps(LOCKS)} if method == "locks_kv" else {"LOCKS_DISABLE": "1"})
@@ -179,8 +186,8 @@ def make_engine(
     return engine
 
 
-def engine_of(group: tuple[str, ...], method: str, folder: Path, options: argparse.Namespace) -> Any:
-    cases = [CASES[case] for case in group]
+def engine_of(names: list[str], method: str, folder: Path, options: argparse.Namespace) -> Any:
+    cases = [CASES[case] for case in names]
     # all methods get the same pages, and no more than they need
     blocks = max(c.rows * -(-(c.length + options.tokens + 64) // 16) for c in cases) + 64
     return make_engine(
@@ -223,7 +230,7 @@ def run(
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     """One engine, in this process: says what it finds, a line a case."""
     began = time.perf_counter()
-    engine = engine_of(group_of(options.cases[0]), method, folder, options)
+    engine = engine_of(options.cases, method, folder, options)
     started = time.perf_counter()
     cases = [CASES[case] for case in options.cases]
     vocabulary = SHAPES[cases[0].shape]["vocab_size"]
@@ -242,8 +249,9 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
         print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
 
 
-def group_of(case: str) -> tuple[str, ...]:
-    return next(group for group in ENGINES if case in group)
+def same(tokens: list[int], others: list[int]) -> int:
+    """By how many tokens both begin alike."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(others))
 
 
 def beside(engine: Any) -> int:
@@ -256,7 +264,7 @@ def beside(engine: Any) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available()]
+    here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available() and c not in NAMED]
     parser.add_argument("--cases", nargs="+", choices=CASES, default=here)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
@@ -265,6 +273,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every case")
     parser.add_argument("--side-by-side", action="store_true", help="the methods at the same time, a device each")
+    parser.add_argument("--said", type=Path, help="a file that keeps what was said, to compare another run's with")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine is not None:
@@ -274,26 +283,36 @@ def main() -> None:
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
 
+    told: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
+    if options.said is not None and options.said.exists():
+        told |= json.loads(options.said.read_text())
+
     def serve(method: str, device: int | None) -> None:
         lacking = lacks(method)
         if lacking is not None:
             print(lacking, flush=True)
             return
-        said: dict[str, list[int]] = {}
         for group in ENGINES:
             cases = [case for case in group if case in options.cases]
             ranks = CASES[group[0]].ranks
             if cases and ranks > (1 if device is not None else max(devices, 1)):
                 print(f"{' '.join(cases)} {method}: left out, {ranks} devices are needed for one engine", flush=True)
             elif cases:
-                said |= _in_a_process(cases, method, device, options)
-        for case, tokens in said.items():
-            if case.startswith("tp2-") and (one := said.get(case.removeprefix("tp2-"))) is not None:
-                same = next((i for i, (a, b) in enumerate(zip(tokens, one, strict=True)) if a != b), len(one))
-                add_rows("serving", [row(case, method, "same_tokens", same, "tokens", of=len(one))], options.output)
+                told[method] |= _in_a_process(cases, method, device, options)
 
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
         list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
+    if options.said is not None:
+        options.said.write_text(json.dumps(told))
+    for case in options.cases:
+        ours, own = told["vllm_sparsekv"].get(case), told["vllm_fa3"].get(case)
+        if ours and own:
+            print(f"{case}: vllm_sparsekv begins as vllm_fa3 for {same(ours, own)} of {len(own)} tokens", flush=True)
+        for method in options.methods:
+            two, one = told[method].get(case), told[method].get(case.removeprefix("tp2-"))
+            if case.startswith("tp2-") and two and one:
+                add_rows("serving", [row(case, method, "same_tokens", same(two, one), "tokens", of=len(one))],
+                         options.output)
     print(options.output / "serving.json")
 
 
