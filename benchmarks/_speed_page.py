@@ -1,14 +1,13 @@
-"""docs/results/decode.md, generate.md and served.md with a figure each, from decode.json, generate.json, serving.json
-and served_quality.json. A table is of one card and one commit."""
+"""docs/results/decode.md, generate.md and prefill.md, the first two with a figure, from decode.json, generate.json and
+prefill.json. A table is of one card and one commit."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._first_page import card
-from sparsekv.evaluation.canvas import INK, SERIES, Drawing, canvas, drawn, written
+from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn, written
 from sparsekv.evaluation.tables import markdown
 
 Rows = Sequence[dict[str, Any]]
@@ -40,11 +39,6 @@ METRICS = {"loop_ms": "a token, lean loop [ms]", "generate_ms": "a token, `gener
            "cold_gap_ms": "the same, cold [ms]", "first_s": "first tokens [s]",
            "index_s": "index [s]", "capture_ms": "a capture [ms]",
            "peak_gb": "most memory [GB]"}
-SERVED_CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<rows>\d+)(?:-(?P<cache>\w+))?")
-SERVED = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
-         "niah_multikey_3": "needle among keys",
-         "ruler_vt": "chains of variables", "ruler_cwe": "common words", "ruler_fwe": "frequent words"}
 
 
 def shape(case: str) -> tuple[str, str, str]:
@@ -144,10 +138,10 @@ def growth(rows: Rows) -> Drawing:
                       if r["method"] == method and r["case"].startswith("32x8") and r["case"].endswith("-b1"))
         axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
                   label=STEPS[method])
-    return _context_axes(figure, axes, "a step of one layer [µs]")
+    return context_axes(figure, axes, "a step of one layer [µs]")
 
 
-def _context_axes(figure: Any, axes: Any, what: str) -> Drawing:
+def context_axes(figure: Any, axes: Any, what: str) -> Drawing:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = [2**13, 2**15, 2**17, 2**19, 2**20]
@@ -229,7 +223,7 @@ def tokens(rows: Rows) -> Drawing:
         if line:
             axes.plot([x for x, _ in line], [y for _, y in line], color=colours[method], marker="o", markersize=3.5,
                       linewidth=1.7, label=TOKENS[method])
-    return _context_axes(figure, axes, "a token [ms]")
+    return context_axes(figure, axes, "a token [ms]")
 
 
 PROMPTS = {"dense": "full attention", "sparse": "sparse", "sparse_phi": "sparse + φ",
@@ -272,55 +266,3 @@ def prompts(rows: Rows) -> str:
     if not rows:
         parts.append("Nothing has been measured yet.")
     return "\n\n".join(parts) + "\n"
-
-
-def served(rows: Rows, quality: Rows) -> str:
-    """docs/results/served.md."""
-    values = {(r["case"], r["method"], r["metric"]): r for r in rows}
-    lines = []
-    cases = {c: found for c in {r["case"] for r in rows} if (found := SERVED_CASE.fullmatch(c))}
-    for case, found in sorted(cases.items(), key=lambda c: (size(c[1]["context"]), c[0])):
-        of = [values.get((case, m, "token_ms")) for m in ("vllm_fa3", "vllm_sparsekv")]
-        first = [values.get((case, m, "first_s")) for m in ("vllm_fa3", "vllm_sparsekv")]
-        other = [f"{found['shape'].upper()} shape"] if found["shape"] != "8b" else []
-        other += [f"{found['ranks']} GPUs"] if found["ranks"] else []
-        context = ", ".join([found["context"], *other, *([f"{found['cache']} cache"] if found["cache"] else [])])
-        lines.append([context, found["rows"], of[1]["commit"] if of[1] else "–",
-                      *(number(r["value"], 2) if r else "–" for r in of),
-                      f"{of[0]['value'] / of[1]['value']:.2f} ×" if of[0] and of[1] else "–",
-                      *(number(r["value"], 2) if r else "–" for r in first)])
-    cuda = [r for r in quality if r["metric"] == "score" and "H200" in r["machine"]]
-    scores = {(r["case"].partition("@")[0], r["method"]): r["value"] for r in cuda}
-    methods = [m for m in SERVED if any(r["method"] == m for r in cuda)]
-    marks = [[SERVED[m], *(number(scores.get((t, m))) for t in TASKS),
-              number(scores.get(("ruler", m)) or sum(scores[t, m] for t in TASKS) / len(TASKS))] for m in methods]
-    parts = [
-        "# How fast and how good is it inside vLLM?",
-        "vLLM 0.26 on an H200. These rows are of an index whose buckets stay as they were trained, without completion. "
-        "The served index of now moves them to each request and completes by φ; its speed and its quality have not "
-        "been measured on a GPU.",
-        "![Time of a token inside vLLM](served.png)",
-        "## Speed", "The 8B shape with random weights, 1 % retrieved, 10 % of the codes scored, full CUDA graphs. A "
-        "line is of one commit. Requests of 8k and 32k are too short to gain and are attended to fully.",
-        markdown(["context [tokens]", "rows", "commit", "FlashAttention 3, a token [ms]", "sparsekv, a token [ms]",
-                  "tokens a second", "FlashAttention 3, first token [s]", "sparsekv, first token [s]"], lines),
-        "Beside the pages of four requests of 128k the backend kept 4.3 GB.",
-        "## Quality", f"RULER at 16k, points of 100, the yardstick model ([what it is](quality.md)), 2 % retrieved, 24 "
-        f"prompts a task, commit {cuda[0]['commit']}. The router is of 16 windows of another text.",
-        markdown(["decoded by", *TASKS.values(), "mean"], marks),
-        "`attach` with the same settings loses as much as the server does. In float32 on a CPU both score alike on "
-        "every task and give the same tokens. No run has speed and quality in one configuration.",
-        "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
-    return "\n\n".join(parts) + "\n"
-
-
-def served_figure(rows: Rows) -> Drawing:
-    """Milliseconds a token inside vLLM by context, one row."""
-    figure, axes = canvas()
-    for method, colour in (("vllm_fa3", SERIES[7]), ("vllm_sparsekv", "#882255")):
-        line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in rows
-                      if r["metric"] == "token_ms" and r["method"] == method
-                      and re.fullmatch(r"8b-\d+k-b1", r["case"]))
-        axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
-                  label=SERVED[method])
-    return _context_axes(figure, axes, "a token [ms]")

@@ -12,7 +12,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import _drawings_page, _first_page, _phi_page, _quality_page, _real_page, _speed_page, _training_page
+from benchmarks import (
+    _drawings_page,
+    _first_page,
+    _phi_page,
+    _quality_page,
+    _real_page,
+    _served_page,
+    _speed_page,
+    _training_page,
+)
 from benchmarks._rows import RESULTS, filled
 
 ROOT = RESULTS.parent.parent
@@ -37,7 +46,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "decode": lambda: _speed_page.decode(load("decode")),
     "generate": lambda: _speed_page.generate(load("generate")),
     "prefill": lambda: _speed_page.prompts(load("prefill")),
-    "served": lambda: _speed_page.served(load("serving"), load("served_quality")),
+    "served": lambda: _served_page.page(load("serving"), load("served_quality")),
     "training": lambda: _training_page.page(load("training")),
     "sketch": lambda: _training_page.sketch(load("sketch")),
     **{name: lambda name=name: _quality_page.page(load(name), name) for name in _quality_page.ABOUT}}
@@ -73,9 +82,14 @@ def missed() -> dict[str, list[str]]:
     return {"missed": ["", table, ""]}
 
 
+def served() -> dict[str, list[str]]:
+    """Speed and quality of served requests."""
+    return {"served": ["", _served_page.side_by_side(load("serving"), load("served_quality")), ""]}
+
+
 PLACES: dict[str, Callable[[], dict[str, list[str]]]] = {
     "README.md": first_screen, "docs/index.md": first_screen, "docs/start.md": demo,
-    "docs/results/missed.md": missed}
+    "docs/results/missed.md": missed, "docs/serving.md": served}
 """Pages with tables between markers (`_rows.filled`), by the names of the markers."""
 
 
@@ -97,7 +111,7 @@ def figures() -> None:
     for name, drawing in (("real", _first_page.figure(load("real"))),
                           ("decode-growth", _speed_page.growth(load("decode"))),
                           ("generate", _speed_page.tokens(load("generate"))),
-                          ("served", _speed_page.served_figure(load("serving"))),
+                          ("served", _served_page.figure(load("serving"))),
                           ("phi", _phi_page.bars(load("phi-training"))),
                           ("training", _training_page.bars(load("training"))),
                           ("quality-keys", score_by_bytes(_quality_page.named(load("quality")), "ruler@16384")),

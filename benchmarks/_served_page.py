@@ -1,0 +1,191 @@
+"""docs/results/served.md with its figure and the table of docs/serving.md, from serving.json and served_quality.json. A
+line has both methods on one card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks._first_page import card
+from benchmarks._speed_page import context_axes, number, runs, size
+from sparsekv.evaluation.canvas import SERIES, Drawing, canvas
+from sparsekv.evaluation.tables import markdown
+
+Rows = Sequence[dict[str, Any]]
+
+CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<rows>\d+)(?:-(?P<cache>\w+))?")
+LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
+RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
+METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
+PLAIN = ("18c0bae", "57b8f22", "8b2d5e3")
+"""Commits whose served index kept its buckets as they were trained and completed nothing."""
+TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
+         "niah_multikey_3": "needle among keys",
+         "ruler_vt": "chains of variables", "ruler_cwe": "common words", "ruler_fwe": "frequent words"}
+"""Of the rows of `PLAIN`, which name no model."""
+SIDES = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
+         "sparsekv, a token [ms]", "tokens a second", "vLLM's own, RULER", "sparsekv, RULER",
+         "difference, 95 % interval", "measured on"]
+SPANS = {"tokens_per_second": "tokens a second", "between_p50_ms": "between tokens, median [ms]",
+         "between_p99_ms": "between tokens, 99th percentile [ms]", "first_p50_s": "first token, median [s]",
+         "first_p99_s": "first token, 99th percentile [s]", "sparse_share": "tokens of sparse steps"}
+
+
+def on_gpus(rows: Rows) -> list[dict[str, Any]]:
+    return [r for r in rows if " CPU" not in r["machine"]]
+
+
+def newer(rows: Rows, *, plain: bool = False) -> list[dict[str, Any]]:
+    """Rows of the index that is served now; plain: of the one before."""
+    return [r for r in rows if (r["commit"] in PLAIN) == plain]
+
+
+def speeds(rows: Rows) -> list[list[str]]:
+    """Of every case that both methods have on a card a line: context, requests, ms, ratio, and the row it is from."""
+    found = []
+    values = {(r["machine"], r["case"], r["method"]): r for r in rows if r["metric"] == "token_ms"}
+    for machine, case in dict.fromkeys((m, c) for m, c, _ in values):
+        parts, own = CASE.fullmatch(case), values.get((machine, case, "vllm_fa3"))
+        ours = values.get((machine, case, "vllm_sparsekv"))
+        if parts is None or own is None or ours is None:
+            continue
+        found.append((size(parts["context"]), [*said(case), by(ours, 0.01), *pair(own, ours), "–", "–", "–",
+                                               where(ours)]))
+    return [line for _, line in sorted(found, key=lambda x: x[0])]
+
+
+def said(case: str) -> list[str]:
+    """Model, context and requests of a case."""
+    parts = CASE.fullmatch(case)
+    assert parts is not None
+    more = [f"{parts['ranks']} GPUs"] if parts["ranks"] else []
+    more += [f"{parts['cache']} cache"] if parts["cache"] else []
+    return [f"{parts['shape'].upper()} shape", ", ".join([parts["context"], *more]), parts["rows"]]
+
+
+def answers(quality: Rows) -> list[list[str]]:
+    """Of every model, length and budget that was served on a card a line: speed and scores of the same answers."""
+    values = {(r["machine"], r["case"], r["method"], r["metric"], r.get("budget")): r for r in quality}
+    lines = []
+    for machine, case, budget in dict.fromkeys((m, c, b) for m, c, method, metric, b in values
+                                               if method == "vllm_sparsekv" and metric == "score"):
+        if (parts := RULER.fullmatch(case)) is None:
+            continue
+        own, ours = ([values.get((machine, case, *m, metric, b)) for metric in ("token_ms", "score")]
+                     for m, b in ((("vllm_fa3",), None), (("vllm_sparsekv",), budget)))
+        above = values.get((machine, case, "vllm_sparsekv", "above_vllm_fa3", budget))
+        assert ours[1] is not None
+        lines.append([
+            parts["model"], f"{int(parts['length']):,}", "1", by(ours[1], budget), *pair(own[0], ours[0]),
+            *(number(r["value"]) if r else "–" for r in (own[1], ours[1])),
+            f"{above['value']:+.1f}, {above['low']:+.1f} to {above['high']:+.1f}" if above else "–", where(ours[1])])
+    return lines
+
+
+def by(row: dict[str, Any], budget: float | None) -> str:
+    plain = row["commit"] in PLAIN
+    return f"{100 * (budget or 0):g} %, " + ("buckets as trained" if plain else "sketch + φ")
+
+
+def pair(own: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
+    """Milliseconds a token of both and their ratio."""
+    return [*(number(r["value"], 2) if r else "–" for r in (own, ours)),
+            f"{own['value'] / ours['value']:.2f} ×" if own and ours else "–"]
+
+
+def where(row: dict[str, Any]) -> str:
+    return card(row).replace("one ", "").replace(", commit", "")
+
+
+def side_by_side(rows: Rows, quality: Rows) -> str:
+    """Speed and quality of served requests, a line a configuration: those with both first."""
+    lines = answers(on_gpus(quality)) + speeds(newer(on_gpus(rows))) + speeds(newer(on_gpus(rows), plain=True))
+    return markdown(SIDES, lines)
+
+
+def under_load(rows: Rows) -> Iterable[str]:
+    """A table a card: a line a rate and method."""
+    chosen = [r for r in on_gpus(rows) if LOAD.fullmatch(r["case"])]
+    for run in runs(chosen):
+        values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
+        lines = [[case.rpartition("-")[2], METHODS.get(m, m),
+                  *(number(values.get((case, m, x)), 2) for x in SPANS)]
+                 for case, m in sorted({(c, m) for c, m, _ in values}, key=lambda x: (float(x[0].rpartition("-")[2]),
+                                                                                      x[1]))]
+        yield f"## Under load, {where(run[0])}"
+        yield ("Poisson arrivals of prompts of 16k to 128k tokens and answers of 512 to 4,096, both even in the "
+               f"logarithm, {run[0].get('count', 16)} requests a rate, the 8B shape.")
+        yield markdown(["requests a second", "served by", *SPANS.values()], lines)
+
+
+def by_task(quality: Rows) -> Iterable[str]:
+    """A table a model, length and card: a line a method, a column a task."""
+    for run in runs([r for r in on_gpus(quality) if r["metric"] == "score" and ":" in r["case"]]):
+        for model, length in dict.fromkeys(tuple(r["case"].replace("@", ":").split(":")[::2]) for r in run):
+            mine = {(r["case"].partition(":")[2].partition("@")[0], r["method"], r.get("budget")): r["value"]
+                    for r in run if r["case"].startswith(f"{model}:") and r["case"].endswith(f"@{length}")}
+            kinds = sorted({(list(METHODS).index(m), m, b or 0) for _, m, b in mine})
+            tasks = sorted({t for t, _, _ in mine} - {"ruler"})
+            yield f"## By task: {model} at {int(length):,} tokens, {where(run[0])}"
+            yield markdown(
+                ["task", *(METHODS[m] + (f", {100 * b:g} %" if b else "") for _, m, b in kinds)],
+                [[t.removeprefix("ruler_").replace("_", " "),
+                  *(number(mine.get((t, m, b or None))) for _, m, b in kinds)] for t in [*tasks, "ruler"]])
+
+
+def plain_quality(quality: Rows) -> list[str]:
+    """Scores of `PLAIN`."""
+    cuda = [r for r in on_gpus(quality) if r["metric"] == "score" and r["commit"] in PLAIN]
+    scores = {(r["case"].partition("@")[0], r["method"]): r["value"] for r in cuda}
+    marks = [[name, *(number(scores.get((t, m))) for t in TASKS),
+              number(scores.get(("ruler", m)) or sum(scores[t, m] for t in TASKS) / len(TASKS))]
+             for m, name in METHODS.items() if any(r["method"] == m for r in cuda)]
+    return [
+        "## Buckets as they were trained, without completion",
+        f"RULER at 16k, points of 100, the yardstick model ([what it is](quality.md)), 2 % retrieved, 24 prompts a "
+        f"task, commit {cuda[0]['commit']}. The router is of 16 windows of another text. `attach` with the same "
+        "settings loses as much as the server does. In float32 on a CPU both score alike on every task and give the "
+        "same tokens.",
+        markdown(["decoded by", *TASKS.values(), "mean"], marks)]
+
+
+def page(rows: Rows, quality: Rows) -> str:
+    """docs/results/served.md."""
+    missing = "" if newer(on_gpus(rows)) else (
+        " The index that is served now moves its buckets to each request and completes by φ. Its speed and its quality "
+        "have not been measured on a GPU.")
+    firsts = {(r["machine"], r["case"], r["method"]): r for r in on_gpus(rows)
+              if r["metric"] == "first_s" and CASE.fullmatch(r["case"])}
+    waits = [[*said(case), *(number(firsts[machine, case, m]["value"], 2) for m in list(METHODS)[:2]),
+              where(firsts[machine, case, "vllm_sparsekv"])]
+             for machine, case in dict.fromkeys((m, c) for m, c, _ in firsts)
+             if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
+    parts = [
+        "# How fast and how good is it inside vLLM?",
+        f"vLLM 0.26.{missing}",
+        "![Time of a token inside vLLM](served.png)",
+        "## Speed and quality side by side",
+        "The 8B shape has random weights and no quality. Where there are scores, the times are of the same answers. "
+        "All decode steps run in full CUDA graphs. Requests that are too short to gain are attended to fully.",
+        side_by_side(rows, quality),
+        "## First token",
+        "From the request to the first token of the last request of the batch.",
+        markdown([*SIDES[:3], "vLLM's own [s]", "sparsekv [s]", "measured on"], waits),
+        *under_load(rows), *by_task(quality), *plain_quality(quality),
+        "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
+    return "\n\n".join(parts) + "\n"
+
+
+def figure(rows: Rows) -> Drawing:
+    """Milliseconds a token inside vLLM by context, one request, of the index served now where it has two contexts."""
+    timed = [r for r in on_gpus(rows) if r["metric"] == "token_ms" and re.fullmatch(r"8b-\d+k-b1", r["case"])]
+    chosen = newer(timed)
+    if len({r["case"] for r in chosen}) < 2:
+        chosen = newer(timed, plain=True)
+    drawn, axes = canvas()
+    for method, colour in (("vllm_fa3", SERIES[7]), ("vllm_sparsekv", "#882255")):
+        line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in chosen if r["method"] == method)
+        axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
+                  label=METHODS[method])
+    return context_axes(drawn, axes, "a token [ms]")
