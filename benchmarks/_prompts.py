@@ -1,13 +1,14 @@
 """Prompts read sparsely, then decoded alike: the same prompts, scores and cells, beside a prompt read densely.
 
 A reading is named as a method is: `sketch+phi`, the prompt read densely; `prompt:share=0.1+phi`, read by
-`SparsePrompts(share=0.1, least=0)`, φ standing for what a chunk does not read; `prompt:share=0.1` without that;
-`xattention:share=0.1`, by the rule of XAttention (arXiv 2503.16428) at as many pairs of query and key. All decode by
-`sketch+phi` at the stage's budget. Layer 0 and the last `exact` tokens are read densely by all.
+`SparsePrompts(share=0.1)` with the sizes of `SIZES`, φ standing for what a chunk does not read; `prompt:share=0.1`
+without that; `xattention:share=0.1`, by the rule of XAttention (arXiv 2503.16428) at as many pairs of query and key.
+All decode by `sketch+phi` at the stage's budget. Layer 0 and the last `exact` tokens are read densely by all.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ from sparsekv.sources.hub import attention_modules, decoder
 FOLDER = "prompts"
 """The folder of cells whose prompts were read in other ways."""
 DENSE = "sketch+phi"
+SIZES = {"least": 0, "chunk": 512, "window": 128, "exact": 128}
+"""A quarter of the defaults, and no least list: of a prompt of 16k tokens the defaults' chunk, window and last tokens
+alone are a fifth of the pairs, of one of 128k a thirtieth."""
 LOGITS_AT_ONCE = 1024
 """Tokens whose logits are in memory at once."""
 
@@ -60,7 +64,7 @@ def parse_readings(names: Sequence[str], budgets: Sequence[float]) -> list[Readi
             raise ValueError(f"{name!r} is no reading of a prompt; expected {DENSE}, prompt:share=… or xattention:…")
         sizes = {k: json.loads(v) for k, _, v in (word.partition("=") for word in given)}
         found += [Reading("sketch", "phi", budget, (), "full" if name == DENSE else rule,
-                          SparsePrompts(**{"least": 0, **sizes}), bool(completion), name) for budget in budgets]
+                          SparsePrompts(**{**SIZES, **sizes}), bool(completion), name) for budget in budgets]
     return found
 
 
@@ -162,6 +166,7 @@ class XAttention:
         return kept & (at <= at[:, None])
 
 
+@functools.cache
 def wanted_blocks(prompts: SparsePrompts, count: int, block: int) -> list[int]:
     """Blocks of keys that a block of queries reads, half of its own not counted, so that it reads as many pairs as
     `prompts` reads in a prompt of `count` tokens."""

@@ -59,8 +59,8 @@ CONTROL = "control"
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
-READINGS = (DENSE, *(f"prompt:share={share}{phi}" for phi in ("+phi", "") for share in (0.1, 0.05, 0.2)),
-            "xattention:share=0.1")
+READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
+            "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
