@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks._real_page import FIRST, best_rivals, first, minus, models, of_metric, text_cells
+from benchmarks._real_page import FIRST, best_rivals, first, minus, of_metric, text_cells
 from sparsekv.core.registry import FULL, row_of
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent, plain
@@ -20,9 +20,6 @@ METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
            "sketch+centroid": "sketch + untrained centroids", "sketch+phi": "**sketch + φ**"}
 """What README shows of this project's methods, in its words."""
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
-OLDER = ("The default recipe of now also has made-up windows, and ReLU units in the maps of keys; these rows do not "
-         "have them.")
-"""Said of the rows of the commit whose recipe was another."""
 TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
 STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
@@ -129,7 +126,7 @@ def origins(real: Rows, times_of: str) -> str:
         "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{of_error}.",
         *([f"Time: {times_of}."] if times_of else []),
-        *([f"Training: {trained}. {OLDER if one['commit'] == 'e2aef9d' else ''}".strip()] if trained else [])]
+        *([f"Training: {trained}."] if trained else [])]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -158,29 +155,8 @@ def facts(real: Rows) -> list[str]:
         if found is not None:
             lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
                           minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
-    other, note = ([], "") if best else rivals_elsewhere(real)
-    lines += other
     table = markdown(["method", "against", "retrieved", "points", "95 % interval", "the first is"], lines)
-    return ["", table, "", " ".join(said for said in (note, untrained(real)) if said), ""]
-
-
-def rivals_elsewhere(real: Rows) -> tuple[list[list[str]], str]:
-    """Where README's run has no rivals: lines of the best of another run of the same model against full attention of
-    that run, and which run it is."""
-    _, case = first(real)
-    for title, rows in models(real).items():
-        if title.startswith(FIRST[0]) and best_rivals(rows, case):
-            full = next(r for r in of_metric(rows, case, "score") if r["method"] == FULL)
-            lines = []
-            for rival in best_rivals(rows, case):
-                for r in of_metric(rows, case, "difference"):
-                    if r["method"] == rival:
-                        lines.append([f"{named(rival)} †", f"{named(FULL)} †", percent(r["budget"]),
-                                      minus(f"{r['value']:+.1f}"), minus(f"{r['low']:.1f} to {r['high']:.1f}"),
-                                      apart(r)])
-            return lines, (f"† Of another run of the same model: {full['samples']} prompts, commit {full['commit']}; "
-                           f"full attention has {full['value']:.1f} points there.")
-    return [], ""
+    return ["", table, "", untrained(real), ""]
 
 
 def untrained(real: Rows) -> str:

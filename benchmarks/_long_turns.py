@@ -153,7 +153,7 @@ def batches(items: Sequence[Any], size: int) -> Iterator[tuple[int, Sequence[Any
 
 def long_generation(
     model: Any, windows: Sequence[tuple[str, Sequence[int]]], methods: Sequence[Method], artifacts: dict[str, Any],
-    lines: Lines, *, tokens: int, rows: int, stop: Callable[[], bool], temperature: float = 0.8,
+    lines: Lines, *, tokens: int, rows: int, stop: Callable[[], bool], temperature: float = 1.0,
 ) -> bool:
     """Every method after windows `(name, token ids)` of one length; whether all is done."""
     for method in methods:
@@ -175,7 +175,7 @@ def long_generation(
 def turns(
     model: Any, tokenizer: Any, windows: Sequence[tuple[str, Sequence[int]]], methods: Sequence[Method],
     artifacts: dict[str, Any], lines: Lines, *, tokens: int, rows: int, stop: Callable[[], bool],
-    temperature: float = 0.8,
+    temperature: float = 1.0,
 ) -> bool:
     """Every method's second turn over texts `(name, token ids)` in which numbers are hidden; whether all is done."""
     for method in methods:

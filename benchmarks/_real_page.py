@@ -18,6 +18,8 @@ AGREED = (0.05, 85.0)
 """Budget, and agreement with full attention's answers at least."""
 FIRST = ("coder-1.5b", 16_384)
 """The model and the length of README's figure and table."""
+LONG = "coder-1.5b-32k"
+"""The same model with maps of windows of twice that length."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -79,13 +81,57 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "the interval has zero in it, the two are not told apart.", pairs(rows)[1],
             "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
             "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
-            "RULER's texts are others."]
+            "RULER's texts are others.", *longer(rows)]
     return "\n\n".join([*parts, *sections(ours(rows))]) + "\n"
 
 
 def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those of README's model with what the default recipe trains."""
     return [r for r in rows if r["case"].partition(":")[0] == FIRST[0]] or list(rows)
+
+
+def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The section of twice README's length: maps of windows of either length, and which tasks lose."""
+    length = 2 * FIRST[1]
+    found = {name.partition(" ")[0]: mine for name, mine in models(rows).items()
+             if name.partition(" ")[0] in (FIRST[0], LONG) and of_metric(mine, f"ruler@{length}", "difference")}
+    lines = [[mine[0]["trained"].partition(",")[0], str(most(mine, f"ruler@{length}")),
+              *(paired(mine, f"ruler@{length}", m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02))]
+             for mine in found.values()]
+    if not lines:
+        return []
+    parts = [f"## In short, {length // 1024}k tokens", "Points to full attention ± half the 95 % interval.",
+             markdown(["maps of", "prompts", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"], lines)]
+    by_task = [[task.partition("@")[0], *(f"{value:+.1f}" for value in values)]
+               for task, values in lost(found.get(LONG, []), length)]
+    if by_task:
+        parts += [f"By task, with maps of windows of {length // 1024}k, in points of that task. A task has "
+                  f"{most(found[LONG], f'ruler@{length}') // 13} prompts. Tasks that are not named have no difference "
+                  "under φ.",
+                  markdown(["task", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"], minus_all(by_task))]
+    return parts
+
+
+def lost(rows: Sequence[dict[str, Any]], length: int) -> list[tuple[str, list[float]]]:
+    """Tasks whose score differs from full attention's under φ, and the differences under sketches and φ."""
+    scores = {(r["case"], r["method"], r["budget"]): r["value"] for r in rows
+              if r["metric"] == "score" and r["case"].endswith(f"@{length}") and not r["case"].startswith("ruler@")}
+    made = []
+    for case in dict.fromkeys(c for c, _, _ in scores):
+        full = scores[case, "full", None]
+        values = [scores[case, m, b] - full for m in ("sketch", "sketch+phi") for b in (0.01, 0.02)]
+        if any(abs(v) > 1e-6 for v in values[2:]):
+            made.append((case, values))
+    return sorted(made, key=lambda m: sum(m[1][2:]))
+
+
+def minus_all(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[minus(cell) for cell in line] for line in lines]
+
+
+def most(rows: Sequence[dict[str, Any]], case: str) -> int:
+    """The prompts of a case."""
+    return max(r["samples"] for r in rows if r["case"] == case and r["metric"] == "score")
 
 
 def other_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -95,11 +141,11 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "The same model with router and maps that were trained on other text, each as it was measured, with the rivals "
         "that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r not in here])]) + "\n"
+        *sections([r for r in rows if r not in here], tasks=False)]) + "\n"
 
 
-def sections(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Every table of every model and card."""
+def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
+    """Every table of every model and card; with `tasks` every task's."""
     parts: list[str] = []
     for title, mine in models(rows).items():
         one = mine[0]
@@ -120,11 +166,13 @@ def sections(rows: Sequence[dict[str, Any]]) -> list[str]:
         for case in (c for c in cases if c.startswith("perplexity")):
             parts += [f"### {titled(case)}", continued(mine, case)]
         for case in (c for c in cases if c.startswith("long@")):
-            parts += [f"### {titled(case)}", generated(mine, case)]
+            parts += [f"### {titled(case)}", "A method writes 4,096 tokens after a window of text, and full attention "
+                      "judges every one. A loss near zero says that the text repeats itself; there KL says little.",
+                      generated(mine, case)]
         for case in (c for c in cases if c.startswith("second_turn@")):
             parts += [f"### {titled(case)}", "Second questions answered, points of 100 ± half the 95 % interval.",
                       markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
-        single = [c for c in cases if "@" in c and not c.startswith(
+        single = [c for c in cases if tasks and "@" in c and not c.startswith(
             ("ruler@", "perplexity", "long@", "second_turn@"))]
         parts += ["### Each task"] if single else []
         for case in single:
@@ -185,11 +233,14 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A line a target that README's model does not reach: target, what was found, length."""
-    mine, _ = first(rows)
-    cases = dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@"))
-    return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", minus(found)] for case in cases
-            for what, found, reached in targets(mine, case) if reached == "no"]
+    """A line a target that README's model does not reach, at twice README's length with maps of such windows: target,
+    what was found, length."""
+    mine, case = first(rows)
+    long = [r for r in rows if r["case"].startswith(f"{LONG}:")]
+    longer = [{**r, "case": r["case"].partition(":")[2]} for r in long]
+    return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", minus(found)]
+            for some, case in ((mine, case), (longer, f"ruler@{2 * FIRST[1]}"))
+            for what, found, reached in targets(some, case) if reached == "no"]
 
 
 def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
