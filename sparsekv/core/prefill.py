@@ -83,13 +83,14 @@ def prefill_chunks(
     out, old = torch.empty_like(query), None
     for first, end, sparse in _spans(total - count, total, reader.chunk, reader.exact if ends else 0):
         rows = slice(first - (total - count), end - (total - count))
-        regions = Regions.at_prefill_end(view.regions.starts, first, reader.sink, reader.window)
+        regions = (Regions.at_prefill_end if padded else Regions.of_equal_rows)(
+            view.regions.starts, first, reader.sink, reader.window)
         past = replace(view, keys=view.keys[:, :, :first], values=view.values[:, :, :first], regions=regions)
         listed = reader.listed(past, query[:, :, rows]) if sparse else None
         if listed is None:
             out[:, :, rows] = _dense(view, query[:, :, rows], end, padded)
         elif reader.extrapolate:
-            out[:, :, rows] = _contiguous(past, view, query[:, :, rows], end, listed)
+            out[:, :, rows] = _contiguous(past, view, query[:, :, rows], end, listed, padded)
         else:
             if estimator is not None:
                 if old is None:
@@ -122,7 +123,8 @@ def _chunk(
     past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, estimator: PhiEstimator | None,
 ) -> Tensor:
     """One chunk `q [B, Hq, c, d]`, the tokens before `end`, after those of `past`."""
-    tokens = torch.cat([listed, _anchors(past)[:, None].expand(-1, listed.shape[1], -1).to(listed.dtype)], dim=2)
+    anchors = _anchors(past, padded).to(listed.dtype)
+    tokens = torch.cat([listed, anchors[:, None].expand(-1, listed.shape[1], -1)], dim=2)
     out, lse = chunk_attention(q, view.keys[:, :, :end], view.values[:, :, :end], tokens, scale=view.scale,
                                starts=view.regions.starts if padded else None)
     if estimator is not None:
@@ -132,18 +134,24 @@ def _chunk(
     return out
 
 
-def _anchors(past: LayerView) -> Tensor:
-    """Sink and window before a chunk, `[B, n]` padded with -1."""
+def _anchors(past: LayerView, padded: bool) -> Tensor:
+    """Sink and window before a chunk, `[B, n]`, of rows with padding filled up with -1."""
     regions = past.regions
+    if not padded:  # without a wait for the device
+        first, _, last, _ = regions.edges
+        places = torch.arange(past.keys.shape[2] - last + first, device=regions.starts.device)
+        return torch.where(places < first, places, places - first + last).expand(len(regions.starts), -1)
     return anchor_indices(regions.starts, regions.sinks, regions.tail_starts,
                           torch.full_like(regions.starts, past.keys.shape[2]))
 
 
-def _contiguous(past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor) -> Tensor:
+def _contiguous(
+    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool,
+) -> Tensor:
     """One chunk whose keys, in order, have the positions 0, 1, 2, … (length extrapolation)."""
     first, rope = past.keys.shape[2], needed(view.rope)
     columns = torch.arange(first, end, device=q.device)
-    tokens = torch.cat([listed[:, 0], _anchors(past)], dim=1)
+    tokens = torch.cat([listed[:, 0], _anchors(past, padded)], dim=1)
     tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
     used = torch.cat([tokens < first, columns >= past.regions.starts[:, None]], dim=1)
     index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)

@@ -36,6 +36,15 @@ class Regions:
     def at_prefill_end(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
         return cls(starts, torch.clamp(starts, min=length - window_size), length, sink_size)
 
+    @classmethod
+    def of_equal_rows(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
+        """The same of rows without padding, of which `edges` are known without a wait for the device."""
+        made = cls.at_prefill_end(starts, length, sink_size, window_size)
+        last = max(length - window_size, 0)
+        first = min(sink_size, last)
+        made.__dict__["edges"] = [first, first, last, last]
+        return made
+
     @property
     def sinks(self) -> int:
         """The sink's tokens where it may be longer than the cache: what is listed of it is never more than there is."""
@@ -58,6 +67,13 @@ class Regions:
         """`edges_of` the mid region, read once for all layers that have these regions, so that what follows is queued
         without a wait."""
         return edges_of(self.mid_first, self.mid_last)
+
+    @property
+    def equal(self) -> tuple[int, int] | None:
+        """Where the mid region of every row begins and ends; None where rows differ. Waits for what `edges` waits
+        for."""
+        first, other, last, end = self.edges
+        return (first, last) if first == other and last == end else None
 
     @property
     def context(self) -> Tensor:

@@ -13,6 +13,7 @@ from views import make_view
 
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.prefill import SparsePrompts, prefill_chunks
+from sparsekv.core.regions import Regions
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import add_centre, log_phi
 from sparsekv.kernels.histogram import bins_of
@@ -154,3 +155,11 @@ def test_the_kernels_read_a_prompt_as_their_twins_do() -> None:
         gap = (a.keys - b.keys.cpu()).norm() / a.keys.norm()
         assert float(gap) < 0.02
     there.cpu()
+
+
+@pytest.mark.parametrize(("length", "sink", "window"), [(100, 3, 10), (8, 3, 10), (12, 3, 10), (10, 0, 0)])
+def test_edges_of_equal_rows_are_known(length: int, sink: int, window: int) -> None:
+    starts = torch.zeros(2, dtype=torch.long)
+    known, read = (make(starts, length, sink, window) for make in (Regions.of_equal_rows, Regions.at_prefill_end))
+    assert "edges" in vars(known) and known.edges == read.edges and known.equal == read.equal
+    assert Regions.at_prefill_end(torch.tensor([0, 2]), 100, 3, 10).equal is None

@@ -97,6 +97,8 @@ class PhiEstimator(Estimator):
         self.mean: Tensor | None = None
         self.bias: Tensor
         self.built_size: Tensor | None = None
+        self.built_equal: int | None = None
+        """`built_size` where it is that of every row."""
         self.covariance: Tensor | None = None
         self.of_keys: dict[torch.dtype, KeyMap] = {}
         self.of_queries: dict[torch.dtype, FeatureMapWeights] = {}
@@ -110,6 +112,8 @@ class PhiEstimator(Estimator):
         edges = view.regions.edges
         self.mean = mean = key_mean(view.keys_at, first, last, edges)
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
+        equal = view.regions.equal
+        self.built_equal = None if equal is None else equal[1] - equal[0]
         centre = None if self.centre is None else view.scale * self.centre
         if self.key_map is None:
             dtype = product_dtype(mean.new_empty(0, dtype=view.keys.dtype))
@@ -130,6 +134,13 @@ class PhiEstimator(Estimator):
         return self.mean if self.layer.centred else None
 
     def extend(self, view: LayerView, old: Regions) -> None:
+        equal = view.regions.equal
+        if self.built_size is not None and self.built_equal is not None and equal is not None:
+            if equal[1] - equal[0] > 2 * self.built_equal:
+                self.build(view)
+            else:
+                self._extend(view, old)
+            return
         doubled = None if self.built_size is None else view.regions.mid_sizes > 2 * self.built_size
         if doubled is None or not bool(doubled.all()):
             self._extend(view, old)
@@ -143,14 +154,19 @@ class PhiEstimator(Estimator):
     def _extend(self, view: LayerView, old: Regions) -> None:
         """The tokens that joined, with the mean key of when the cache was built."""
         first, last = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
+        before, after = old.equal, view.regions.equal
+        edges = None
+        if before is not None and after is not None:
+            begin = max(before[1], after[0])
+            edges = [begin, begin, after[1], after[1]]
         if self.covariance is not None and self.state.moments is not None:
-            mean, key = key_mean(view.keys_at, first, last), self.state.moments.key
+            mean, key = key_mean(view.keys_at, first, last, edges), self.state.moments.key
             part = (1 - old.mid_sizes / view.regions.mid_sizes.clamp(min=1))[:, None, None]
             away = view.scale * mean - key
             between = (part * (1 - part))[..., None] * away[..., None] * away[..., None, :]
-            within = view.scale**2 * key_covariance(view.keys_at, first, last, mean) - self.covariance
+            within = view.scale**2 * key_covariance(view.keys_at, first, last, mean, edges) - self.covariance
             self._describe(view, key + part * away, self.covariance + part[..., None] * within + between)
-        more = self._sum(view, self._maps(), first, last)
+        more = self._sum(view, self._maps(), first, last, edges)
         self.state = self.state._replace(**phi_join(PhiCache(*self.state[:3]), more)._asdict())
 
     def reads(self, view: LayerView, share: float | Tensor) -> None:
