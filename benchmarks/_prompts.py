@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -212,23 +212,3 @@ def prompt_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                       **({"method": DENSE, "budget": min(budgets)} if is_dense else {}),
                       **({"against": DENSE} if r.get("against") == "full" else {})})
     return found
-
-
-def prompt_table(rows: Sequence[dict[str, Any]], length: int) -> str:
-    """A line a reading: pairs, points, difference, and perplexities above those of the prompt read densely."""
-    known = {(r["case"], r["method"], r["metric"]): r for r in rows}
-    lines = []
-    texts = [c for c in dict.fromkeys(r["case"] for r in rows) if c.startswith(("prefill_perplexity", "prefill_prompt"))
-             and c.endswith(f"@{length}")]
-    for method in dict.fromkeys(r["method"] for r in rows if r["case"].endswith(f"@{length}")):
-        def said(case: str, metric: str, form: Callable[[float], str], method: str = method) -> str:
-            r = known.get((case, method, metric))
-            return "–" if r is None or r["value"] is None else form(r["value"])
-
-        mean = f"prefill@{length}"
-        pairs = next(r["pairs"] for r in rows if r["method"] == method and r["case"].endswith(f"@{length}"))
-        lines.append(f"{method:34} pairs {pairs:6.1%}  points {said(mean, 'score', '{:.1f}'.format):>5}"
-                     f"  difference {said(mean, 'difference', '{:+.1f}'.format):>5}  " + "  ".join(
-                         f"{c.partition('_')[2].partition('@')[0]} "
-                         f"{said(c, 'perplexity_ratio', lambda x: f'{x - 1:+.2%}'):>7}" for c in texts))
-    return "\n".join(lines)

@@ -165,6 +165,12 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
                       markdown(*bytes_read(mine, case)), *judged(mine, case)]
         for case in (c for c in cases if c.startswith("perplexity")):
             parts += [f"### {titled(case)}", continued(mine, case)]
+        for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
+            parts += [f"### Prompts read sparsely, {length // 1024}k tokens",
+                      f"All are decoded by {WORDS['sketch+phi'].strip('*… ')} alike; the first line's prompts are read "
+                      "densely. Differences in points, and perplexities above the first line's, are paired ± half the "
+                      "95 % interval. Of a text its own tokens count (`prompt`), or those that go on with it "
+                      "(`perplexity`).", prompts_read(mine, length)]
         for case in (c for c in cases if c.startswith("long@")):
             parts += [f"### {titled(case)}", "A method writes 4,096 tokens after a window of text, and full attention "
                       "judges every one. A loss near zero says that the text repeats itself; there KL says little.",
@@ -173,7 +179,7 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
             parts += [f"### {titled(case)}", "Second questions answered, points of 100 ± half the 95 % interval.",
                       markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
         single = [c for c in cases if tasks and "@" in c and not c.startswith(
-            ("ruler@", "perplexity", "long@", "second_turn@"))]
+            ("ruler@", "perplexity", "long@", "second_turn@", "prefill"))]
         parts += ["### Each task"] if single else []
         for case in single:
             parts += [f"#### {titled(case)}", markdown(*table(mine, case, every_method(mine)))]
@@ -263,6 +269,27 @@ def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
         if lines:
             parts += [note, markdown(["method", *map(percent, budgets)], lines)]
     return "\n\n".join(parts)
+
+
+def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
+    """Prompts of a length read in several ways: pairs of query and key, points, perplexities."""
+    mine = [r for r in rows if r["case"].startswith("prefill") and r["length"] == length]
+    mean = f"prefill@{length}"
+    texts = list(dict.fromkeys(r["case"] for r in mine if r["metric"] == "perplexity_ratio"))
+    budget = next((percent(r["budget"]) for r in mine if r["budget"]), "")
+
+    def cell(case: str, method: str, metric: str, form: str, less: float = 0.0) -> str:
+        found = [r for r in mine if (r["case"], r["method"], r["metric"]) == (case, method, metric)
+                 and r.get("against", "sketch+phi") == "sketch+phi" and r["value"] is not None]
+        return "–" if not found else minus(form.format(found[0]["value"] - less) + " ± " + form.format(
+            (found[0]["high"] - found[0]["low"]) / 2).lstrip("+"))
+
+    lines = [[method, next(f"{r['pairs']:.1%}" for r in mine if r["method"] == method),
+              cell(mean, method, "score", "{:.1f}"), cell(mean, method, "difference", "{:+.1f}"),
+              *(cell(c, method, "perplexity_ratio", "{:+.2%}", 1.0) for c in texts)]
+             for method in dict.fromkeys(r["method"] for r in mine)]
+    titles = [c.removeprefix("prefill_").partition("@")[0].replace("_", ", ") for c in texts]
+    return markdown([f"prompt read by, decoded at {budget}", "pairs", "RULER", "difference", *titles], lines)
 
 
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:

@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
-from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows, prompt_table
-from benchmarks._real_page import continued
+from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows
+from benchmarks._real_page import continued, prompts_read
 from benchmarks._rows import RESULTS
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -372,7 +372,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             elif case.startswith(TEXT):
                 print(f"\n{name} {case}\n{continued(mine, case)}")
         for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
-            print(f"\n{name}, prompts of {length} tokens\n" + prompt_table(mine, length))
+            print(f"\n{name}, prompts of {length} tokens\n" + prompts_read(mine, length))
         for r in mine:
             if r["case"].startswith(("long@", "second_turn@")) and r["metric"] in ("kl", "agrees", "score"):
                 where = {k: r[k] for k in ("quarter", "past_window") if k in r}

@@ -35,24 +35,27 @@ from benchmarks._prompts import (
     pairs_read,
     parse_readings,
     prompt_rows,
-    prompt_table,
 )
-from benchmarks._real_page import figures, page
+from benchmarks._real_page import figures, page, prompts_read
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model(layers: int):
     import transformers as t
 
     torch.manual_seed(0)
     return t.AutoModelForCausalLM.from_config(t.LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None, bos_token_id=None, pad_token_id=0,
         initializer_range=0.3)).eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(2)
 
 
 class Letters:
@@ -231,7 +234,8 @@ def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
                      "perplexity_prose@16384": [11]}
 
 
-def test_prompts_that_read_everything_are_dense_ones(model, tmp_path) -> None:
+def test_prompts_that_read_everything_are_dense_ones(tmp_path) -> None:
+    model = make_model(3)  # layer 0 is dense: what layer 1 reads shows in the keys of layer 2
     router, phi = artifacts(model)
     generator = torch.Generator().manual_seed(0)
     requests = [Question(task, 512, i, torch.randint(1, 97, (500 + 3 * i,), generator=generator).tolist(), ["x"],
@@ -262,8 +266,15 @@ def test_prompts_that_read_everything_are_dense_ones(model, tmp_path) -> None:
     assert mean["value"] == 0.0 and mean["against"] == DENSE and mean["pairs"] == 1.0
     ratio = next(r for r in rows if r["case"] == "prefill_prompt_x@512" and r["metric"] == "perplexity_ratio"
                  and r["method"] == readings[3].name)
+    after = next(r for r in rows if r["case"] == "prefill_perplexity_x@512" and r["metric"] == "perplexity_ratio"
+                 and r["method"] == readings[3].name)
+    assert after["value"] != 1.0
     assert ratio["samples"] == 2 and ratio["value"] != 1.0 and 0.2 < ratio["pairs"] < 0.5
-    assert len(prompt_table(rows, 512).splitlines()) == 5
+    shown = prompts_read(rows, 512)
+    assert len(shown.splitlines()) == 7 and "| 100.0% | 0.0 ± 0.0 |" in shown
+    said = {"machine": "Card, torch 2", "quantisation": "Q4", "weights_sha256": "0" * 64, "commit": "abc"}
+    drawn = page([{**r, "case": f"m:{r['case']}", **said} for r in rows])
+    assert "### Prompts read sparsely, 0k tokens" in drawn and shown in drawn and "Each task" not in drawn
 
 
 def test_a_rival_reads_as_many_pairs() -> None:
