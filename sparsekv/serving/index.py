@@ -23,7 +23,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.step import build, grow
 from sparsekv.core.streams import beside
 from sparsekv.kernels import CompletionQuery, Pages, QueryModel, Sketch, attend_tokens, encode_keys
-from sparsekv.serving.pages import by_slot
+from sparsekv.serving.pages import by_slot, taken
 from sparsekv.serving.summaries import Summaries, bytes_in
 
 LATER = 64
@@ -100,7 +100,7 @@ class RequestKeys(LayerView):
 
     def values_at(self, first: int, last: int) -> Tensor:
         assert self.slots is not None and self.store is not None
-        return self.store.values[:, self.slots[first:last]].to(self.store.kind)[None]
+        return taken(self.store.values, self.slots[first:last]).to(self.store.kind)[None]
 
     def keys_pre(self, first: int, last: int) -> Tensor:
         places = torch.arange(first, last, device=self.keys.device)
@@ -197,7 +197,7 @@ class LayerIndex:
 
     def keys_in(self, slots: Tensor) -> Tensor:
         """The keys in slots `[n]`, `[Hkv, n, d]`."""
-        found = self.keys[:, slots].to(self.kind)
+        found = taken(self.keys, slots).to(self.kind)
         return found if self.scales.key == 1 else found * self.scales.key
 
     def _like(self) -> Tensor:

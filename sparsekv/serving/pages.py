@@ -24,6 +24,14 @@ def by_slot(pool: Tensor) -> tuple[Tensor, Tensor]:
     return flat[..., :dim], flat[..., dim:]
 
 
+def taken(rows: Tensor, slots: Tensor) -> Tensor:
+    """Keys or values `[Hkv, slots, d]` in slots `[n]`, `[Hkv, n, d]`. Float8 goes as bytes, which every version of
+    torch can index on CUDA."""
+    if rows.dtype.itemsize > 1:
+        return rows[:, slots]
+    return rows.view(torch.uint8)[:, slots].view(rows.dtype)
+
+
 def write(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Keys and values `[n, Hkv, d]` into their slots `[n]`; a negative slot is none."""
     keys, values = by_slot(pool)
