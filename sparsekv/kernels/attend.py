@@ -51,7 +51,7 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(64, 4, 264)
+PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
 COMPLETED_ROW = 768
 """Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once."""
 COMPLETED_DIM = 128
