@@ -29,11 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-RUNS = [("plain", "32/1/1024"),
-        ("ships", "64/4/264"), ("lean", "128/8/132"), ("lean", "64/4/132"), ("ships", "64/4/132"),
-        ("lean", "64/4/264"), ("lean", "64/8/132"), ("ships", "64/8/132"), ("ships", "32/4/264"),
-        ("lean-s", "64/4/264"), ("lean", "32/4/264"), ("ships", "128/8/132"), ("lean-s", "128/8/132"),
-        ("lean-p", "64/4/132"), ("lean", "64/4/132/2")]
+RUNS = [("plain", "32/1/1024"), ("ships", "128/8/132"), ("lean", "128/8/132"), ("lean", "64/4/132/2"),
+        ("lean", "128/8/132/2"), ("lean-s", "64/4/132/2"), ("lean", "64/4/264/2"), ("lean-s", "128/8/132/2"),
+        ("lean", "128/4/132/2"), ("lean", "128/8/264/2"), ("lean", "64/4/132")]
+"""Lean forms of blocks of 64 in one stage gave other sums on an H100: the last is there to see where."""
 CASES = [  # name, query heads, KV heads, tokens, rows; 1 % is listed, an odd count, 4 + 16 anchors
     ("128k b1", 32, 8, 131_072, 1), ("8k b1", 32, 8, 8_192, 1), ("512k b1", 32, 8, 524_288, 1),
     ("128k b8", 32, 8, 131_072, 8), ("12/2 30k b1", 12, 2, 30_000, 1), ("12/2 30k b24", 12, 2, 30_000, 24)]
@@ -137,8 +136,9 @@ class Case:
 
 def check(form: str, device: str, dtype: Any) -> str:
     """Odd sizes: many slices for few tokens, a slice without any, rows, a group that is no power of two."""
-    completed, worst = form != "plain", (0.0, 0.0)
-    shapes = [(32, 8, 1_501, 1, 111), (32, 8, 9_001, 1, 4_001), (32, 8, 403, 8, 33), (12, 2, 1_201, 1, 333)]
+    completed, worst, wrong = form != "plain", (0.0, 0.0), []
+    shapes = [(32, 8, 1_501, 1, 111), (32, 8, 9_001, 1, 4_001), (32, 8, 403, 8, 33), (12, 2, 1_201, 1, 333),
+              *((32, 8, 20_001, 1, n) for n in (1, 63, 64, 65, 127, 128, 129, 511, 513, 1023, 1025, 2049, 8191))]
     if device == "cpu":
         shapes = [(8, 2, 203, 1, 65), (6, 2, 91, 2, 33)]
     for heads_q, heads, length, batch, listed in shapes:
@@ -146,8 +146,8 @@ def check(form: str, device: str, dtype: Any) -> str:
         error = Case(heads_q, heads, length, batch, 1, device, dtype, listed).errors(completed)
         worst = max(worst[0], error[0]), max(worst[1], error[1])
         if not (error[0] < 1e-2 and error[1] < 2e-2):
-            return f"WRONG at {(heads_q, heads, length, batch, listed)}: out {error[0]:.1e}, lse {error[1]:.1e}"
-    return f"ok: out {worst[0]:.1e}, lse {worst[1]:.1e}"
+            wrong.append(f"{(heads_q, heads, length, batch, listed)}: out {error[0]:.1e}, lse {error[1]:.1e}")
+    return f"WRONG at {'; '.join(wrong)}" if wrong else f"ok: out {worst[0]:.1e}, lse {worst[1]:.1e}"
 
 
 def timed(case: Case, completed: bool, calls: int = 32) -> float:
