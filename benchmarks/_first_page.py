@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks._real_page import FIRST, best_rivals, first, minus, of_metric, text_cells
+from benchmarks._real_page import FIRST, LONG, best_rivals, first, minus, of_metric, paired, text_cells
 from sparsekv.core.registry import FULL, row_of
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent, plain
@@ -156,7 +156,18 @@ def facts(real: Rows) -> list[str]:
             lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
                           minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
     table = markdown(["method", "against", "retrieved", "points", "95 % interval", "the first is"], lines)
-    return ["", table, "", untrained(real), ""]
+    return ["", table, "", " ".join(said for said in (untrained(real), twice_as_long(real)) if said), ""]
+
+
+def twice_as_long(real: Rows) -> str:
+    """How sketches and φ stand to full attention at twice README's length, with maps of windows of that length."""
+    rows = [{**r, "case": r["case"].partition(":")[2]} for r in real if r["case"].startswith(f"{LONG}:")]
+    case = f"ruler@{2 * FIRST[1]}"
+    found = [paired(rows, case, "sketch+phi", b) for b in (BUDGET, 0.02)]
+    if "–" in found:
+        return ""
+    return (f"At {2 * FIRST[1] // 1024}k tokens, with maps of such windows, sketch + φ has {found[0]} points to full "
+            f"attention at 1 % and {found[1]} at 2 %.")
 
 
 def untrained(real: Rows) -> str:
