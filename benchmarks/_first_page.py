@@ -166,8 +166,8 @@ def twice_as_long(real: Rows) -> str:
     found = [paired(rows, case, "sketch+phi", b) for b in (BUDGET, 0.02)]
     if "–" in found:
         return ""
-    return (f"At {2 * FIRST[1] // 1024}k tokens, with maps of such windows, sketch + φ at 1 % is {found[0]} points from "
-            f"full attention, at 2 % {found[1]}.")
+    return (f"At {2 * FIRST[1] // 1024}k tokens, with maps of such windows, sketch + φ is {found[0]} points from full "
+            f"attention. At a budget of 2 % it is {found[1]}.")
 
 
 def untrained(real: Rows) -> str:
