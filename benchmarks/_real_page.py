@@ -52,7 +52,7 @@ CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
 def titled(case: str) -> str:
     """`ruler@16384` in words."""
     name, _, length = case.partition("@")
-    return f"{CASES.get(name, f'`{name}`')}, {int(length) // 1024}k tokens" if length.isdigit() else case
+    return f"{CASES.get(name, f'`{name}`')}, {round(int(length) / 1024)}k tokens" if length.isdigit() else case
 
 
 def of_metric(rows: Sequence[dict[str, Any]], case: str, metric: str) -> list[dict[str, Any]]:
