@@ -231,12 +231,13 @@ def _own_maps(completion: CompletionQuery) -> KeyFeatures:
     return maps if seats is None else maps._replace(bias=maps.bias[seats], shift=maps.shift[seats])
 
 
-def completed_launch(q: Tensor, completion: CompletionQuery) -> Launch:
-    """How the completed kernel runs: fewer keys at once where the map of keys leaves them no shared memory."""
-    row = (2 * padded(q.shape[-1]) + padded(completion.features.shape[-1])) * q.element_size()
-    room = room_beside(_maps(completion))
-    block = at_once(COMPLETED.block, row, COMPLETED_ROW)
-    while block > 16 and row * block > room:
+def completed_launch(dim: int, features: int, group: int, size: int, room: int) -> Launch:
+    """How the completed kernel runs for numbers of `size` bytes and `group` queries a list: fewer keys at once where
+    they and what the queries ask exceed `room`, the shared memory beside the map of keys [bytes]."""
+    width, features, rows = padded(dim), padded(features), 2 * max(8, power_of_two(group))
+    left = room // size - rows * (width + features)
+    block = at_once(COMPLETED.block, (2 * width + features) * size, COMPLETED_ROW)
+    while block > 16 and (2 * width + rows) * block > left:
         block //= 2
     return COMPLETED._replace(block=block, warps=max(4, COMPLETED.warps * block // COMPLETED.block))
 
@@ -266,7 +267,8 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     heads = tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = PLAIN if completion is None else completed_launch(q, completion)
+    how = PLAIN if completion is None else completed_launch(
+        dim, completion.features.shape[-1], group, q.element_size(), room_beside(_maps(completion)))
     splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:

@@ -180,10 +180,13 @@ def main() -> None:
     plain, completed = attend.PLAIN, attend.COMPLETED
     check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
     check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
-    few = attend.Launch(32, 4, 132)  # as `completed_launch` has it where a program has 99 KiB
-    check(a.completed_kernel, split(128, 4, completed), completed.warps, "bf16", (90,), stages=1)
-    check(a.completed_kernel, split(128, 4, few), few.warps, "bf16", (89,), stages=1)
-    check(a.completed_kernel, split(80, 1, few, probes=32), few.warps, "bf16", (89,), stages=1)
+    for dim, group, half, capability in ((128, 4, "bf16", 90), (128, 16, "fp32", 90), (128, 4, "bf16", 89),
+                                         (80, 1, "bf16", 89)):
+        size = 4 if half == "fp32" else 2
+        room = SHARED[capability] - size * 128 * (power_of_two(dim) + 128)
+        how = attend.completed_launch(dim, 128, group, size, room)
+        check(a.completed_kernel, split(dim, group, how, probes=32 if dim == 80 else 0), how.warps, half, (capability,),
+              stages=1)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     check(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
