@@ -20,7 +20,7 @@ Conventions (all functions):
 
 from sparsekv.kernels.attend import Pages, add_sinks, attend_buckets, attend_gathered, attend_tokens, merge
 from sparsekv.kernels.attention_mass import query_statistics
-from sparsekv.kernels.between import rms_norm, rotate_pair
+from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.chunk_attention import chunk_attention
@@ -145,6 +145,7 @@ __all__ = [
     "round_means",
     "route",
     "route_tokens",
+    "silu_product",
     "sketch_tokens",
     "slots_at",
     "soft_vote",

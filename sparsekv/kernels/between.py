@@ -1,14 +1,15 @@
 """What a decoder layer does to the rows of a step between its products, in one launch where a model's own code takes
-eight or ten: the norm by the root mean square, and the rotation of queries and keys."""
+eight or ten: the norm by the root mean square, the rotation of queries and keys, and the gate of an MLP."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sparsekv.kernels.launch import acc_dtype, dense_last, on_device, power_of_two
 
-NORM_WARPS, ROTATE_WARPS = 4, 1
+NORM_WARPS, ROTATE_WARPS, GATE_WARPS, GATED_AT_ONCE = 4, 1, 4, 512
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, shift: float = 0.0, rounds: bool = True) -> Tensor:
@@ -62,3 +63,26 @@ def launch_rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[
         q, k, cos, sin, out_q, out_k, heads_q, k.shape[1], *q.stride()[:2], *k.stride()[:2],
         cos.stride(0) if cos.shape[0] > 1 else 0, HALF=dim // 2, WIDTH=power_of_two(dim // 2), num_warps=ROTATE_WARPS)
     return out_q, out_k
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`gate · σ(gate) · up`, both of one shape -> as gate. SiLU is rounded to their precision before the product, as
+    models do it."""
+    return (launch_silu_product if on_device(gate) else silu_product_reference)(gate, up)
+
+
+def silu_product_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_product` in plain torch."""
+    return functional.silu(gate) * up
+
+
+def launch_silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_product` through Triton, a program for `GATED_AT_ONCE` numbers."""
+    from sparsekv.kernels.between_triton import gate_kernel
+
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    if out.numel():
+        gate_kernel[(-(-out.numel() // GATED_AT_ONCE),)](gate, up, out, out.numel(), BLOCK=GATED_AT_ONCE,
+                                                         num_warps=GATE_WARPS)
+    return out

@@ -55,3 +55,16 @@ def rotate_kernel(
     high_turned = (first * tl.load(sin + HALF + table, mask=inside, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
     tl.store(target + place, low + low_turned, mask=inside)
     tl.store(target + HALF + place, high + high_turned, mask=inside)
+
+
+@triton.jit
+def gate_kernel(gate, up, out, count, BLOCK: tl.constexpr):
+    """The gate of an MLP on a block of numbers."""
+    # grid: (⌈count / BLOCK⌉,)
+    # gate, up  [count]  dense
+    # out       [count]  written, in the dtype of gate
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    y = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    y = (y / (1 + tl.exp(-y))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + place, y * tl.load(up + place, mask=inside, other=0.0).to(tl.float32), mask=inside)

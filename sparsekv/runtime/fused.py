@@ -1,4 +1,4 @@
-"""Norms and rotations of a planned step in one launch each, where the model's own code takes eight or ten.
+"""Norms, rotations and gates of a planned step in one launch each, where the model's own code takes eight or ten.
 
 A model's code runs as it is until, on the first pass, a kernel has given what it gave: from then on the kernel runs in
 its place, for the time of a pass. Norms are found by their class, the rotation as the function that the models of
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels import rms_norm, rotate_pair
+from sparsekv.kernels import rms_norm, rotate_pair, silu_product
 from sparsekv.runtime.process import NOW
 
 ROTATION = "apply_rotary_pos_emb"
@@ -34,6 +34,7 @@ class Fused:
     def __init__(self, model: nn.Module, attention: Any):
         self.norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None
                       and [name for name, _ in m.named_parameters()] == ["weight"]]
+        self.gates = [m for m in model.modules() if _is_gated(m)]
         self.known: dict[Any, Callable[..., Any] | None] = {}
         self.used = next(model.parameters()).is_cuda
         """Whether launches count: on a CPU the model's own code does as well."""
@@ -47,12 +48,14 @@ class Fused:
         self._put = True
         for norm in self.norms:
             norm.__dict__["forward"] = functools.partial(self._norm, norm)
+        for mlp in self.gates:
+            mlp.__dict__["forward"] = functools.partial(self._gated, mlp)
 
     def restore(self) -> None:
         """The modules as they were; any number of times."""
         if self._put:
-            for norm in self.norms:
-                norm.__dict__.pop("forward", None)
+            for module in (*self.norms, *self.gates):
+                module.__dict__.pop("forward", None)
             self._put = False
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
@@ -61,6 +64,10 @@ class Fused:
 
         return self.taken((type(norm), x.dtype, x.shape[-1]), functools.partial(type(norm).forward, norm),
                           [functools.partial(called, how) for how in NORMS], (x,), (x, norm.weight, _eps(norm)))
+
+    def _gated(self, mlp: Any, x: Tensor) -> Tensor:
+        return self.taken((type(mlp), x.dtype, x.shape[-1]), functools.partial(type(mlp).forward, mlp), [gated_mlp],
+                          (x,), (mlp, x))
 
     def rotation(self, own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Queries and keys of one token `[B, H, 1, d]` with RoPE."""
@@ -82,6 +89,12 @@ class Fused:
         return wanted
 
 
+def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
+    """An MLP whose gate is one launch."""
+    down: Tensor = mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x)))
+    return down
+
+
 def wrap_rotation(attention: type) -> None:
     """Let the rotation of this attention class's module ask the plan that runs in its thread; elsewhere it is what it
     was. Once a process, as with attention functions that are registered."""
@@ -100,6 +113,12 @@ def wrap_rotation(attention: type) -> None:
 
         rotation.without_plan = own  # type: ignore[attr-defined]
         space[ROTATION] = rotation
+
+
+def _is_gated(mlp: Any) -> bool:
+    """Whether this is an MLP whose gate is a SiLU, as the models of transformers name its parts."""
+    parts = [getattr(mlp, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
+    return all(isinstance(p, nn.Linear) for p in parts) and "SiLU" in type(getattr(mlp, "act_fn", None)).__name__
 
 
 def _eps(norm: Any) -> float | None:

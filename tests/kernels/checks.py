@@ -37,8 +37,10 @@ from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_
 from sparsekv.kernels.between import (
     launch_rms_norm,
     launch_rotate_pair,
+    launch_silu_product,
     rms_norm_reference,
     rotate_pair_reference,
+    silu_product_reference,
 )
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
 from sparsekv.kernels.bucket_sums import (
@@ -790,8 +792,8 @@ def check_sort(shape: tuple[int, ...], device: str) -> None:
 
 
 def check_between(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Norms of every kind, and the rotation of heads that lie between others; shape: rows, query heads, KV heads,
-    head dimension."""
+    """Norms of every kind, the gate of an MLP, and the rotation of heads that lie between others; shape: rows, query
+    heads, KV heads, head dimension."""
     rows, heads_q, heads, dim = shape
     torch.manual_seed(dim)
     x = torch.randn(rows, 3, dim + 1, device=device, dtype=dtype)[..., :dim] * 3
@@ -801,6 +803,9 @@ def check_between(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
         mine = launch_rms_norm(x, weight, 1e-6, **how)
         truth = rms_norm_reference(x.double(), weight.double(), 1e-6, **how)
         assert mine.dtype == dtype and error(mine, truth) < step
+    gate, up = x, torch.randn(rows, 3, dim, device=device, dtype=dtype)
+    mine = launch_silu_product(gate, up)
+    assert mine.dtype == dtype and error(mine, silu_product_reference(gate.double(), up.double())) < step
     q, k = (torch.randn(rows, 1, n, dim, device=device, dtype=dtype).transpose(1, 2) for n in (heads_q, heads))
     for batch in (1, rows):
         angle = torch.randn(batch, 1, dim // 2, device=device).repeat(1, 1, 2)

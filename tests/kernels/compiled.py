@@ -78,6 +78,7 @@ OWN: dict[Any, dict[str, str]] = {
     **{kernel: {"features": "i32"} for kernel in (c.query_kernel, ftt.sums_kernel, ftt.features_kernel)},
     be.norm_kernel: {"shift": "fp32", "weight": "half"},
     be.rotate_kernel: dict.fromkeys("q k cos sin out_q out_k".split(), "half"),
+    be.gate_kernel: {**dict.fromkeys("gate up out".split(), "half"), "count": "i32"},
     **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
@@ -242,6 +243,7 @@ def main() -> None:
     check(i.place_kernel, stretch, indexing.WARPS, "bf16")
     check(be.norm_kernel, {"WIDTH": 4096, "ROUNDS": True}, between.NORM_WARPS, "bf16")
     check(be.rotate_kernel, {"HALF": 64, "WIDTH": 64}, between.ROTATE_WARPS, "bf16")
+    check(be.gate_kernel, {"BLOCK": between.GATED_AT_ONCE}, between.GATE_WARPS, "bf16")
     check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
           "bf16")
     check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))

@@ -1,4 +1,4 @@
-"""Norms and rotations of a planned step in one launch each: taken where they give the model's own, in every family."""
+"""What of a planned step is one launch each: taken where it gives the model's own, in every family."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from sparsekv.runtime.fused import ROTATION, Fused
 
 ROTATED = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"}
 """Families whose rotation turns the halves of whole heads against each other."""
+
+GATED = {"llama", "qwen2", "qwen3", "mistral"}
+"""Families whose MLP has a gate of its own with a SiLU."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -29,12 +32,12 @@ def test_a_step_with_fewer_launches_is_the_step(family: str, dtype: torch.dtype)
             cache = attachment.prefill(ids[:, :50])
             found.append(torch.cat([attachment.step(ids[:, t:t + 1], cache) for t in range(50, 60)], 1))
             assert attachment.report()["not_replayed"] is None
-            assert not any("forward" in m.__dict__ for m in fused.norms)
+            assert not any("forward" in m.__dict__ for m in (*fused.norms, *fused.gates))
     limit = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(found[1], found[0], rtol=limit, atol=limit)
-    norms = {type(m) for m in fused.norms}
+    norms, gates = {type(m) for m in fused.norms}, {type(m) for m in fused.gates}
     taken = {key[0] for key, kernel in fused.known.items() if kernel is not None}
-    assert norms and norms <= taken
+    assert norms and norms <= taken and gates <= taken and bool(gates) == (family in GATED)
     assert any(getattr(x, "__name__", "") == ROTATION for x in taken) == (family in ROTATED)
 
 
