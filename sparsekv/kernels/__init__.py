@@ -51,6 +51,7 @@ from sparsekv.kernels.features import (
     phi_sums,
     products,
 )
+from sparsekv.kernels.few_rows import few_rows, few_rows_gated, fits_few_rows
 from sparsekv.kernels.gather import anchor_indices, gather_from_host, gather_rows, slots_at
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
 from sparsekv.kernels.routing import (
@@ -119,6 +120,9 @@ __all__ = [
     "encode_keys",
     "extend_index",
     "factored",
+    "few_rows",
+    "few_rows_gated",
+    "fits_few_rows",
     "for_request",
     "fused",
     "gather_from_host",

@@ -8,37 +8,27 @@ written it is timed again.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import json
 import math
-import os
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-import sparsekv
 from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build, sparse_step
-from sparsekv.foundation.disk import write_text
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import decode_attention, dense_attention
+from sparsekv.runtime.timing import Kept, device_words, microseconds
 
 LENGTHS = {"cuda": (4096, 32_768), "cpu": (1024, 8192)}
 """Tokens at which both are timed, by type of device."""
 MOST_BYTES = 1 << 29
 """Keys and values of a layer that is timed: the longer length is less where they would be more."""
-FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
-"""What is written between two steps, so that none finds its keys in a cache of the device; runs, and steps of each."""
 NEVER = 1 << 62
+KEPT = Kept("crossing.json")
 
 
 class Shape(NamedTuple):
@@ -86,7 +76,7 @@ def times_of(shape: Shape, selector: Selector, estimator: Estimator | None, sink
         times = _kept(key)
         if times is None:
             times = _timed(shape, selector, estimator, sinks, window)
-            _keep(key, times)
+            KEPT.put(key, times._asdict())
         _KNOWN[key] = times
     return _KNOWN[key]
 
@@ -99,8 +89,6 @@ def shortest(device: torch.device, sinks: int, window: int) -> int:
 
 def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> str:
     """All that the times depend on, in words."""
-    device = torch.cuda.get_device_name(shape.device) if shape.device.type == "cuda" else (
-        f"cpu with {torch.get_num_threads()} threads")
     how = [f"{f.name}={getattr(selector, f.name)}" for f in fields(selector) if f.metadata]
     layer = getattr(selector, "layer", None)
     if layer is not None:
@@ -109,7 +97,7 @@ def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks:
     kind = type(selector)
     completion = "none" if estimator is None else type(estimator).__qualname__
     return ", ".join([
-        f"sparsekv {sparsekv.__version__}", f"torch {torch.__version__}", device, str(shape.dtype), *(
+        device_words(shape.device), str(shape.dtype), *(
             f"{name}={value}" for name, value in zip(shape._fields[:4], shape[:4], strict=True)),
         f"sinks={sinks}", f"window={window}", f"{kind.__module__}.{kind.__qualname__}", *how,
         f"completion={completion}"])
@@ -166,86 +154,10 @@ def full_step(view: LayerView, queries: Queries) -> Any:
     return dense_attention(queries.rot, view.keys, view.values, scale=view.scale)
 
 
-def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
-    """Of a call of `work`, median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
-    graph, without what the host does between them."""
-    work()
-    if device.type != "cuda":
-        return _median([_seconds(work) for _ in range(REPEATS)]) * 1e6
-    dirt = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    clean, both = (_run_of(f, device, captured) for f in (dirt.zero_, lambda: (dirt.zero_(), work())))
-    spent = [[_device_seconds(run, device) for run in (clean, both)] for _ in range(REPEATS)]
-    return max(0.0, _median([b for _, b in spent]) - _median([a for a, _ in spent])) / CALLS * 1e6
-
-
-def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Callable[[], Any]:
-    """`CALLS` calls, as a graph if asked for."""
-    def calls() -> None:
-        for _ in range(CALLS):
-            work()
-
-    if not captured:
-        return calls
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        work()
-        collecting = gc.isenabled()
-        gc.disable()  # what is freed inside a capture must be its own
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            calls()
-        finally:
-            graph.capture_end()
-            if collecting:
-                gc.enable()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return graph.replay
-
-
-def _device_seconds(run: Callable[[], Any], device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record(torch.cuda.current_stream(device))
-    run()
-    ended.record(torch.cuda.current_stream(device))
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def _median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def cache_file() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv" / "crossing.json"
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError, RuntimeError):  # no home is a RuntimeError
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _kept(key: str) -> Times | None:
     try:
-        found: Any = _read()[key]
+        found = KEPT.get(key)
         (first, last), full, sparse = (found[name] for name in Times._fields)
         return Times((int(first), int(last)), (float(full[0]), float(full[1])), (float(sparse[0]), float(sparse[1])))
     except (TypeError, KeyError, ValueError, IndexError):  # not there, or written by something else
         return None
-
-
-def _keep(key: str, times: Times) -> None:
-    with contextlib.suppress(OSError, RuntimeError, SparseKVError):
-        place = cache_file()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, json.dumps({**_read(), key: times._asdict()}, indent=1))

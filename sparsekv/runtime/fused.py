@@ -1,8 +1,10 @@
-"""Norms, rotations and gates of a planned step in one launch each, where the model's own code takes eight or ten.
+"""What of a planned step runs in fewer launches than the model's own code takes, or in faster ones: norms, rotations,
+gates, and the products of a few rows with a layer's weights.
 
 A model's code runs as it is until, on the first pass, a kernel has given what it gave: from then on the kernel runs in
-its place, for the time of a pass. Norms are found by their class, the rotation as the function that the models of
-transformers have under one name; what differs stays the model's own.
+its place, for the time of a pass. Products are timed, too, and taken where they are faster on the device at hand than
+what torch calls. Norms are found by their class, the rotation as the function that the models of transformers have
+under one name, products as linear layers of torch's own class; what differs stays the model's own.
 """
 
 from __future__ import annotations
@@ -10,53 +12,89 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekv.kernels import rms_norm, rotate_pair, silu_product
+from sparsekv.kernels import few_rows, few_rows_gated, fits_few_rows, rms_norm, rotate_pair, silu_product
 from sparsekv.runtime.process import NOW
+from sparsekv.runtime.timing import device_words, quicker
 
 ROTATION = "apply_rotary_pos_emb"
 CLOSE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest difference from the model's own, as a share of its largest number: a step of its precision."""
 NORMS: tuple[dict[str, Any], ...] = ({}, {"rounds": False}, {"rounds": False, "shift": 1.0}, {"shift": 1.0})
 """Ways in which models multiply by the weight of a norm."""
+QUERIES, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Linear layers of the same rows, as the models of transformers name them."""
 _GATE = threading.Lock()
 
 
 class Fused:
-    """What of a model runs as one launch; `known` from its first pass on: the kernel in place of the model's code by
+    """What of a model runs by a kernel; `known` from its first pass on: the kernel in place of the model's code by
     what it is called with, None: the model's own stays."""
 
     def __init__(self, model: nn.Module, attention: Any):
         self.norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None
                       and [name for name, _ in m.named_parameters()] == ["weight"]]
         self.gates = [m for m in model.modules() if _is_gated(m)]
+        self.attentions = [m for m in model.modules() if all(type(p) is nn.Linear for p in _parts(m, QUERIES))]
+        joint = {id(p) for modules, names in ((self.attentions, QUERIES), (self.gates, GATES)) for m in modules
+                 for p in _parts(m, names)}
+        self.products = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in joint]
+        """Linear layers that have their rows for themselves."""
         self.known: dict[Any, Callable[..., Any] | None] = {}
         self.used = next(model.parameters()).is_cuda
         """Whether launches count: on a CPU the model's own code does as well."""
-        self._put = False
+        self._changed: list[nn.Module] = []
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+        """Of a linear layer by its id: the rows it will be asked for, and its product with them."""
+        self._loaded: set[int] = set()
         wrap_rotation(type(attention))
 
     def put(self) -> None:
         """For the time of a pass."""
         if not self.used:
             return
-        self._put = True
-        for norm in self.norms:
-            norm.__dict__["forward"] = functools.partial(self._norm, norm)
-        for mlp in self.gates:
-            mlp.__dict__["forward"] = functools.partial(self._gated, mlp)
+        calls: list[tuple[Any, Callable[..., Any]]] = [
+            *((m, functools.partial(self._norm, m)) for m in self.norms),
+            *((m, functools.partial(self._gated, m)) for m in self.gates),
+            *((m, functools.partial(self._product, m)) for m in self.products)]
+        for attention in self.attentions:
+            query, *others = parts = _parts(attention, QUERIES)
+            if any(type(p) is not nn.Linear for p in parts):
+                continue  # replaced since
+            calls += [(query, functools.partial(self._queries, attention)),
+                      *((m, functools.partial(self._handed, m)) for m in others)]
+        self._changed = [m for m, _ in calls]
+        for module, call in calls:
+            module.__dict__["forward"] = call
 
     def restore(self) -> None:
         """The modules as they were; any number of times."""
-        if self._put:
-            for module in (*self.norms, *self.gates):
-                module.__dict__.pop("forward", None)
-            self._put = False
+        for module in self._changed:
+            module.__dict__.pop("forward", None)
+        self._changed = []
+        self._held.clear()
+
+    def loads(self, rows: int) -> dict[Any, Callable[[], Any]]:
+        """What loads the kernels of products with so many rows, by what is loaded; empty if asked for before."""
+        found: dict[Any, Callable[[], Any]] = {}
+        if not self.used or rows in self._loaded:
+            return found
+        self._loaded.add(rows)
+        groups: list[tuple[Callable[..., Any], list[Any]]] = [(few_products, [m]) for m in self.products]
+        groups += [(few_products, _parts(m, QUERIES)) for m in self.attentions]
+        groups += [(few_gated, _parts(m, GATES)) for m in self.gates]
+        for kernel, parts in groups:
+            if all(type(p) is nn.Linear for p in parts):
+                key = _key(kernel, parts, rows)
+                x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in found else None
+                if x is not None and _fit(parts, x):
+                    found[key] = functools.partial(kernel, parts, x)
+        return found
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         def called(how: dict[str, Any], x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,8 +104,41 @@ class Fused:
                           [functools.partial(called, how) for how in NORMS], (x,), (x, norm.weight, _eps(norm)))
 
     def _gated(self, mlp: Any, x: Tensor) -> Tensor:
-        return self.taken((type(mlp), x.dtype, x.shape[-1]), functools.partial(type(mlp).forward, mlp), [gated_mlp],
-                          (x,), (mlp, x))
+        return self.taken((type(mlp), x.dtype, x.shape[-1]), functools.partial(type(mlp).forward, mlp),
+                          [self.gated_mlp], (x,), (mlp, x))
+
+    def gated_mlp(self, mlp: Any, x: Tensor) -> Tensor:
+        """An MLP whose gate is one launch, by itself or with the products before it."""
+        def own(x: Tensor) -> Tensor:
+            return silu_product(mlp.gate_proj(x), mlp.up_proj(x))
+
+        down: Tensor = mlp.down_proj(self._few(few_gated, own, _parts(mlp, GATES), x))
+        return down
+
+    def _product(self, linear: Any, x: Tensor) -> Tensor:
+        product: Tensor = self._few(few_products, functools.partial(_own, [linear]), [linear], x)[0]
+        return product
+
+    def _queries(self, attention: Any, x: Tensor) -> Tensor:
+        """Queries of these rows; keys and values of the same are held for who asks for them next."""
+        parts = _parts(attention, QUERIES)
+        if not _fit(parts, x):
+            return _own(parts[:1], x)[0]
+        query, *others = self._few(few_products, functools.partial(_own, parts), parts, x)
+        self._held.update({id(p): (x, y) for p, y in zip(parts[1:], others, strict=True)})
+        return query
+
+    def _handed(self, linear: Any, x: Tensor) -> Tensor:
+        """What is held for a linear layer and these rows, else its own product."""
+        rows, held = self._held.pop(id(linear), (None, None))
+        return held if held is not None and rows is x else _own([linear], x)[0]
+
+    def _few(self, kernel: Callable[..., Any], own: Callable[[Tensor], Any], parts: list[Any], x: Tensor) -> Any:
+        """Products of a few rows by one launch, where it gives what `own` gives and is faster."""
+        if not _fit(parts, x):
+            return own(x)
+        key = _key(kernel, parts, x.numel() // x.shape[-1])
+        return self.taken(key, own, [kernel], (x,), (parts, x), timed=True)
 
     def rotation(self, own: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         """Queries and keys of one token `[B, H, 1, d]` with RoPE."""
@@ -76,23 +147,39 @@ class Fused:
             return own(q, k, cos, sin)
         return self.taken((own, q.dtype, q.shape[-1]), own, [rotate_pair], (q, k, cos, sin), (q, k, cos, sin))
 
-    def taken(self, key: Any, own: Callable[..., Any], kernels: list[Any], args: Any, kernel_args: Any) -> Any:
-        """The kernel's result where it is known to be the model's own, else that."""
+    def taken(self, key: Any, own: Callable[..., Any], kernels: list[Any], args: Any, kernel_args: Any,
+              timed: bool = False) -> Any:
+        """The kernel's result where it is known to be the model's own, and if timed to be faster, else that."""
         if key in self.known:
             kernel = self.known[key]
             return own(*args) if kernel is None else kernel(*kernel_args)
         wanted = own(*args)
-        if not (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
-            apart = [(_apart(kernel(*kernel_args), wanted), i) for i, kernel in enumerate(kernels)]
-            error, best = min(apart)
-            self.known[key] = kernels[best] if error <= CLOSE.get(args[0].dtype, 0.0) else None
+        if not args[0].numel() or (args[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return wanted  # which decides nothing
+        try:
+            error, best = min((_apart(kernel(*kernel_args), wanted), i) for i, kernel in enumerate(kernels))
+        except Exception as problem:
+            if type(problem).__module__.partition(".")[0] != "triton":  # more than this device holds, say
+                raise
+            error, best = float("inf"), 0
+        kernel = kernels[best] if error <= CLOSE.get(args[0].dtype, 0.0) else None
+        if kernel is not None and timed and args[0].is_cuda:
+            device = args[0].device
+            if not quicker(f"{device_words(device)}, {_words(key)}", functools.partial(kernel, *kernel_args),
+                           functools.partial(own, *args), device):
+                kernel = None
+        self.known[key] = kernel
         return wanted
 
 
-def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
-    """An MLP whose gate is one launch."""
-    down: Tensor = mlp.down_proj(silu_product(mlp.gate_proj(x), mlp.up_proj(x)))
-    return down
+def few_products(parts: list[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """The products of linear layers with the same rows."""
+    return few_rows(x, [p.weight for p in parts], [p.bias for p in parts])
+
+
+def few_gated(parts: list[Any], x: Tensor) -> Tensor:
+    """What the gate of an MLP makes of its two linear layers' products."""
+    return few_rows_gated(x, [p.weight for p in parts], [p.bias for p in parts])
 
 
 def wrap_rotation(attention: type) -> None:
@@ -119,6 +206,34 @@ def _is_gated(mlp: Any) -> bool:
     """Whether this is an MLP whose gate is a SiLU, as the models of transformers name its parts."""
     parts = [getattr(mlp, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
     return all(isinstance(p, nn.Linear) for p in parts) and "SiLU" in type(getattr(mlp, "act_fn", None)).__name__
+
+
+def _parts(module: Any, names: Sequence[str]) -> list[Any]:
+    return [getattr(module, name, None) for name in names]
+
+
+def _own(parts: list[Any], x: Tensor) -> tuple[Tensor, ...]:
+    """The products by these modules' own code."""
+    return tuple(type(p).forward(p, x) for p in parts)
+
+
+def _fit(parts: list[Any], x: Tensor) -> bool:
+    """Whether these are linear layers of torch's own class and plain weights, and the rows are few."""
+    return all(type(p) is nn.Linear and type(p.weight) is nn.Parameter for p in parts) and fits_few_rows(
+        x, [p.weight for p in parts], [p.bias for p in parts])
+
+
+def _key(kernel: Callable[..., Any], parts: list[Any], rows: int) -> tuple[Any, ...]:
+    """All that the result and the time of such a launch depend on."""
+    first = parts[0]
+    return (kernel, first.weight.dtype, rows, first.in_features, tuple(p.out_features for p in parts),
+            first.bias is not None, first.weight.device)
+
+
+def _words(key: tuple[Any, ...]) -> str:
+    kernel, dtype, rows, inputs, outputs, biased, _ = key
+    return (f"{kernel.__name__}, {dtype}, rows={rows}, inputs={inputs}, outputs={'+'.join(map(str, outputs))}, "
+            f"biases={biased}")
 
 
 def _eps(norm: Any) -> float | None:

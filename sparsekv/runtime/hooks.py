@@ -65,6 +65,7 @@ class Seat:
         self.thread = threading.get_ident()
         first = not self.attachments
         self.attachments.append(attachment)
+        attachment.layerwise.fused = self.layers.fused
         if first:
             self._take()
 

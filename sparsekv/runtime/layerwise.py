@@ -21,6 +21,7 @@ from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
+from sparsekv.runtime.fused import Fused
 from sparsekv.runtime.model_pass import why_not_planned
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
@@ -40,6 +41,8 @@ class Layerwise:
         self.called: dict[int, Called] = {}
         """How the model calls the attention of every layer that it has called."""
         self.warming = Warming()
+        self.fused: Fused | None = None
+        """What runs by kernels in the model's passes; of its seat."""
         self.continues = False
         """Whether more of the prompt follows."""
         self._mask: tuple[Any, Tensor] | None = None
@@ -71,6 +74,8 @@ class Layerwise:
             self.called[index] = Called(query.shape[1], query.device, scale, getattr(module, "layer_type", None), sinks)
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
+            if query.is_cuda and self.fused is not None:
+                self.warming.load(self.fused.loads(query.shape[0]), query.device)
             if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
                 self._warm(query, key)
             reader = None if softcap is not None else self.decoding.reader_of(index, query.device)

@@ -18,8 +18,8 @@ from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 
 LONGEST = 32_768
 """Of the layer, whose length is the prompt's [tokens]."""
-_WARM: set[str] = set()
-"""What was loaded in this process, by `crossing.key_of`."""
+_WARM: set[Any] = set()
+"""What was loaded in this process: steps by `crossing.key_of`, products by `fused.Fused.loads`."""
 
 
 class Warming:
@@ -42,6 +42,15 @@ class Warming:
             thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
             thread.start()
             self._threads.append(thread)
+
+    def load(self, loads: dict[Any, Callable[[], Any]], device: torch.device) -> None:
+        """Kernels that calls load, by what they load."""
+        for key, load in loads.items():
+            if key not in _WARM:
+                _WARM.add(key)
+                thread = threading.Thread(target=_alone, args=(load, device), daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def wait(self) -> None:
         """Until all is loaded."""
@@ -72,9 +81,14 @@ def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[...,
 
 
 def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, length: int) -> None:
-    """A part, on a stream of this thread; what fails here fails in the step, where it is told."""
-    with contextlib.suppress(Exception), torch.no_grad(), torch.cuda.device(shape.device):
-        stream = torch.cuda.Stream(shape.device)
+    """A part on a layer of its own."""
+    _alone(lambda: part(*made_up(shape, sinks, window, length)), shape.device)
+
+
+def _alone(work: Callable[[], Any], device: torch.device) -> None:
+    """Work on a stream of this thread; what fails here fails in the step, where it is told."""
+    with contextlib.suppress(Exception), torch.no_grad(), torch.cuda.device(device):
+        stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            part(*made_up(shape, sinks, window, length))
+            work()
         stream.synchronize()

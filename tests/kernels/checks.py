@@ -63,6 +63,13 @@ from sparsekv.kernels.features import (
     phi_sums_reference,
 )
 from sparsekv.kernels.features import launch_sums as launch_phi_sums
+from sparsekv.kernels.few_rows import (
+    Launch,
+    few_rows_gated_reference,
+    few_rows_reference,
+    launch_few_rows,
+    launch_few_rows_gated,
+)
 from sparsekv.kernels.gather import gather_rows, launch_gather
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign, launch_sort, sort_by_bucket_reference
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
@@ -812,6 +819,24 @@ def check_between(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
         cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
         for mine, truth in zip(launch_rotate_pair(q, k, cos, sin), rotate_pair_reference(q, k, cos, sin), strict=True):
             assert mine.dtype == dtype and error(mine, truth.double()) < step
+
+
+def check_few_rows(shape: tuple[int, ...], dtype: torch.dtype, device: str, how: Launch | None = None) -> None:
+    """Products of a few rows, with biases and without; shape: rows, inputs, outputs of one to three weights."""
+    rows, dim, *outputs = shape
+    torch.manual_seed(dim)
+    x = torch.randn(rows, 1, dim, device=device, dtype=dtype)
+    weights = [torch.randn(n, dim, device=device, dtype=dtype) * dim**-0.5 for n in outputs]
+    for biased in (False, True):
+        biases = [torch.randn(n, device=device, dtype=dtype) if biased else None for n in outputs]
+        given = double(x), [double(w) for w in weights], [double(b) for b in biases]
+        found = launch_few_rows(x, weights, biases, how)
+        for mine, truth in zip(found, few_rows_reference(*given), strict=True):
+            assert mine.dtype == dtype and mine.shape == truth.shape and mine.is_contiguous()
+            assert error(mine, truth) < LIMITS[dtype], f"{shape}, biases {biased}, {how}"
+        if len(outputs) == 2 and outputs[0] == outputs[1]:
+            mine = launch_few_rows_gated(x, weights, biases, how)
+            assert mine.dtype == dtype and error(mine, few_rows_gated_reference(*given)) < LIMITS[dtype]
 
 
 def check_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

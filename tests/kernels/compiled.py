@@ -39,6 +39,7 @@ from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import features as ft
 from sparsekv.kernels import features_triton as ftt
+from sparsekv.kernels import few_rows_triton as fr
 from sparsekv.kernels import gather_triton as g
 from sparsekv.kernels import indexing_triton as i
 from sparsekv.kernels import losses_triton as lo
@@ -53,6 +54,8 @@ from sparsekv.kernels.chunk_attention import LAUNCHES, fitting
 from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
 from sparsekv.kernels.chunk_tokens import WARPS as CHOOSING_WARPS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
+from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, SUMMED_ROWS
+from sparsekv.kernels.few_rows import fitting as fitting_rows
 from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
 from sparsekv.kernels.routing import RunArguments
 from sparsekv.serving import seating
@@ -79,6 +82,8 @@ OWN: dict[Any, dict[str, str]] = {
     be.norm_kernel: {"shift": "fp32", "weight": "half"},
     be.rotate_kernel: dict.fromkeys("q k cos sin out_q out_k".split(), "half"),
     be.gate_kernel: {**dict.fromkeys("gate up out".split(), "half"), "count": "i32"},
+    **{kernel: {**dict.fromkeys("x w0 w1 w2 b0 b1 b2 out".split(), "half"),
+                **dict.fromkeys("n0 n1 n2 dim ROWS".split(), "i32")} for kernel in (fr.sum_kernel, fr.dot_kernel)},
     **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"},
@@ -244,6 +249,18 @@ def main() -> None:
     check(be.norm_kernel, {"WIDTH": 4096, "ROUNDS": True}, between.NORM_WARPS, "bf16")
     check(be.rotate_kernel, {"HALF": 64, "WIDTH": 64}, between.ROTATE_WARPS, "bf16")
     check(be.gate_kernel, {"BLOCK": between.GATED_AT_ONCE}, between.GATE_WARPS, "bf16")
+    forms = {"parts": {"PARTS": 3, "GATED": False, "BIAS": True}, "gated": {"PARTS": 1, "GATED": True, "BIAS": True},
+             "one": {"PARTS": 1, "GATED": False, "BIAS": False}}
+    for rows in (1, SUMMED_ROWS):
+        for form, how in (("parts", SUM_JOINT), ("gated", SUM_JOINT), ("one", SUM), ("one", SUM_MANY)):
+            check(fr.sum_kernel, {**forms[form], "ROWS": rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs},
+                  how.warps, "bf16")
+    for form, how in (("parts", DOT_JOINT), ("gated", DOT_JOINT), ("one", DOT)):
+        for capability in (80, 90):
+            room = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
+            fit = fitting_rows(how, 1 + (form == "gated"), 2, room)
+            check(fr.dot_kernel, {**forms[form], "BLOCK_N": fit.outputs, "BLOCK_K": fit.inputs}, fit.warps, "bf16",
+                  (capability,), stages=fit.stages)
     check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
           "bf16")
     check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))

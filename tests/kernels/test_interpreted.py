@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from sparsekv.kernels import attend, attention_mass, completion, features, indexing, sketch
+from sparsekv.kernels.few_rows import Launch
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels_gpu.py runs them on the device"),
@@ -171,3 +172,10 @@ def test_places_by_bucket(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("shape", [(1, 3, 1, 8), (3, 4, 2, 40)], ids=str)
 def test_norms_and_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_between(shape, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 40, 7), (2, 1032, 33), (1, 72, 5, 1, 3), (2, 136, 17, 17), (3, 40, 7),
+                                   (5, 104, 65, 65), (8, 264, 70, 3, 9), (1, 24, 40_001)], ids=str)
+def test_products_of_a_few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_few_rows(shape, dtype, "cpu", Launch(4096, 16, 4) if shape[2] > 40_000 else None)

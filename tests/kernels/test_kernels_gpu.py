@@ -247,3 +247,12 @@ def test_places_by_bucket(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 3, 1, 8), (3, 4, 2, 40), (8, 32, 8, 128)], ids=str)
 def test_norms_and_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_between(shape, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [
+    (1, 40, 7), (2, 1032, 33), (1, 72, 5, 1, 3), (2, 136, 17, 17), (3, 40, 7), (5, 104, 65, 65), (8, 264, 70, 3, 9),
+    (1, 4096, 4096, 1024, 1024), (8, 1536, 1536, 256, 256), (1, 1536, 151_936), (2, 8960, 1536),
+    (4, 4096, 14_336, 14_336), (8, 1536, 151_936)], ids=str)
+def test_products_of_a_few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_few_rows(shape, dtype, DEVICE)

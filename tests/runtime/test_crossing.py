@@ -79,19 +79,19 @@ def test_what_was_timed_is_kept_on_disk_by_all_that_it_depends_on(timer, monkeyp
             return attachment.report()
 
     assert report(token_budget=0.2)["sparse_calls"] == 16 and len(calls) == 2
-    kept = json.loads(crossing.cache_file().read_text())
+    kept = json.loads(crossing.KEPT.file().read_text())
     (key, times), = kept.items()
     assert times == {"lengths": [50, 200], "full": [25.0, 100.0], "sparse": [45.0, 45.0]}
     assert "token_budget=0.2" in key and "rows=1" in key and "cpu" in key and torch.__version__ in key
     assert report(token_budget=0.2)["sparse_from"] == 90 and len(calls) == 2
     report(token_budget=0.3)
-    assert len(calls) == 4 and len(json.loads(crossing.cache_file().read_text())) == 2
+    assert len(calls) == 4 and len(json.loads(crossing.KEPT.file().read_text())) == 2
     for damage in ("no json", "[]", json.dumps({key: 3}), json.dumps({key: {**times, "full": ["x", None]}})):
-        crossing.cache_file().write_text(damage)
+        crossing.KEPT.file().write_text(damage)
         assert report(token_budget=0.2)["sparse_from"] == 90
     assert len(calls) == 12
-    crossing.cache_file().unlink()
-    crossing.cache_file().mkdir()  # cannot be written: timed every time
+    crossing.KEPT.file().unlink()
+    crossing.KEPT.file().mkdir()  # cannot be written: timed every time
     for _ in range(2):
         assert report(token_budget=0.2)["sparse_from"] == 90
     assert len(calls) == 16

@@ -1,0 +1,134 @@
+"""How long something takes on the device at hand, and what was timed, kept on disk between processes: one JSON file a
+subject in the user's cache folder (`$XDG_CACHE_HOME/sparsekv`, else `~/.cache/sparsekv`). Where that cannot be written
+it is timed again."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import sparsekv
+from sparsekv.foundation.disk import write_text
+from sparsekv.foundation.errors import SparseKVError
+
+FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
+"""What is written between two calls, so that none finds what it reads in a cache of the device; runs, and calls of
+each."""
+
+
+class Kept(NamedTuple):
+    """What was timed of a subject, by all that it depends on, in words."""
+
+    name: str
+
+    def file(self) -> Path:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv" / self.name
+
+    def get(self, key: str) -> Any:
+        """What is kept, whatever wrote it; None where nothing is."""
+        return self._read().get(key)
+
+    def put(self, key: str, value: Any) -> None:
+        with contextlib.suppress(OSError, RuntimeError, SparseKVError):
+            place = self.file()
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_text(place, json.dumps({**self._read(), key: value}, indent=1))
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.file().read_text(encoding="utf-8"))
+        except (OSError, ValueError, RuntimeError):  # no home is a RuntimeError
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+PRODUCTS = Kept("products.json")
+_QUICKER: dict[str, bool] = {}
+"""What `quicker` said in this process."""
+
+
+def device_words(device: torch.device) -> str:
+    """What every time depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else (
+        f"cpu with {torch.get_num_threads()} threads")
+    return f"sparsekv {sparsekv.__version__}, torch {torch.__version__}, {name}"
+
+
+def quicker(key: str, ours: Callable[[], Any], own: Callable[[], Any], device: torch.device) -> bool:
+    """Whether the kernels of `ours` take less time than those of `own`; kept in `products.json` by key. Where there is
+    no memory to time them, not."""
+    if key not in _QUICKER:
+        times = PRODUCTS.get(key)
+        if not (isinstance(times, list) and len(times) == 2 and all(isinstance(x, float) for x in times)):
+            try:
+                times = [microseconds(work, device, True) for work in (ours, own)]
+            except torch.OutOfMemoryError:
+                return False
+            PRODUCTS.put(key, times)
+        _QUICKER[key] = times[0] < times[1]
+    return _QUICKER[key]
+
+
+def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
+    """Of a call of `work`, median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
+    graph, without what the host does between them."""
+    work()
+    if device.type != "cuda":
+        return _median([_seconds(work) for _ in range(REPEATS)]) * 1e6
+    dirt = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    clean, both = (_run_of(f, device, captured) for f in (dirt.zero_, lambda: (dirt.zero_(), work())))
+    spent = [[_device_seconds(run, device) for run in (clean, both)] for _ in range(REPEATS)]
+    return max(0.0, _median([b for _, b in spent]) - _median([a for a, _ in spent])) / CALLS * 1e6
+
+
+def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Callable[[], Any]:
+    """`CALLS` calls, as a graph if asked for."""
+    def calls() -> None:
+        for _ in range(CALLS):
+            work()
+
+    if not captured:
+        return calls
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        work()
+        collecting = gc.isenabled()
+        gc.disable()  # what is freed inside a capture must be its own
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            calls()
+        finally:
+            graph.capture_end()
+            if collecting:
+                gc.enable()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph.replay
+
+
+def _device_seconds(run: Callable[[], Any], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record(torch.cuda.current_stream(device))
+    run()
+    ended.record(torch.cuda.current_stream(device))
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
