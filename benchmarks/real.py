@@ -61,6 +61,7 @@ CELL_TOKENS = 350_000
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
 READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
             "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
+FITTED = ("full", "sketch+phi", "sketch+phi_fitted", "sketch+centroid")
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
@@ -110,6 +111,9 @@ def all_stages() -> list[Stage]:
         Stage("rest32", "ruler", 32_768, ("full", *COMPLETIONS), (0.01, 0.02), 0, 3),
         Stage("all4", "ruler", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 4),
         Stage("text-all4", "text", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 6),
+        Stage("fitted32", "ruler", 32_768, FITTED, (0.01, 0.02), 0, 4),
+        Stage("fitted16", "ruler", 16_384, FITTED, (0.01, 0.02), 0, 4),
+        Stage("text-fitted16", "text", 16_384, FITTED, (0.01, 0.02), 0, 6),
         Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
         Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),

@@ -67,7 +67,8 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
     selector = SELECTORS[name](**options, **({"layer": router.layer(1)} if SELECTORS[name].is_trained() else {}))
     kind = ESTIMATORS.get(completion)
     torch.manual_seed(0)
-    state = offline.build(selector, None if kind is None else kind(*([phi.layer(1)] if kind is PhiEstimator else [])))
+    maps = [phi.layer(1)] if kind is not None and issubclass(kind, PhiEstimator) else []
+    state = offline.build(selector, None if kind is None else kind(*maps))
     for t, x in enumerate(before):
         alone = Queries(offline.queries.rot[:, :, t:t + 1], offline.queries.lengths[t:t + 1], window.rope)
         torch.testing.assert_close(alone.rot, x.queries.rot)
