@@ -23,7 +23,7 @@ from sparsekv.kernels.launch import acc_dtype
 AHEAD = (0, 64, 256, 1024)
 """Tokens after the prompt's end to which its last queries are moved: a correction fitted at the end alone does harm
 some hundred tokens later."""
-RIDGE = 3.0
+RIDGE = 10.0
 """Weight of the correction's size, relative to the mean square of what it is fitted by."""
 AGAIN = 1.5
 """Where the share that is read is larger or smaller by this factor, it is fitted anew."""
