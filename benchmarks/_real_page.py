@@ -44,6 +44,11 @@ def models(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def of_model(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The rows of a model on every card, their cases without its name."""
+    return [{**r, "case": r["case"].partition(":")[2]} for r in rows if r["case"].startswith(f"{name}:")]
+
+
 CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
          "perplexity_code": "Going on with program text", "long": "Long generation", "second_turn": "Second turn"}
 """What a case's name says, in words."""
@@ -93,22 +98,23 @@ def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The section of twice README's length: maps of windows of either length, and which tasks lose."""
     length = 2 * FIRST[1]
-    found = {name.partition(" ")[0]: mine for name, mine in models(rows).items()
-             if name.partition(" ")[0] in (FIRST[0], LONG) and of_metric(mine, f"ruler@{length}", "difference")}
-    lines = [[mine[0]["trained"].partition(",")[0], str(most(mine, f"ruler@{length}")),
-              *(paired(mine, f"ruler@{length}", m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02))]
+    case = f"ruler@{length}"
+    found = {name: mine for name in (FIRST[0], LONG)
+             if of_metric(mine := of_model(rows, name), case, "difference")}
+    lines = [[mine[0]["trained"].partition(",")[0], str(most(mine, case)),
+              *(paired(mine, case, m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02))]
              for mine in found.values()]
     if not lines:
         return []
     parts = [f"## In short, {length // 1024}k tokens", "Points to full attention ± half the 95 % interval.",
              markdown(["maps of", "prompts", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"], lines)]
-    by_task = [[task.partition("@")[0], *(f"{value:+.1f}" for value in values)]
-               for task, values in lost(found.get(LONG, []), length)]
-    if by_task:
+    tasks = lost(found.get(LONG, []), length)
+    if tasks:
         parts += [f"By task, with maps of windows of {length // 1024}k, in points of that task. A task has "
-                  f"{most(found[LONG], f'ruler@{length}') // 13} prompts. Tasks that are not named have no difference "
-                  "under φ.",
-                  markdown(["task", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"], minus_all(by_task))]
+                  f"{most(found[LONG], tasks[0][0])} prompts. Tasks that are not named have no difference under φ.",
+                  markdown(["task", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"],
+                           [[task.partition("@")[0], *(minus(f"{value:+.1f}") for value in values)]
+                            for task, values in tasks])]
     return parts
 
 
@@ -125,13 +131,9 @@ def lost(rows: Sequence[dict[str, Any]], length: int) -> list[tuple[str, list[fl
     return sorted(made, key=lambda m: sum(m[1][2:]))
 
 
-def minus_all(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [[minus(cell) for cell in line] for line in lines]
-
-
 def most(rows: Sequence[dict[str, Any]], case: str) -> int:
     """The prompts of a case."""
-    return max(r["samples"] for r in rows if r["case"] == case and r["metric"] == "score")
+    return max(r["samples"] for r in rows if r["case"] == case and r["metric"] == "score" and r["value"] is not None)
 
 
 def other_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -202,9 +204,7 @@ def of_prompts(
 
 def samples(rows: Sequence[dict[str, Any]], case: str) -> str:
     """How many prompts a mean is of."""
-    counts = sorted({r["samples"] for r in rows if r["case"] == case and r["metric"] == "score"
-                     and r["value"] is not None})
-    return (f"{counts[-1]} prompts of all tasks together; cells of fewer say how many, and are compared by the "
+    return (f"{most(rows, case)} prompts of all tasks together; cells of fewer say how many, and are compared by the "
             "differences, which are of the same prompts.")
 
 
@@ -242,10 +242,8 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """A line a target that README's model does not reach, at twice README's length with maps of such windows: target,
     what was found, length."""
     mine, case = first(rows)
-    long = [r for r in rows if r["case"].startswith(f"{LONG}:")]
-    longer = [{**r, "case": r["case"].partition(":")[2]} for r in long]
     return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", minus(found)]
-            for some, case in ((mine, case), (longer, f"ruler@{2 * FIRST[1]}"))
+            for some, case in ((mine, case), (of_model(rows, LONG), f"ruler@{2 * FIRST[1]}"))
             for what, found, reached in targets(some, case) if reached == "no"]
 
 

@@ -32,6 +32,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -348,6 +349,24 @@ def summary() -> str:
     return "\n".join(lines)
 
 
+def by_model(
+    cases: Sequence[str], shapes: Mapping[str, Any], path: str | None, device: str,
+    work: Callable[[str, Any, Any], None],
+) -> None:
+    """`work(case, model, tokenizer)` for every case, `shapes` by case first of all the shape; a model is made once for
+    cases of one shape that follow each other, and gone before the next is made."""
+    model, tokenizer, shape = None, None, None
+    for case in cases:
+        if shapes[case][0] != shape:
+            model, shape = None, shapes[case][0]
+            gc.collect()
+            model, tokenizer = make_model(shape, device, path)
+        work(case, model, tokenizer)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
@@ -360,16 +379,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method of ours")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer, shape = None, None, None
-    for case in options.cases:
-        if CASES[case][0] != shape:
-            model, shape = None, CASES[case][0]
-            gc.collect()
-            model, tokenizer = make_model(shape, device, options.model)
-        measure(case, options, device, model, tokenizer)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    by_model(options.cases, CASES, options.model, device,
+             lambda case, model, tokenizer: measure(case, options, device, model, tokenizer))
     print(add_rows("generate", ROWS, options.output))
     print(summary())
 

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import artifacts, make_model, prompts, synchronize
+from benchmarks.generate import artifacts, by_model, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.selectors import SELECTORS
@@ -329,7 +329,7 @@ def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=CASES, 
+    parser.add_argument("--cases", nargs="+", choices=CASES,
                         default=[c for c in CASES if not c.startswith(("tiny", "coder"))])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
@@ -346,13 +346,8 @@ def main() -> None:
         if options.kernels:
             kernels(options, device)
         else:
-            model, tokenizer, shape = None, None, None
-            for case in options.cases:
-                if CASES[case][0] != shape:
-                    model, shape = None, CASES[case][0]
-                    gc.collect()
-                    model, tokenizer = make_model(shape, device, options.model)
-                measure(case, model, tokenizer, options, device)
+            by_model(options.cases, CASES, options.model, device,
+                     lambda case, model, tokenizer: measure(case, model, tokenizer, options, device))
     if ROWS:
         print(add_rows("prefill", ROWS, options.output))
         print(summary())
