@@ -58,6 +58,12 @@ def rotate_kernel(
 
 
 @triton.jit
+def silu(y, kind: tl.constexpr):
+    """SiLU of a float32 number, rounded to `kind`, in float32."""
+    return (y / (1 + tl.exp(-y))).to(kind).to(tl.float32)
+
+
+@triton.jit
 def gate_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     """The gate of an MLP on a block of numbers."""
     # grid: (⌈count / BLOCK⌉,)
@@ -66,5 +72,5 @@ def gate_kernel(gate, up, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     y = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    y = (y / (1 + tl.exp(-y))).to(out.dtype.element_ty).to(tl.float32)
+    y = silu(y, out.dtype.element_ty)
     tl.store(out + place, y * tl.load(up + place, mask=inside, other=0.0).to(tl.float32), mask=inside)

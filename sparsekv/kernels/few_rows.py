@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsekv.kernels.between import silu_product_reference
 from sparsekv.kernels.launch import shared_bytes
 
 MOST_ROWS, MOST_PARTS, SUMMED_ROWS = 8, 3, 2
@@ -74,8 +75,7 @@ def few_rows_gated(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
 
 def few_rows_gated_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """`few_rows_gated` in plain torch."""
-    gate, up = few_rows_reference(x, weights, biases)
-    return functional.silu(gate) * up
+    return silu_product_reference(*few_rows_reference(x, weights, biases))
 
 
 def launch_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None],

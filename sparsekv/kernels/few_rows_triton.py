@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from sparsekv.kernels.between_triton import silu
+
 
 @triton.jit
 def part_of(w0, w1, w2, b0, b1, b2, n0, n1, n2, rows, BLOCK_N: tl.constexpr, PARTS: tl.constexpr):
@@ -23,8 +25,7 @@ def finish(y, up, target, inside, GATED: tl.constexpr):
     """Sums to memory, rounded where a model's own code rounds."""
     kind: tl.constexpr = target.dtype.element_ty
     if GATED:
-        y = y.to(kind).to(tl.float32)
-        y = (y / (1 + tl.exp(-y))).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+        y = silu(y.to(kind).to(tl.float32), kind) * up.to(kind).to(tl.float32)
     tl.store(target, y, mask=inside)
 
 
