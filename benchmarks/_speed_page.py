@@ -1,5 +1,5 @@
-"""docs/results/decode.md, generate.md and prefill.md, the first two with a figure, from decode.json, generate.json and
-prefill.json. A table is of one card and one commit."""
+"""docs/results/decode.md and generate.md, with a figure each, from decode.json and generate.json. A table is of one
+card and one commit."""
 
 from __future__ import annotations
 
@@ -224,45 +224,3 @@ def tokens(rows: Rows) -> Drawing:
             axes.plot([x for x, _ in line], [y for _, y in line], color=colours[method], marker="o", markersize=3.5,
                       linewidth=1.7, label=TOKENS[method])
     return context_axes(figure, axes, "a token [ms]")
-
-
-PROMPTS = {"dense": "full attention", "sparse": "sparse", "sparse_phi": "sparse + φ",
-           "token_select": "TokenSelect, as published"}
-"""What prefill.json calls a prompt's reading, and what it is."""
-
-
-def prompts(rows: Rows) -> str:
-    """docs/results/prefill.md."""
-    parts = [
-        "# How long does a prompt take, read densely and sparsely?",
-        "Models with random weights in bfloat16; “8b” has the shape of Llama 3.1 8B, “coder” that of "
-        "Qwen2.5-Coder-1.5B. The quality of what follows a sparsely read prompt plays no part here. [How to read "
-        "prompts sparsely](../how-to/prompts.md).",
-        words(("column", "what it is"),
-              ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
-              ("first token", "prompt and first token by `generate`, the prompt in one piece, where it fits"),
-              ("full attention", "the faster of cuDNN and FlashAttention"),
-              ("most memory", "the GPU's, in either"))]
-    whole = [r for r in rows if r["method"] in PROMPTS]
-    shown = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "first_token_s": "first token [s]",
-             "first_token_speedup": "ratio", "peak_gb": "most memory [GB]"}
-    for run in runs(whole):
-        values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
-        lines = [[*case.rsplit("-", 2)[:2], case.rpartition("-b")[2], PROMPTS[m],
-                  *(number(values.get((case, m, x)), 2) for x in shown)]
-                 for case in dict.fromkeys(r["case"] for r in run) for m in PROMPTS
-                 if any((c, n) == (case, m) for c, n, _ in values)]
-        parts += [f"## {card(run[0]).replace('one ', '')}",
-                  markdown(["model", "tokens", "rows", "prompt read by", *shown.values()], lines)]
-    for run in runs([r for r in rows if r["method"] == "kernels"]):
-        values = {(r["case"], r["metric"]): r["value"] for r in run}
-        names = list(dict.fromkeys(r["metric"] for r in run))
-        parts += [f"## Kernels of a chunk, {card(run[0]).replace('one ', '')}",
-                  "A layer of 32 query and 8 KV heads of 128. Rates are per pair of query and key, as a share of full "
-                  "attention's.",
-                  markdown(["case", *(n.replace("_ms", " [ms]").replace("_", " ") for n in names)],
-                           [[c, *(number(values.get((c, n)), 3) for n in names)]
-                            for c in dict.fromkeys(r["case"] for r in run)])]
-    if not rows:
-        parts.append("Nothing has been measured yet.")
-    return "\n\n".join(parts) + "\n"

@@ -11,7 +11,7 @@ same ids with the same model.
 - dense: attached, full attention, by the faster of torch's kernels of cuDNN and FlashAttention, which one layer of the
   case's length tells;
 - sparse: `prefill="sparse"`, decoded by `sketch` at 1 %; sparse_phi: the same completed by maps of the shape and width
-  that the recipe trains, in the prompt and after it;
+  that the recipe trains, in the prompt and after it; sparse@0.2 and the like: at that share;
 - token_select: the paper's own prefill at its published settings.
 
 `prompt_s`: the prompt in chunks of 32,768 tokens, then index and estimates. `first_token_s`: prompt and first token by
@@ -33,6 +33,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ CASES = {"8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1), "8b-5
          "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1), "coder-30k-b8": ("coder", 30_000, 8),
          "tiny-6k-b2": ("tiny", 6000, 2)}
 METHODS = ("dense", "sparse", "sparse_phi", "token_select")
+SHARES = ("@0.05", "@0.2")
 CHUNK, ONE_PIECE, WARM = 32_768, 262_144, 9000
 HEADS_Q, HEADS_KV, DIM, FEATURES = 32, 8, 128, 128
 CONTEXTS, CHUNKS = (32_768, 131_072, 524_288), (512, 1024, 2048, 4096)
@@ -78,8 +80,10 @@ def how_of(method: str, trained: Any, prompts: SparsePrompts) -> dict[str, Any]:
         return {"selector": "token_select", **SELECTORS["token_select"].PUBLISHED}
     if method == "dense":
         return {"selector": "dense"}
+    kind, _, share = method.partition("@")
+    prompts = replace(prompts, share=float(share)) if share else prompts
     made = {"router": trained[0], "selector": "sketch", "token_budget": 0.01, "prefill": prompts}
-    return made | ({"phi": trained[1]} if method.endswith("_phi") else {})
+    return made | ({"phi": trained[1]} if kind.endswith("_phi") else {})
 
 
 def timed(work: Callable[[], Any], ids: torch.Tensor) -> float:
@@ -333,7 +337,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
                         default=[c for c in CASES if not c.startswith(("tiny", "coder", "8b-quarter"))])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS),
+                        choices=[*METHODS, *(m + s for m in METHODS[1:3] for s in SHARES)])
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
     parser.add_argument("--sweep", action="store_true", help="and how they are launched instead of every length")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")

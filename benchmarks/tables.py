@@ -16,6 +16,7 @@ from benchmarks import (
     _drawings_page,
     _first_page,
     _phi_page,
+    _prefill_page,
     _quality_page,
     _real_page,
     _served_page,
@@ -45,7 +46,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "phi": phi,
     "decode": lambda: _speed_page.decode(load("decode")),
     "generate": lambda: _speed_page.generate(load("generate")),
-    "prefill": lambda: _speed_page.prompts(load("prefill")),
+    "prefill": lambda: _prefill_page.page(load("prefill"), load("real"), load("generate")),
     "served": lambda: _served_page.page(load("serving"), load("served_quality")),
     "training": lambda: _training_page.page(load("training")),
     "sketch": lambda: _training_page.sketch(load("sketch")),
@@ -119,6 +120,10 @@ def figures() -> None:
                           ("sketch", _training_page.sketch_bars(load("sketch"))),
                           ("capture", _training_page.capture_bars(load("capture")))):
         (RESULTS / f"{name}.png").write_bytes(drawing.png)
+    if _prefill_page.points(load("prefill"), load("real")):
+        (RESULTS / "prefill-curve.png").write_bytes(_prefill_page.curve(load("prefill"), load("real")).png)
+    if _prefill_page.timeline(load("prefill"), load("generate")):
+        (RESULTS / "request.png").write_bytes(_prefill_page.request(load("prefill"), load("generate")).png)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""docs/results/prefill.md from prefill.json, and two figures of one request of 128k tokens: what reading its prompt
+sparsely loses against the time it takes, and how long it waits for its first and its last token. The loss is of
+real.json, the time of a token of generate.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks._first_page import card
+from benchmarks._prompts import DENSE
+from benchmarks._speed_page import number, runs, words
+from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
+from sparsekv.evaluation.tables import markdown
+
+Rows = Sequence[dict[str, Any]]
+
+CASE, LENGTH, WRITTEN = "8b-128k-b1", 16_384, 256
+"""The request of the figures; tokens of the prompts whose loss is known; tokens that the request writes."""
+COLUMNS = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "first_token_s": "first token [s]",
+           "first_token_speedup": "ratio", "peak_gb": "most memory [GB]"}
+
+
+def named(method: str) -> str:
+    """What prefill.json calls a prompt's reading, in words: `sparse_phi@0.2`."""
+    if method == "dense":
+        return "full attention"
+    if method == "token_select":
+        return "TokenSelect, as published"
+    kind, _, share = method.partition("@")
+    return ("sparse + φ" if kind == "sparse_phi" else "sparse") + (f", {float(share):.0%}" if share else ", 10 %")
+
+
+def reading(method: str) -> str:
+    """The same in real.json's words, where answers were measured."""
+    kind, _, share = method.partition("@")
+    return f"prompt:share={share or '0.1'}" + ("+phi" if kind == "sparse_phi" else "")
+
+
+def page(rows: Rows, real: Rows, generate: Rows) -> str:
+    """docs/results/prefill.md."""
+    parts = [
+        "# How long does a prompt take, read densely and sparsely?",
+        "Models with random weights in bfloat16; “8b” has the shape of Llama 3.1 8B, “8b-quarter” eight of its 32 "
+        "layers, “coder” the shape of Qwen2.5-Coder-1.5B. [How to read prompts sparsely](../how-to/prompts.md).",
+        words(("column", "what it is"),
+              ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
+              ("first token", "prompt and first token by `generate`, the prompt in one piece, where it fits"),
+              ("full attention", "the faster of cuDNN and FlashAttention"),
+              ("sparse, 10 %", "a chunk of 2048 tokens reads a list of 10 % of the tokens before it, at least 4096"),
+              ("most memory", "the GPU's, in either"))]
+    if points(rows, real):
+        parts += ["![Points lost against the time of a prompt](prefill-curve.png)",
+                  f"Time: the prompt of {CASE} in this page's first table. Points: RULER of the 1.5B model at "
+                  f"{LENGTH // 1024}k tokens against prompts read densely, all decoded by sketch + φ, read at the same "
+                  "share with chunks, window and last tokens a quarter as long, so that they read about the share of "
+                  "pairs that 128k tokens do ([rows](real.md)). Bars are 95 % intervals."]
+    if timeline(rows, generate):
+        parts += ["![One request of 128k tokens](request.png)",
+                  f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
+                  "of a token of [generate](generate.md), one card each."]
+    for run in runs([r for r in rows if r["method"] != "kernels"]):
+        values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
+        lines = [[*case.rsplit("-", 2)[:2], case.rpartition("-b")[2], named(m),
+                  *(number(values.get((case, m, x)), 2) for x in COLUMNS)]
+                 for case in dict.fromkeys(r["case"] for r in run)
+                 for m in dict.fromkeys(r["method"] for r in run if r["case"] == case)]
+        parts += [f"## {card(run[0]).replace('one ', '')}",
+                  markdown(["model", "tokens", "rows", "prompt read by", *COLUMNS.values()], lines)]
+    for run in runs([r for r in rows if r["method"] == "kernels"]):
+        values = {(r["case"], r["metric"]): r["value"] for r in run}
+        names = list(dict.fromkeys(r["metric"] for r in run))
+        parts += [f"## Kernels of a chunk, {card(run[0]).replace('one ', '')}",
+                  "A layer of 32 query and 8 KV heads of 128. Rates are per pair of query and key, as a share of full "
+                  "attention's.",
+                  markdown(["case", *(n.replace("_ms", " [ms]").replace("_", " ") for n in names)],
+                           [[c, *(number(values.get((c, n)), 3) for n in names)]
+                            for c in dict.fromkeys(r["case"] for r in run)])]
+    if not rows:
+        parts.append("Nothing has been measured yet.")
+    return "\n\n".join(parts) + "\n"
+
+
+def points(rows: Rows, real: Rows) -> list[tuple[str, float, dict[str, Any]]]:
+    """Readings with seconds of a prompt of `CASE` and the row of what they lose, of the run that has most."""
+    lost = {r["method"]: r for r in real if r["case"].endswith(f":prefill@{LENGTH}") and r["metric"] == "difference"
+            and r["value"] is not None and r.get("against") == DENSE}
+    best: list[tuple[str, float, dict[str, Any]]] = []
+    for run in runs([r for r in rows if r["case"] == CASE and r["metric"] == "prompt_s"]):
+        found = [(r["method"], r["value"], lost[reading(r["method"])]) for r in run
+                 if r["method"].startswith("sparse") and reading(r["method"]) in lost]
+        best = max(best, found, key=len)
+    return best
+
+
+def curve(rows: Rows, real: Rows) -> Drawing:
+    """Points lost against seconds of a prompt: a line without and one with φ, full attention a point at zero."""
+    figure, axes = canvas()
+    found = points(rows, real)
+    for phi, colour in ((False, "#B07AA1"), (True, "#882255")):
+        line = sorted((s, r["value"], r["value"] - r["low"], r["high"] - r["value"], m) for m, s, r in found
+                      if m.startswith("sparse_phi") == phi)
+        if line:
+            axes.errorbar([x[0] for x in line], [x[1] for x in line], yerr=[[x[i] for x in line] for i in (2, 3)],
+                          color=colour, marker="o", markersize=4, linewidth=1.7, elinewidth=0.8, capsize=2,
+                          label="sparse + φ" if phi else "sparse")
+            for x, y, *_, m in line:
+                axes.annotate(named(m).rpartition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points",
+                              fontsize=8, color=colour)
+    dense = [r["value"] for r in rows if (r["case"], r["method"], r["metric"]) == (CASE, "dense", "prompt_s")]
+    if dense:
+        axes.plot(dense[-1:], [0.0], marker="s", color="#7f7f7f", linestyle="none", label="full attention")
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("seconds of a prompt of 128k tokens, 8B shape")
+    axes.set_ylabel("points of RULER, 1.5B, 16k")
+    axes.legend(fontsize=8.5, frameon=False, labelcolor=INK, loc="lower right")
+    return drawn(figure)
+
+
+def timeline(rows: Rows, generate: Rows) -> list[tuple[str, float, float]]:
+    """Of one request its readings and decodings: a name, seconds to the first token, seconds of the others; nothing
+    where one is not measured."""
+    def last(of: Rows, method: str, metric: str) -> float | None:
+        found = [r["value"] for r in of if (r["case"], r["method"], r["metric"]) == (CASE, method, metric)
+                 and "H100" in r["machine"]]
+        return found[-1] if found else None
+
+    first = {m: last(rows, m, "first_token_s") for m in ("dense", "sparse", "sparse_phi")}
+    pace = {m: last(generate, m, "loop_ms") for m in ("dense", "sketch_phi")}
+    before = last(generate, "sketch_phi", "first_token_s")
+    ways = [("full attention", first["dense"], pace["dense"]),
+            ("decoded by sketch + φ", before, pace["sketch_phi"]),
+            ("prompt read sparsely + φ too", first["sparse_phi"], pace["sketch_phi"])]
+    if any(x is None or y is None for _, x, y in ways):
+        return []
+    return [(name, float(x or 0.0), float(y or 0.0) * (WRITTEN - 1) / 1e3) for name, x, y in ways]
+
+
+def request(rows: Rows, generate: Rows) -> Drawing:
+    """A bar a way: the wait for the first token, and the tokens after it."""
+    figure, axes = canvas()
+    ways = timeline(rows, generate)[::-1]
+    for y, (_, first, rest) in enumerate(ways):
+        axes.barh(y, first, color="#7f7f7f", alpha=0.55)
+        axes.barh(y, rest, left=first, color="#882255", alpha=0.8)
+        axes.annotate(f"{first:.1f} s + {rest:.1f} s", (first + rest, y), xytext=(5, -3), textcoords="offset points",
+                      fontsize=9, color=INK)
+    axes.set_yticks(range(len(ways)), [name for name, *_ in ways])
+    axes.set_xlim(0, 1.18 * max((a + b for _, a, b in ways), default=1.0))
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(f"seconds: to the first token (grey), the other {WRITTEN - 1} tokens (purple)")
+    return drawn(figure)
