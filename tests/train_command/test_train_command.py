@@ -198,3 +198,29 @@ def test_stopped_and_gone_on(place: Path, number: signal.Signals) -> None:
         assert "--resume" not in said
     run_train(options)
     assert (out / "README.md").is_file() and PhiArtifact.load(out / "phi").config.provenance["options"]["max_steps"]
+
+
+PAGE = {"SmolLM2-135M": (ModelShape(134_515_008, 30, 30, 9, 3, 64, 1536, 2), 8192),
+        "Llama-3.2-1B": (ModelShape(1_235_814_400, 16, 16, 32, 8, 64, 8192, 2), 131_072),
+        "Llama-3.1-8B": (llama_8b(), 131_072),
+        "Qwen3-8B": (ModelShape(8_190_735_360, 36, 36, 32, 8, 128, 12288, 2), 40_960),
+        "Qwen3-32B": (ModelShape(32_762_123_264, 64, 64, 64, 8, 128, 25600, 2), 40_960),
+        "Llama-3.1-70B": (ModelShape(70_553_706_496, 80, 80, 64, 8, 128, 28672, 2), 131_072)}
+"""The models of docs/train.md, and their longest context [tokens]."""
+
+
+@pytest.mark.parametrize("name", PAGE)
+def test_the_page_says_what_the_formulas_give(name: str) -> None:
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    cells = next(line for line in page.splitlines() if line.startswith(f"| {name} |")).strip("| ").split(" | ")[2:]
+    shape, longest = PAGE[name]
+    plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, longest, 80_000_000_000)
+    assert cells[0].replace(",", "").split() == [str(plan.documents), str(plan.context_length)]
+    found = estimate(shape, Work(plan.documents, plan.context_length, plan.queries, 1024, 2500, 256, 192, 4096), GPU)
+    layers = plan.layer_group or shape.layers
+    assert cells[4].endswith(f"({layers})")
+    shown = [cell.split()[0] for cell in cells[1:]]
+    made = [found.store / 1e9, found.artifacts / 1e9, found.capture_memory / 1e9, found.training_memory(layers) / 1e9,
+            found.capture_seconds, found.router_seconds, found.phi_seconds, found.card_seconds + found.text_seconds]
+    for cell, value in zip(shown, made, strict=True):
+        assert float(cell) == pytest.approx(value, abs=0.051 if "." in cell else 0.51)
