@@ -156,7 +156,7 @@ for _row in (
                 lane="own", needs=("router",), default=True, usual=True, diagnosed=True, served=True, demo_budget=0.05,
                 demo_words="the router's {budget}, by buckets"),
     SelectorRow("sketch", "selectors.sketch:SketchRouter",
-                "the best tokens of the best buckets, told apart by codes of their keys", "this project",
+                "the best tokens of the best buckets, by codes of their keys", "this project",
                 colour="#882255", lane="own", needs=("router", "sketches"), default=True, usual=True, served=True,
                 demo_words="the router's best {budget}, by sketches"),
     SelectorRow("snapkv", "selectors.snapkv:SnapKV", "what the end of the prompt looked at, once",
