@@ -35,9 +35,9 @@ class Command(NamedTuple):
     interrupted: str = NOTHING
 
 
-class Told:
-    """Standard output, whose failure says that it is its own; what it cannot encode is written out. A pipe that nobody
-    reads any more ends the command silently."""
+class StandardOutput:
+    """Standard output, whose failure is an error of its own. What it cannot encode is written as escapes. A pipe that
+    is read no more ends the command silently."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -47,15 +47,15 @@ class Told:
 
     def write(self, text: str) -> int:
         try:
-            return int(self._told(self._stream.write, text) or 0)
+            return int(self._written(self._stream.write, text) or 0)
         except UnicodeEncodeError:
             shown = text.encode(self._stream.encoding or "ascii", "backslashreplace").decode(self._stream.encoding)
-            return int(self._told(self._stream.write, shown) or 0)
+            return int(self._written(self._stream.write, shown) or 0)
 
     def flush(self) -> None:
-        self._told(self._stream.flush)
+        self._written(self._stream.flush)
 
-    def _told(self, work: Callable[..., Any], *words: str) -> Any:
+    def _written(self, work: Callable[..., Any], *words: str) -> Any:
         try:
             return work(*words)
         except BrokenPipeError:
@@ -79,7 +79,7 @@ COMMANDS = {
         "sparsekv.commands.capture", "CaptureConfig", "capture",
         "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
-        "Train a router on a capture: buckets of keys by k-means, and the query model that picks them.",
+        "Train a router on a capture: buckets of keys by k-means, and the basis of their sketches.",
         "sparsekv.trainers.router", "RouterConfig", "train_router", RESUME),
     "train-phi": Command(
         "Train positive feature maps on a capture: they estimate the attention that is not read.",
@@ -203,7 +203,7 @@ def main() -> None:
     before = {number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)}
     out = sys.stdout
     if out is not None:
-        sys.stdout = Told(out)
+        sys.stdout = StandardOutput(out)
     try:
         try:
             app()

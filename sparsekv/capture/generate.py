@@ -15,8 +15,8 @@ from sparsekv.sources.corpus import GENERATED, TokenWindow
 
 ROWS, LENGTH = 256, 512
 Generator = Callable[[Any, int], AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]]
-"""What makes a model write: called with it and with the tokens to make room for, it gives, for the time of a `with`
-block, a function from the next tokens `[B, n]` to logits `[B, 1, V]` of what follows all tokens so far."""
+"""What makes a model write. It is called with the model and with the tokens to make room for. For the time of a `with`
+block it gives a function from the next tokens `[B, n]` to logits `[B, 1, V]` of what follows all tokens so far."""
 
 
 def generated_windows(

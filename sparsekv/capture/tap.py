@@ -49,7 +49,7 @@ class StopForward(Exception):
 
 @contextmanager
 def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]:
-    """Route the model's attention through the tap; on exit the model is as it was."""
+    """Route the model's attention through the tap; on exit the model is unchanged."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
 
@@ -103,7 +103,7 @@ def depends_on_length(config: Any) -> bool:
 @contextmanager
 def tables_of_length(model: Any, length: int) -> Iterator[None]:
     """Rotary tables as a prefill of `length` tokens in one piece has them, cut out by position: the first chunks of a
-    window would else be rotated by the angles of a shorter text. On exit the model is as it was."""
+    window would else be rotated by the angles of a shorter text. On exit the model is unchanged."""
     def cut(original: Callable[..., Any]) -> Callable[..., Any]:
         known: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 

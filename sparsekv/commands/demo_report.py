@@ -19,14 +19,15 @@ COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error
 CURVE_REQUESTS = 4
 READING = (
     "Every row is the same model with the same prompts. To write one more token a model reads keys and values of the "
-    "tokens before it: full attention of all of them, the other rows of few (in every layer but the first): sink and "
-    "tail, the first and last tokens, always, and beside them the best tokens of all (exact top-k), those of the "
-    "buckets that the trained router chooses, or those whose sketches, codes of some bytes a key, promise most: the "
-    "default of `generate`. “+ φ”: trained feature maps estimate the rest. tokens: share of the "
-    "context that is read. bytes: the same with all that is read to choose: exact top-k scores every key, the router "
-    "the means of its buckets or the sketches. found: a seven-digit number was hidden in the text and asked for at its "
-    "end. perplexity: how much the held-out text surprises the model; lower is better, and full attention's is what "
-    "can be had. error: how far what an attention head hands on is from full attention's, relative; 0 is the same.")
+    "tokens before it. Full attention reads all of them; the other rows read few in every layer but the first. They "
+    "always read sink and tail, the first and last tokens. Beside these they read the best tokens of all (exact "
+    "top-k), those of the buckets that the trained router chooses, or those with the best estimates by sketches, "
+    "codes of some bytes a key (the default of `generate`). “+ φ”: trained feature maps estimate the rest. tokens: "
+    "share of the context that is read. bytes: the same with all that is read to choose. Exact top-k scores every "
+    "key, the router the means of its buckets or the sketches. found: a seven-digit number was hidden in the text and "
+    "asked for at its end. perplexity: how much the held-out text surprises the model; lower is better, and full "
+    "attention's is the reference. error: relative distance of an attention head's output to full attention's; 0 is "
+    "the same.")
 
 
 def shown() -> list[Method]:

@@ -66,7 +66,7 @@ class TrainConfig:
                               "glob of them, or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
     output: str = option(help="Folder of the training: capture/, router/, phi/, quality.json and README.md.",
                          names=("--output", "-o"))
-    num_documents: int | None = option(None, help="Windows captured; without it what was measured, or what 100 GB hold "
+    num_documents: int | None = option(None, help="Windows captured; without it the default, at most what 100 GB hold "
                                                   "[windows].", group="Sizes", min=2)
     context_length: int | None = option(None, help="Length of every window, best that of the contexts that will be "
                                                    "decoded; without it 16384, on a CPU 2048, at most the model's own "
@@ -76,7 +76,7 @@ class TrainConfig:
                                                         "quarter [windows].", group="Sizes", min=0)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
-    phi_steps: int | None = option(None, help="Training steps of the feature maps, nearly all of the time [steps].",
+    phi_steps: int | None = option(None, help="Training steps of the feature maps; most of the time is theirs [steps].",
                                    group="Sizes", min=1, max=MOST_STEPS)
     dtype: str = option("auto", help="Arithmetic of the model: auto, float32, bfloat16 or float16.", group="Running")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",

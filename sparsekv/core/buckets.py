@@ -74,9 +74,9 @@ def fit_buckets(
 ) -> tuple[Tensor, Tensor]:
     """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
 
-    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, none
-    without a key while there are keys, and the bucket of every key `[H, n]` int32. some: those that are iterated on
-    `[H, m, d]`, and which of them are used `[H, m]`; without it every so-manieth. This project's own.
+    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, and
+    the bucket of every key `[H, n]` int32. No bucket is empty while there are keys. some: the keys that are iterated on
+    `[H, m, d]`, and which of them are used `[H, m]`; without it evenly spaced ones. This project's own.
     """
     centroids = centroids.to(keys.dtype)
     if some is None:

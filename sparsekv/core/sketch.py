@@ -1,7 +1,7 @@
-"""The basis in which keys are sketched: the directions that queries tell keys apart in, coarsely quantised.
+"""The basis in which keys are sketched: the directions in which their scores differ most, coarsely quantised.
 
-With `Σ` the second moment of a KV head's queries, `L Lᵀ = Σ`, and `V` the first eigenvectors of `Lᵀ cov(k) L`, a score
-is `q·k = (q L⁻ᵀ)·(k L)`, in which the queries are white and the keys' variances say how much each direction matters. A
+Let `Σ` be the second moment of a KV head's queries, `L Lᵀ = Σ`, and `V` the first eigenvectors of `Lᵀ cov(k) L`. A
+score is `q·k = (q L⁻ᵀ)·(k L)`: the queries are white, and the keys' variances say how much each direction matters. A
 key's code is `k L V` over a step a channel, a query's side `q L⁻ᵀ V` times the step. Where codes are of another basis
 than the request's, a query's side is the one that is nearest to its scores, by least squares. This project's own.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, GREY, row_of
 from sparsekv.evaluation.methods import label, plain
 
-# Okabe and Ito's palette, told apart under the common colour-vision deficiencies
+# Okabe and Ito's palette, distinct under the common colour-vision deficiencies
 SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#7f7f7f")
 """Colours of lines that are no methods."""
 SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")

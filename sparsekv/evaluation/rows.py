@@ -23,8 +23,8 @@ def machine() -> str:
 def commit() -> str:
     """What the variable SPARSEKV_COMMIT says; without it the short hash of the code that ran, with `+` where the tree
     had changes, outside a checkout `unknown`."""
-    if told := os.environ.get("SPARSEKV_COMMIT"):
-        return told
+    if given := os.environ.get("SPARSEKV_COMMIT"):
+        return given
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], capture_output=True, text=True, check=True,
                               cwd=Path(__file__).parent).stdout.strip()

@@ -53,14 +53,15 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
 
 
 def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows of metric `score` (0 to 100): every case, and `ruler@L` (`babilong@L`), the mean of a length's tasks where
-    all are there. For those means also rows of metric `agreement` (how much of full attention's answer stands before
-    the first difference) and `same_answers` (points of 100 of answers that are equal as far as both go), where full
-    attention's answers are there to compare with, and of metric `difference`: points above the method named by
-    `against`, on the same samples. For texts that were continued rows of metric `perplexity`, `rel_err`, `selectivity`,
-    `perplexity_ratio` (to full attention on the same texts) and `same_tokens` (of 100 tokens, the text before each
-    given, those at which the likeliest is full attention's); for needles also rows of metric `needle`: the share
-    found at a `depth`.
+    """Rows by metric.
+
+    - score (0 to 100): of every case, and of `ruler@L` (`babilong@L`), the mean of a length's tasks where all are in.
+    - of those means also difference: points above the method named by `against`, on the same samples. Where full
+      attention's answers are there, agreement: how much of its answer stands before the first difference; and
+      same_answers: answers that are equal as far as both go [points of 100].
+    - of texts that were continued: perplexity, perplexity_ratio (to full attention on the same texts), rel_err,
+      selectivity, and same_tokens: tokens of 100 at which the likeliest is full attention's, the text before it given.
+    - of needles also needle: the share found at a `depth`.
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token

@@ -1,7 +1,7 @@
 """The tokens that a chunk of a prompt reads: one list a KV head for all of the chunk's queries.
 
 Some representatives ask every key before the chunk, each with a softmax of its own; a key's score is the sum of what
-they give it, the attention that would be lost without it. The best are told apart by the bins of a histogram
+they give it, the attention that would be lost without it. The best are found by the bins of a histogram
 (`histogram.py`). Nothing waits for the host. This project's own; TokenSelect §5.2 has one mean query a chunk and one
 list for all heads.
 """

@@ -200,7 +200,7 @@ def mass_cap(mean: Tensor, variance: Tensor, size: Tensor, bound: Tensor) -> Ten
     normal distribution of their mean and variance (the mass of a log-normal one below its `bound`, which is in standard
     deviations from the mean). No limit where nothing is read: a few best keys, which are no normal tail, then hold most
     of the mass. Any shapes that broadcast. Ours, not the papers': on texts unlike the training text a map may
-    overestimate all keys of a query manyfold."""
+    overestimate all keys of a query many times."""
     expected = size.log() + mean + variance / 2 + torch.special.log_ndtr(bound - variance.clamp(min=0).sqrt())
     return torch.where(torch.isinf(bound), torch.inf, expected)
 

@@ -1,7 +1,7 @@
 """The best tokens by the sketches of their keys: the second stage of the selector `sketch` (docs/sketch.md).
 
 The scores of a group of query heads are normalised over the candidates and summed, and the best tokens are those of the
-largest sum, told apart by the bins of a histogram (`histogram.py`). Nothing waits for the host, and no shape depends on
+largest sum, found by the bins of a histogram (`histogram.py`). Nothing waits for the host, and no shape depends on
 what is in the tensors.
 """
 

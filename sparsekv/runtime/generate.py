@@ -35,7 +35,7 @@ class GenerateConfig:
     window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
                                                 "else 16.", min=0, group="What is read")
     dense_below: int | None = option(None, help="Decode caches shorter than this with full attention [tokens]; without "
-                                                "it where that was measured to be faster, 0 never.", min=0,
+                                                "it the length is timed on this device; 0 never.", min=0,
                                        group="What is read")
     max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1, group="Answer")
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")

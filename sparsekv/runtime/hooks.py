@@ -2,7 +2,7 @@
 `generate`; how they come and how they go.
 
 What the model was like is noted before anything is changed, and giving it back may run at any moment and twice: an
-interrupt while entering or leaving leaves it as it was.
+interrupt while entering or leaving leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CALL = torch.nn.Module._wrapped_call_impl.__code__
 
 
 class Seat:
-    """The last attachment that entered and has not left decodes; when none is left the model is as it was, whatever the
+    """The last attachment that entered and has not left decodes; when none is left the model is unchanged, whatever the
     order. Attachments of several threads would decode with each other's settings: a model has those of one. A pass
     holds `lock`, so that none comes or goes in the middle of it."""
 
@@ -118,7 +118,7 @@ class Seat:
         return False
 
     def _give_back(self) -> None:
-        """The model as it was."""
+        """Undo every change to the model."""
         self.layers.restore()
         for config, name in self._names:
             config._attn_implementation = name
@@ -226,7 +226,7 @@ def enter(attachment: Any) -> None:
 
 
 def leave(attachment: Any) -> None:
-    """The model as it was, unless others are still attached. Any number of times."""
+    """Undo every change to the model, unless others are still attached. Any number of times."""
     about = known(attachment.model)
     seat = about.seat
     if seat is not None:

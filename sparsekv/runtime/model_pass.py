@@ -60,7 +60,7 @@ class Layers:
         """The names of the configurations' attention functions before the pass that runs."""
 
     def run(self, plan: Any) -> Tensor:
-        """Logits `[B, 1, V]` of the plan's token. An interrupt at any moment leaves the model as it was."""
+        """Logits `[B, 1, V]` of the plan's token. An interrupt at any moment leaves the model unchanged."""
         try:
             try:
                 NOW.plan, self._before = plan, [c._attn_implementation for c in self._configs]

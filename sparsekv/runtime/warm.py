@@ -86,7 +86,7 @@ def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, leng
 
 
 def _alone(work: Callable[[], Any], device: torch.device) -> None:
-    """Work on a stream of this thread; what fails here fails in the step, where it is told."""
+    """Work on a stream of this thread; what fails here fails again in the step, which says so."""
     with contextlib.suppress(Exception), torch.no_grad(), torch.cuda.device(device):
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):

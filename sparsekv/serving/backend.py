@@ -164,7 +164,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         return self.unsorted
 
     def _check_memory(self, pool: Tensor, slots: int) -> None:
-        """Where vLLM was told how many pages there are, it has not counted what lies beside them."""
+        """Where the number of pages was given to vLLM, it has not counted what lies beside them."""
         free, total = torch.cuda.mem_get_info(pool.device)
         wanted, gib = self.kept.of(slots, self.room.seats), 2**30
         if wanted > free:

@@ -27,8 +27,8 @@ def check_engine(config: Any) -> None:
                                 "one device; use tensor parallelism")
     if getattr(config, "kv_transfer_config", None) is not None or getattr(cache, "kv_offloading_size", None):
         raise SparseKVError("keys arrive from elsewhere (a KV connector or offloading); expected them to be computed "
-                            "here, where their codes are written: a backend is not told which pages a connector fills, "
-                            "and would choose by the codes of whoever had them; leave out the connector")
+                            "here, where their codes are written: vLLM does not say which pages a connector fills, "
+                            "and such pages would keep the codes of earlier keys; leave out the connector")
     if getattr(parallel, "enable_dbo", False) or getattr(parallel, "use_ubatching", False):
         raise SparseKVError("batches are cut in two (dual batch overlap); expected whole ones; leave out --enable-dbo")
 

@@ -1,12 +1,13 @@
-"""Who sits where: requests that decode sparsely, known by their pages.
+"""Which request has which seat: requests that decode sparsely, known by their pages.
 
-A step's metadata name no request. But a request alone writes the page it is in, so a row that has one token more than a
-seat had at its last step, and whose token before this one lies in the slot that the seat's request wrote then, is that
-request; unless somebody else has written there since, which ends the seat, or the pages of the index are others. All of
-it is compared on the device, for every row with every seat, and a row that is not found is attended to fully: a wrong
-guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once on a CPU; on a
-CUDA device it looks at the first decode batch after another one, and else at what the step before left behind. It
-counts the steps after which a tail may have outgrown its room, and looks then: borders move where those of `attach` do.
+A step's metadata name no request. But a request alone writes the page it is in. So a row is a seat's request if it has
+one token more than the seat had at its last step, and its token before this one lies in the slot that the request wrote
+then. If another row has written there since, the seat ends; if the pages of the index are others, the row is not its
+request. All of it is compared on the device, for every row with every seat. A row that is not found is attended to
+fully: a wrong guess of the host's costs time and never a wrong token. The host learns of rows that want a seat at once
+on a CPU; on a CUDA device it looks at the first decode batch after another one, and else at what the step before left
+behind. It counts the steps after which a tail may have outgrown its room, and looks then: borders move where those of
+`attach` do.
 
 What is written here in plain torch is done for a decode batch on a CUDA device by two launches (`seating`).
 """
@@ -259,10 +260,10 @@ class Seats:
         return not quiet and self._left_behind(found.wants) and bool(found.wants.any())
 
     def _left_behind(self, wants: Tensor) -> bool:
-        """Whether somebody wanted something at a step before, as far as the device has said so."""
-        told = self.waiting is None or self.waiting[1].query()
-        late = told and self.waiting is not None and bool(self.waiting[0].any())
-        if told:
+        """Whether a row wanted a seat at an earlier step, as far as the device's copy has arrived."""
+        arrived = self.waiting is None or self.waiting[1].query()
+        late = arrived and self.waiting is not None and bool(self.waiting[0].any())
+        if arrived:
             copy = torch.empty(wants.shape[0], dtype=torch.bool, pin_memory=True)
             copy.copy_(wants, non_blocking=True)
             event = torch.cuda.Event()

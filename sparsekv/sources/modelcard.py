@@ -100,7 +100,7 @@ def _what(configs: dict[str, dict[str, Any]]) -> str:
 def _use(configs: dict[str, dict[str, Any]], name: str | None, text: TextQuality | None) -> str:
     model, place = _code(_model(configs)), name or "PATH"
     budget = "0.05" if text is None else f"{text.recommended.token_budget:g}"
-    told = f"token_budget={budget}" if text is None else text.recommended.arguments
+    arguments = f"token_budget={budget}" if text is None else text.recommended.arguments
     given = "--artifacts" if text is None or text.recommended.completion != NONE else "--router"
     where = "" if name else "\n\n`PATH` is this folder, or its name on the hub once it is pushed (`sparsekv push`)."
     return f"""```
@@ -114,7 +114,7 @@ from sparsekv.sources.hub import load_model   # or any way of transformers
 
 model, tokenizer = load_model({json.dumps(model, ensure_ascii=False)})
 inputs = tokenizer("A long text", return_tensors="pt").to(model.device)
-with sparsekv.attach(model, "{place}", {told}):
+with sparsekv.attach(model, "{place}", {arguments}):
     output = model.generate(**inputs, max_new_tokens=256)
 ```{where}"""
 

@@ -1,4 +1,4 @@
-"""A hub is asked in time or given up, and the ways in which it can fail are told apart, in one sentence each."""
+"""Requests to a hub have a time limit, and each way in which a hub can fail has a sentence of its own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def in_time() -> Iterator[None]:
 
 
 def refused(error: BaseException, repo: str, revision: str | None, verb: str) -> SparseKVError:
-    """What a hub's error means to whoever asked, in one sentence."""
+    """What a hub's error means, in one sentence."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def arguments(self) -> str:
-        """What `attach` is told beside the artifacts, which complete unless told otherwise."""
+        """The arguments of `attach` beside the artifacts; by default it completes."""
         return f"token_budget={self.token_budget:g}" + (', completion="none"' if self.completion == NONE else "")
 
 

@@ -142,9 +142,9 @@ def fewest_trained(documents: int) -> int:
 
 
 def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], list[int]]:
-    """Windows to train on and to validate on: the last `validation` (0: a tenth, 1 to 4) are for validation, and those
-    before that share a source document with them are left out, unless that would cost more than half of those cut from
-    the corpus (a corpus of one long file).
+    """Windows to train on and to validate on. The last `validation` (0: a tenth, 1 to 4) are for validation. Earlier
+    windows that share a source document with them are left out, unless that would cost more than half of the windows
+    that were cut from the corpus (a corpus of one long file).
 
     Raises SparseKVError where none are left to train on.
     """

@@ -210,8 +210,9 @@ class PhiEstimator(Estimator):
     def complete_chunk(
         self, view: LayerView, q: Tensor, tokens: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of a chunk of queries q `[B, Hq, c, d]`, out alike and lse `[B, Hq, c]`, both overwritten, and the
-        estimate of the mid region less the tokens `[B, Hkv, K]` that all of them read, each in it and named once."""
+        """Adds an estimate to the attention of a chunk of queries q `[B, Hq, c, d]`: out, of the same shape, and lse
+        `[B, Hq, c]` are overwritten. The estimate is of the mid region less the tokens `[B, Hkv, K]` that all queries
+        read; each is in the mid region and named once."""
         index = tokens.long()
         keys, values = gather_rows(view.keys, index), gather_rows(view.values, index)
         first = torch.zeros(len(index), dtype=torch.long, device=index.device)

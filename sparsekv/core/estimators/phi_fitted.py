@@ -26,19 +26,19 @@ some hundred tokens later."""
 RIDGE = 10.0
 """Weight of the correction's size, relative to the mean square of what it is fitted by."""
 AGAIN = 1.5
-"""Where the share that is read is larger or smaller by this factor, it is fitted anew."""
+"""Where the share that is read is larger or smaller by this factor, it is fitted again."""
 SCORES_AT_ONCE = 64_000_000
 """Of a query head and a token each."""
 
 
 class FittedPhi(PhiEstimator):
-    """φ whose `S` becomes `S + ΔS`. For the prompt's last queries `q_i`, moved to its end and beyond so that they see
-    all of it from as far as the answer's will, let `e_i` be the output of full attention less the completed one, with
-    the best keys read, as many as a step reads, and `a_ij` what a unit of `S_j` adds to that output, both relative to
-    the output's size. Then `ΔS = argmin Σ_i |e_i − a_i ΔS|² + λ Σ_j |ΔS_j / z_j|²`, one for the heads of a group. The
-    mass stays as it is.
+    """φ whose `S` becomes `S + ΔS`. The prompt's last queries `q_i` are moved to its end and beyond: they see all of it
+    from as far as the answer's queries will. The best keys are read, as many as a step reads. Let `e_i` be the output
+    of full attention less the completed one, and `a_ij` what a unit of `S_j` adds to it, both relative to the output's
+    size. Then `ΔS = argmin Σ_i |e_i − a_i ΔS|² + λ Σ_j |ΔS_j / z_j|²`, one for the heads of a group. The mass does not
+    change.
 
-    Fitted where the cache is built, and anew for another share that is read. Without the prompt's queries it is φ.
+    Fitted where the cache is built, and again for another share that is read. Without the prompt's queries it is φ.
     Raises SparseKVError where the model's rotation is unknown.
     """
 
@@ -87,8 +87,8 @@ class FittedPhi(PhiEstimator):
         return z[..., None] * ridge(square, product, RIDGE)
 
     def _lacking(self, view: LayerView, q: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        """What a unit of every sum of values adds to the output of queries `[B, Hq, T, d]` that see the whole cache,
-        `[B, Hkv, T, G, r]`, and what the output lacks, `[B, Hkv, T, G, d]`, both relative to its size."""
+        """For queries `[B, Hq, T, d]` that see the whole cache: what a unit of every sum of values adds to the output,
+        `[B, Hkv, T, G, r]`, and what the output lacks, `[B, Hkv, T, G, d]`. Both are relative to the output's size."""
         batch, _, count, _ = q.shape
         queries = Queries(q, torch.full((batch * count,), view.length, device=q.device), view.rope)
         scores = group_scores(view, q)
