@@ -2,16 +2,16 @@
 """Forms and launches of the attention kernel that completes, each in a process of its own.
 
     python benchmarks/experiments/phi_tune.py OUTPUT.jsonl --all
-    python benchmarks/experiments/phi_tune.py OUTPUT.jsonl --form lean --launch 64/4/132
+    python benchmarks/experiments/phi_tune.py OUTPUT.jsonl --form ships --launch 32/4/132
 
 One process measures one form: first a check in bf16 against the twin in float64, of odd sizes and guarded buffers, then
 microseconds of split and merge by case: a CUDA graph of 32 calls whose token lists, maps and sums rotate, so that they
-exceed the L2 together. Forms are `plain` (attention without a completion), `ships` (`completed_kernel`), `lean`
-(`phi_kernel.lean_kernel`), `lean-s` (the same, its biases added in registers and its loads not held back) and `lean-p`
-(the same as `lean` without a completion: what its form costs alone). A launch is `block/warps/programs[/stages]`. A line
-of JSON a form, launch and case goes to the file. `--all` compiles all in many processes first, then measures in one
-process a GPU at a time. Under TRITON_INTERPRET=1 only the check runs, in float16. ptxas 12.8 assembles some launches
-wrongly (docs/log/decode.md, "Completion without kept features"); TRITON_PTXAS_PATH names another one.
+exceed the L2 together. Forms are `plain` (attention without a completion), `ships` (`completed_kernel`) and `rows`
+(`phi_kernel.rows_kernel`, what shipped before). A launch is `block/warps/programs[/stages]`. A line of JSON a form,
+launch and case goes to the file. `--all` compiles all in many processes first, then measures in one process a GPU at a
+time, some 90 seconds in all; a table comes last. Under TRITON_INTERPRET=1 only the check runs, in float16. ptxas 12.8
+assembles some launches wrongly (docs/log/decode.md, "Completion without kept features"); TRITON_PTXAS_PATH names
+another one.
 """
 
 from __future__ import annotations
@@ -30,43 +30,36 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-RUNS = [("plain", "32/1/1024"), ("ships", "128/8/132"), ("lean", "128/8/132"), ("lean", "64/4/132/2"),
-        ("lean", "128/8/132/2"), ("lean-s", "64/4/132/2"), ("lean", "64/4/264/2"), ("lean-s", "128/8/132/2"),
-        ("lean", "128/4/132/2"), ("lean", "128/8/264/2"), ("lean", "64/4/132")]
-"""Lean forms of blocks of 64 in one stage are wrong as ptxas 12.8 assembles them: the last shows it."""
+RUNS = [("plain", "32/1/1024"), ("rows", "128/8/132"), ("ships", "128/8/132"), ("ships", "32/4/132"),
+        ("ships", "64/4/132")]
+"""Blocks of 64 in one stage are wrong as ptxas 12.8 assembles them: the last shows it."""
 CASES = [  # name, query heads, KV heads, tokens, rows; 1 % is listed, an odd count, 4 + 16 anchors
     ("128k b1", 32, 8, 131_072, 1), ("8k b1", 32, 8, 8_192, 1), ("512k b1", 32, 8, 524_288, 1),
     ("128k b8", 32, 8, 131_072, 8), ("12/2 30k b1", 12, 2, 30_000, 1), ("12/2 30k b24", 12, 2, 30_000, 24)]
 DIM, SINK, TAIL, SETS = 128, 4, 16, 16
-LIMIT_S, TOTAL_S = 25, 235
+LIMIT_S, TOTAL_S = 25, 150
 
 
-def take(form: str, launch: str) -> None:
-    """`launch_attend` with this form and launch."""
-    from benchmarks.experiments.phi_kernel import lean_kernel
+def take(form: str, how: Any) -> None:
+    """`launch_attend` with this form and launch, whatever fits."""
+    from benchmarks.experiments.phi_kernel import rows_kernel
     from sparsekv.kernels import attend, attend_triton
-    from sparsekv.kernels.attend import Launch
-    from sparsekv.kernels.launch import power_of_two
 
-    how = Launch(*map(int, launch.split("/")))
     if form == "plain":
         attend.PLAIN = how
         return
-    attend.COMPLETED, attend.COMPLETED_ROW = how, 1 << 20
+    attend.completed_launch = lambda *sizes: how
     if form == "ships":
         return
-    slim = form == "lean-s"
-    options = {"BIASED": 0 if slim else 2, "LATE": not slim, "PHI": form != "lean-p", "AHEAD": how.stages == 1}
 
-    class Lean:
+    class Rows:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def run(*arguments: Any, HALF: int, **constants: Any) -> Any:
-                return lean_kernel[grid](*arguments, QUARTER=max(4, power_of_two(constants["GROUP"])), **options,
-                                         **constants)
+            def run(*arguments: Any, QUARTER: int, AHEAD: bool, **constants: Any) -> Any:
+                return rows_kernel[grid](*arguments, HALF=max(8, QUARTER), **constants)
 
             return run
 
-    attend_triton.completed_kernel = Lean()
+    attend_triton.completed_kernel = Rows()
 
 
 class Case:
@@ -182,15 +175,13 @@ def timed(case: Case, completed: bool, calls: int = 32) -> float:
 def measure(form: str, launch: str, output: str, warm: bool) -> None:
     import torch
 
+    from sparsekv.kernels.attend import Launch
+
     cuda = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float16)
-    take(form, launch)
-    if not cuda:
-        from sparsekv.kernels import attend
-
-        attend.COMPLETED = attend.COMPLETED._replace(programs=min(attend.COMPLETED.programs, 16))
-    # without a completion `lean-p` has no twin that knows its sums
-    said = check(form, device, dtype) if form != "lean-p" else "not checked"
+    how = Launch(*map(int, launch.split("/")))
+    take(form, how if cuda else how._replace(programs=min(how.programs, 16)))
+    said = check(form, device, dtype)
     print(f"{form} {launch} check {said}", flush=True)
     row = {"form": form, "launch": launch, "check": said, "device": torch.cuda.get_device_name() if cuda else "cpu"}
     if not cuda:
@@ -203,7 +194,7 @@ def measure(form: str, launch: str, output: str, warm: bool) -> None:
             continue
         case = Case(heads_q, heads, length, batch, SETS, device, dtype)
         us = timed(case, form != "plain")
-        print(f"{form} {launch} {name}: {us} µs" + ("" if said[:2] in ("ok", "no") else " WRONG"), flush=True)
+        print(f"{form} {launch} {name}: {us} µs" + ("" if said.startswith("ok") else " WRONG"), flush=True)
         with Path(output).open("a") as f:
             f.write(json.dumps({**row, "case": name, "us": us}) + "\n")
         del case
@@ -250,8 +241,8 @@ def drive(output: str, gpus: int, workers: int, runs: list[tuple[str, str]]) -> 
 
     with ThreadPoolExecutor(gpus) as pool:
         list(pool.map(serially, range(gpus)))
-    table(output)
     say(f"all: {time.time() - began:.0f} s")
+    table(output)
 
 
 def table(output: str) -> None:
@@ -271,8 +262,8 @@ def table(output: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output")
-    parser.add_argument("--form", choices=["plain", "ships", "lean", "lean-s", "lean-p"], default="ships")
-    parser.add_argument("--launch", default="64/4/264")
+    parser.add_argument("--form", choices=["plain", "ships", "rows"], default="ships")
+    parser.add_argument("--launch", default="128/8/132")
     parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--gpus", type=int, default=0, help="as many as there are if 0")

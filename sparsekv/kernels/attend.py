@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.completion import remainder
-from sparsekv.kernels.features import REST_EPS, key_features_reference, room_beside
+from sparsekv.kernels.features import REST_EPS, key_features_reference
 from sparsekv.kernels.gather import anchor_indices, gather_rows, slots_at
 from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import (
@@ -23,7 +23,6 @@ from sparsekv.kernels.launch import (
     acc_dtype,
     as_heads,
     as_tokens,
-    at_once,
     dense_last,
     finite,
     on_device,
@@ -31,6 +30,7 @@ from sparsekv.kernels.launch import (
     padded,
     power_of_two,
     seats_or,
+    shared_bytes,
 )
 from sparsekv.kernels.types import CompletionQuery, KeyFeatures
 
@@ -52,11 +52,15 @@ class Launch(NamedTuple):
 
 
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
-COMPLETED_ROW = 768
-"""Bytes of a key, its value and its features of which `COMPLETED.block` are taken at once."""
+COMPLETED_LESS = ((32, 4), (16, 4))
+"""Keys at once and warps where the keys of `COMPLETED` have no room, in half precision. Never 64 keys at once: ptxas
+12.8, which Triton 3.6 brings, assembles the product of their weights with the values wrongly for sm_90."""
+COMPLETED_WIDE = 16
+"""Keys at once in float32, whose products have no matrix units and want more registers."""
 COMPLETED_DIM = 128
 """The largest head dimension of the completed kernel. For wider heads its twin attends in its place, because the kernel
-was not checked at 256 dimensions on a GPU."""
+was not checked at 256 dimensions on a GPU. So it does where a program's shared memory is too small: of 128 dimensions,
+units and features it is for nine or more queries a list on sm_86 and sm_89."""
 
 
 class Pages(NamedTuple):
@@ -231,15 +235,33 @@ def _own_maps(completion: CompletionQuery) -> KeyFeatures:
     return maps if seats is None else maps._replace(bias=maps.bias[seats], shift=maps.shift[seats])
 
 
-def completed_launch(dim: int, features: int, group: int, size: int, room: int) -> Launch:
-    """How the completed kernel runs for numbers of `size` bytes and `group` queries a list: fewer keys at once where
-    they and what the queries ask exceed `room`, the shared memory beside the map of keys [bytes]."""
-    width, features, rows = padded(dim), padded(features), 2 * max(8, power_of_two(group))
-    left = room // size - rows * (width + features)
-    block = at_once(COMPLETED.block, (2 * width + features) * size, COMPLETED_ROW)
-    while block > 16 and (2 * width + rows) * block > left:
-        block //= 2
-    return COMPLETED._replace(block=block, warps=max(4, COMPLETED.warps * block // COMPLETED.block))
+def completed_launch(dim: int, units: int, features: int, group: int, size: int, room: int) -> Launch | None:
+    """How the completed kernel runs for numbers of `size` bytes, a map of keys of `units` units and `group` queries a
+    list in `room` bytes of shared memory: with the most keys at once that fit. None where it does not run: the head
+    dimension is above `COMPLETED_DIM`, or 16 keys do not fit."""
+    if dim > COMPLETED_DIM:
+        return None
+    less = [COMPLETED._replace(block=block, warps=warps) for block, warps in COMPLETED_LESS]
+    launches = [COMPLETED, *less] if size == 2 else [COMPLETED._replace(block=COMPLETED_WIDE)]
+    return next((how for how in launches if completed_bytes(how, dim, units, features, group, size) <= room), None)
+
+
+def completed_bytes(how: Launch, dim: int, units: int, features: int, group: int, size: int) -> int:
+    """The most shared memory that the completed kernel takes [bytes], as Triton 3.6 and 3.9 compile it for sm_80, sm_89
+    and sm_90, where the kernel holds everything but its sums: the map of keys, what the queries ask, biases as rows of
+    products, and a block of keys and values."""
+    width, units, features = padded(dim), padded(units), padded(features)
+    columns = 4 * quarter(group)
+    held = width if size == 2 else max(width, units, features)
+    whole = (units + columns) * (width + features) + 16 * (units + features) + how.block * (16 + width + held)
+    # weights change their layout where the values lay, sums over warps have places of their own
+    moved = max(4 * how.warps * columns, 2048 if how.warps < 8 else 0, how.block * (4 * columns - size * held))
+    return size * whole + moved
+
+
+def quarter(group: int) -> int:
+    """A quarter of the completed kernel's columns, for `group` queries a list: a matrix product has 16 at least."""
+    return max(4, power_of_two(group))
 
 
 def launch_attend(
@@ -253,7 +275,14 @@ def launch_attend(
     from sparsekv.kernels.attend_triton import completed_kernel, merge_kernel, split_kernel
 
     count, heads_q, dim = q.shape
-    if completion is not None and dim > COMPLETED_DIM:
+    heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
+    group, width = heads_q // heads, padded(dim)
+    how: Launch | None = PLAIN
+    if completion is not None:
+        units, features_of_map = _maps(completion).w_out.shape[-2:]
+        room = shared_bytes(q.device) if q.is_cuda else 1 << 30
+        how = completed_launch(dim, units, features_of_map, group, q.element_size(), room)
+    if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(
             q, k, v, listed, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts, lengths=lengths,
@@ -265,10 +294,6 @@ def launch_attend(
     weights = tokens if log_weights is None else log_weights.expand_as(tokens).contiguous()
     index = (tokens, tokens) if offsets is None or buckets is None else (offsets, buckets)
     probes = 0 if buckets is None else buckets.shape[2]
-    heads = tokens.shape[1]
-    group, width = heads_q // heads, padded(dim)
-    how = PLAIN if completion is None else completed_launch(
-        dim, completion.features.shape[-1], group, q.element_size(), room_beside(_maps(completion)))
     splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
 
     def fresh(*shape: int) -> Tensor:
@@ -287,23 +312,23 @@ def launch_attend(
     constants: dict[str, Any] = {
         "PROBES": probes, "PADDED_PROBES": power_of_two(probes), "LISTS": heads // heads_kv, "GROUP": group, "DIM": dim,
         "WIDTH": width, "WEIGHTED": log_weights is not None, "OVERLAP": bool(pdl), "BLOCK": how.block,
-        "PAGE": 0 if pages is None else pages.page, "num_warps": how.warps, "num_stages": how.stages}
+        "AHEAD": how.stages == 1, "PAGE": 0 if pages is None else pages.page, "num_warps": how.warps,
+        "num_stages": how.stages}
     rest: tuple[Tensor, ...] = (lse, lse, partial)
     cap = None
     if completion is None:
         sums = Partial(partial, partial_lse, partial, partial_lse)
         split_kernel[(count * heads, splits)](
-            *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), AHEAD=how.stages == 1, **constants,
-            **pdl)
+            *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), **constants, **pdl)
     else:
         sums = Partial(partial, partial_lse, fresh(*partial.shape), fresh(*partial_lse.shape))
         maps, cap = KeyFeatures(*(x.contiguous() for x in _maps(completion))), completion.cap
-        units = maps.w_in.shape[-1]
         features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
         completed_kernel[(count * heads, splits)](
-            *lists, maps, features, seats_or(completion.seats, lengths), edges, paged, sums, *sizes, units,
-            HALF=max(8, power_of_two(group)), FEATURES=features.shape[-1], PADDED_FEATURES=padded(features.shape[-1]),
-            UNITS=padded(units), SEATED=completion.seats is not None, **constants)
+            *lists, maps, features, seats_or(completion.seats, lengths), edges, paged, sums, *sizes,
+            maps.w_in.shape[-1], QUARTER=quarter(group), FEATURES=features.shape[-1],
+            PADDED_FEATURES=padded(features.shape[-1]), UNITS=padded(maps.w_in.shape[-1]),
+            SEATED=completion.seats is not None, **constants)
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         *sums, *rest, lse if cap is None else cap.contiguous(),

@@ -163,18 +163,59 @@ def split_kernel(
 
 
 @triton.jit
+def locate_share(
+    at, here_listed, here, first_listed, first_anchor, sinks, start, tail, begin, end, shift, tokens, anchors, whole,
+    table, PROBES: tl.constexpr, PAGE: tl.constexpr,
+):
+    """The tokens at places `at` of a slice of `here` tokens, -1 where there is none. First come `here_listed` tokens of
+    the list, from its place `first_listed` on, then anchors, from the `first_anchor`-th on: sink and tail, or with PAGE
+    listed themselves. Where `whole` is not zero all tokens in their pages are the anchors."""
+    listed = at < here_listed
+    place = first_listed + at
+    if PROBES > 0:
+        inside = (begin[None, :] <= place[:, None]) & (place[:, None] < end[None, :])
+        place += tl.sum(tl.where(inside, shift[None, :], 0), 1)
+    token = tl.load(tokens + place, mask=listed, other=-1).to(tl.int32)
+    beside = (at >= here_listed) & (at < here)
+    anchor = first_anchor + at - here_listed
+    if PAGE > 0:
+        paged = (at >= here_listed) & (at < tl.where(whole > 0, here, 0))
+        page = tl.load(table + anchor // PAGE, mask=paged, other=0).to(tl.int32)
+        named = (at >= here_listed) & (at < tl.where(whole > 0, 0, here))
+        one = tl.load(anchors + anchor, mask=named, other=-1).to(tl.int32)
+        anchor = tl.where(whole > 0, page * PAGE + anchor % PAGE, one)
+    else:
+        anchor = tl.where(anchor < sinks, start + anchor, tail + anchor - sinks)
+    return tl.where(listed, token, tl.where(beside, anchor, -1))
+
+
+@triton.jit
+def bias_rows(bias, dtype: tl.constexpr):
+    """A bias `[N]` fp32 as rows `[16, N]` of numbers of `dtype`, whose sum it is: three are enough, the others are
+    zero."""
+    part = tl.arange(0, 16)[:, None]
+    high = bias.to(dtype)
+    left = bias - high.to(tl.float32)
+    middle = left.to(dtype)
+    low = (left - middle.to(tl.float32)).to(dtype)
+    rows = tl.where(part == 0, high[None, :], tl.where(part == 1, middle[None, :], low[None, :]))
+    return tl.where(part < 3, rows, 0.0).to(dtype)
+
+
+@triton.jit
 def completed_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, maps, features, seats, edges, pages, partial, scale, num_listed,
     sink_size, heads, per_row, units,
-    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
+    PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, SEATED: tl.constexpr,
-    OVERLAP: tl.constexpr, PAGE: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """`split_kernel`, whose listed tokens also take their own estimates out of that of the mid region. Of the rows the
-    first HALF are the queries of the group, the others their features, whose products with a key's features are the
-    estimates."""
-    # grid and arguments as `split_kernel`, and
+    """What `split_kernel` does, for a slice whose listed tokens also take their own estimates out of that of the mid
+    region (completion paper §4.4). Keys are the rows of every product. Of the 4 · QUARTER columns the first quarter are
+    the queries of the group, the second is empty, the third are the queries' features, whose products with a key's
+    features are its estimates, and the fourth are these again: their rounding error multiplies the values there."""
+    # grid and arguments as `split_kernel`, but a slice is a share of the list and a share of the anchors; and
     # maps                `KeyFeatures`; FEATURES = r, UNITS = u padded
     # features            [Q, Hq, r]               of the queries
     # seats               [Q] int64                if SEATED: the queries' rows of bias and shift of the maps
@@ -184,22 +225,7 @@ def completed_kernel(
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
     cache_row, kv_head = row // per_row, head // LISTS
-    request = kept_row(seats, row if SEATED else cache_row, True, SEATED=SEATED) * (heads // LISTS) + kv_head
-    stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH, UNITS=UNITS,
-                                              FEATURES=PADDED_FEATURES)
-    feature = tl.arange(0, PADDED_FEATURES)
-    shift_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
-    shift_of_sums = tl.where(shift_of_sums == float("-inf"), 0.0, shift_of_sums)
     start, tail, length, sinks, anchored = edges_of(edges, row, sink_size)
-    group = tl.arange(0, 2 * HALF)
-    width = tl.arange(0, WIDTH)
-    wide = (width < DIM)[None, :]
-    estimates = group >= HALF
-    member = head * GROUP + group
-    query = tl.load(q.base + row * q.row + member[:, None] * q.head + width[None, :],
-                    mask=(group < GROUP)[:, None] & wide, other=0.0)
-    asked = tl.load(features + (row * heads * GROUP + member - HALF)[None, :] * FEATURES + feature[:, None],
-                    mask=(estimates & (group < HALF + GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
     keys = k.base + cache_row * k.row + kv_head * k.head
     values = v.base + cache_row * v.row + kv_head * v.head
     weights = log_weights.base + row * log_weights.row + head * log_weights.head
@@ -211,70 +237,103 @@ def completed_kernel(
                                                      PADDED_PROBES=PADDED_PROBES)
     else:
         own = tokens.base + row * tokens.row + head * tokens.head
-    total = num_listed + anchored
     whole = 0
     if PAGE > 0:
         whole = tl.load(pages.whole + row).to(tl.int32)
         anchors += row * pages.anchors_row
         table += row * pages.table_row
         num_listed = tl.where(whole > 0, 0, num_listed)
-        total = tl.where(whole > 0, whole, num_listed + length)
+        anchored = tl.where(whole > 0, whole, length)
     parts = tl.num_programs(1)
-    per_split = tl.cdiv(total, parts)
-    last = tl.minimum(split * per_split + per_split, total)
+    share, share_anchors = tl.cdiv(num_listed, parts), tl.cdiv(anchored, parts)
+    first_listed, first_anchor = split * share, split * share_anchors
+    here_listed = tl.maximum(tl.minimum(share, num_listed - first_listed), 0)
+    here = here_listed + tl.maximum(tl.minimum(share_anchors, anchored - first_anchor), 0)
+    slot = tl.arange(0, BLOCK)
+    token = locate_share(slot, here_listed, here, first_listed, first_anchor, sinks, start, tail, begin, end, shift,
+                         own, anchors, whole, table, PROBES=PROBES, PAGE=PAGE)
 
-    top = tl.full([2 * HALF], float("-inf"), tl.float32)
-    mass = tl.zeros([2 * HALF], tl.float32)
-    out = tl.zeros([2 * HALF, WIDTH], tl.float32)
-    slot = split * per_split + tl.arange(0, BLOCK)
-    token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
-                   PROBES=PROBES, PAGE=PAGE)
-    for at in range(split * per_split, last, BLOCK):
+    request = kept_row(seats, row if SEATED else cache_row, True, SEATED=SEATED) * (heads // LISTS) + kv_head
+    stem, bias, second, outward = map_of_keys(maps, kv_head, request, DIM, units, FEATURES, DIM=WIDTH, UNITS=UNITS,
+                                              FEATURES=PADDED_FEATURES)
+    width, feature = tl.arange(0, WIDTH), tl.arange(0, PADDED_FEATURES)
+    wide = width < DIM
+    shift_of_sums = tl.load(maps.shift + request * FEATURES + feature, mask=feature < FEATURES, other=0.0)
+    column = tl.arange(0, 4 * QUARTER)
+    estimates, lower = column >= 2 * QUARTER, column >= 3 * QUARTER
+    member = column % QUARTER
+    asking = head * GROUP + member
+    query = tl.load(q.base + row * q.row + asking[None, :] * q.head + width[:, None],
+                    mask=(column < GROUP)[None, :] & wide[:, None], other=0.0)
+    asked = tl.load(features + (row * heads * GROUP + asking)[None, :] * FEATURES + feature[:, None],
+                    mask=(estimates & (member < GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
+    # always so where there is a token, but not known before all of it was asked for: nothing is waited for until then
+    stem, second = tl.where(here > 0, stem, 0.0), tl.where(here > 0, second, 0.0)
+    query, asked = tl.where(here > 0, query, 0.0), tl.where(here > 0, asked, 0.0)
+    asked = asked.to(stem.dtype)
+    shift_of_sums = tl.where(shift_of_sums == float("-inf"), 0.0, shift_of_sums)
+    # biases come into the products as three more rows; -inf has no such rows, and 2^-30000 is zero
+    outward = tl.maximum(outward, -30000.0)
+    ones = tl.where((tl.arange(0, 16) < 3)[None, :] & (slot >= 0)[:, None], 1.0, 0.0).to(stem.dtype)
+    outward_rows, hidden_rows = bias_rows(outward, stem.dtype), bias_rows(bias, stem.dtype)
+
+    top = tl.full([4 * QUARTER], float("-inf"), tl.float32)
+    mass = tl.zeros([4 * QUARTER], tl.float32)
+    out = tl.zeros([WIDTH, 4 * QUARTER], tl.float32)
+    for at in range(0, here, BLOCK):
+        if not AHEAD:
+            token = locate_share(slot + at, here_listed, here, first_listed, first_anchor, sinks, start, tail, begin,
+                                 end, shift, own, anchors, whole, table, PROBES=PROBES, PAGE=PAGE)
         valid = token >= 0
-        place = tl.maximum(token, 0).to(tl.int64)
-        mask = valid[:, None] & wide
-        listed = valid & (slot < num_listed)
+        listed = valid & (slot + at < here_listed)
+        if WEIGHTED:
+            # with `listed` for a mask Triton 3.6 does not compile
+            added = tl.load(weights + first_listed + slot + at, mask=slot + at < here_listed, other=0.0).to(tl.float32)
+        mask = valid[:, None] & wide[None, :]
+        place = tl.maximum(token, 0).to(tl.int64)[:, None]
         # everything a block needs is fetched at once, and the next block's tokens with it
-        key = tl.load(keys + place[:, None] * k.token + width[None, :], mask=mask, other=0.0)
-        value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
+        key = tl.load(keys + place * k.token + width[None, :], mask=mask, other=0.0).to(query.dtype)
+        value = tl.load(values + place * v.token + width[None, :], mask=mask, other=0.0).to(query.dtype)
+        if AHEAD:
+            token = locate_share(slot + at + BLOCK, here_listed, here, first_listed, first_anchor, sinks, start, tail,
+                                 begin, end, shift, own, anchors, whole, table, PROBES=PROBES, PAGE=PAGE)
+        score = tl.dot(key, query, input_precision="ieee") * scale
         if WEIGHTED:
-            added = tl.load(weights + slot, mask=listed, other=0.0).to(tl.float32)
-        slot = at + BLOCK + tl.arange(0, BLOCK)
-        token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole, table,
-                       PROBES=PROBES, PAGE=PAGE)
-        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
-        if WEIGHTED:
-            score += added[None, :]
-        score = tl.where(valid[None, :], score, float("-inf"))
-        higher = tl.where(estimates, 0.0, tl.maximum(top, tl.max(score, 1)))
+            score += added[:, None]
+        score = tl.where(valid[:, None], score, float("-inf"))
+        higher = tl.where(estimates, 0.0, tl.maximum(top, tl.max(score, 0)))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         keep = tl.exp(top - safe)
-        weight = tl.exp(score - safe[:, None])
-        estimate = tl.zeros([2 * HALF, BLOCK], tl.float32)
-        if at < num_listed:
-            log = log_features(key, stem, bias, second, outward) - shift_of_sums[None, :]
-            estimate = tl.trans(tl.dot(tl.exp2(log).to(stem.dtype), asked.to(stem.dtype), input_precision="ieee"))
-        weight = tl.where(estimates[:, None], tl.where(listed[None, :], estimate, 0.0), weight)
-        mass = mass * keep + tl.sum(weight, 1)
-        value = value.to(query.dtype)
-        rounded = weight.to(value.dtype)
-        out = out * keep[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        weight = tl.exp(score - safe[None, :])
+        estimate = tl.zeros([BLOCK, 4 * QUARTER], tl.float32)
+        if at < here_listed:
+            log = log_features(key, stem, tl.dot(ones, hidden_rows, input_precision="ieee"), second,
+                               tl.dot(ones, outward_rows, input_precision="ieee"))
+            log -= shift_of_sums[None, :]
+            estimate = tl.dot(tl.exp2(log).to(stem.dtype), asked, input_precision="ieee")
+        weight = tl.where(estimates[None, :], tl.where(listed[:, None], estimate, 0.0), weight)
+        mass = mass * keep + tl.sum(weight, 0)
+        rounded = weight.to(query.dtype)
         # what the estimates lose in rounding too: they are taken out of a sum they may nearly exhaust
-        missing = (weight - rounded.to(tl.float32)).to(value.dtype)
-        out += tl.dot(missing, value, input_precision="ieee")
+        missing = (weight - rounded.to(tl.float32)).to(query.dtype)
+        rounded = tl.where(lower[None, :], missing, rounded)
+        out = tl.dot(tl.trans(value), rounded, out * keep[None, :], input_precision="ieee")
         top = higher
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = (row * heads * GROUP + member) * parts + split
-    kept = group < GROUP
-    scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
+    slot_out = (row * heads * GROUP + asking) * parts + split
+    kept = column < GROUP
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
-    tl.store(partial.out + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)
-    slot_out -= HALF * parts
-    kept = estimates & (group < HALF + GROUP)
+    scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
+    tl.store(partial.out + slot_out[None, :] * DIM + width[:, None], scaled, mask=kept[None, :] & wide[:, None])
+    kept = estimates & (column < 2 * QUARTER + GROUP)
     tl.store(partial.taken_mass + slot_out, mass, mask=kept)
-    tl.store(partial.taken + slot_out[:, None] * DIM + width[None, :], out, mask=kept[:, None] & wide)
+    quarter, one = tl.arange(0, 4), tl.arange(0, QUARTER)
+    taken = tl.sum(tl.where((quarter >= 2)[None, :, None], tl.reshape(out, [WIDTH, 4, QUARTER]), 0.0), 1)
+    slot_out = (row * heads * GROUP + head * GROUP + one) * parts + split
+    tl.store(partial.taken + slot_out[None, :] * DIM + width[:, None], taken,
+             mask=(one < GROUP)[None, :] & wide[:, None])
 
 
 @triton.jit

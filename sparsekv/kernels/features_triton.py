@@ -26,10 +26,17 @@ def map_of_keys(
 
 @triton.jit
 def log_features(key, w_in, bias, w_out, b_out):
-    """Logarithms to the base 2 of the features of keys `[BLOCK, DIM]`: `[BLOCK, FEATURES]`. What is summed and what is
-    taken out again come from here alone."""
-    hidden = tl.maximum(tl.dot(key.to(w_in.dtype), w_in, input_precision="ieee") + bias[None, :], 0.0)
-    return tl.dot(hidden.to(w_out.dtype), w_out, input_precision="ieee") + b_out[None, :]
+    """Logarithms to the base 2 of the features of keys `[BLOCK, DIM]`: `[BLOCK, FEATURES]`. The products begin with
+    their biases, `[BLOCK, UNITS]` and `[BLOCK, FEATURES]`. What is summed and what is taken out again come from here
+    alone, because in another order of sums a feature may round the other way."""
+    hidden = tl.maximum(tl.dot(key.to(w_in.dtype), w_in, bias, input_precision="ieee"), 0.0)
+    return tl.dot(hidden.to(w_out.dtype), w_out, b_out, input_precision="ieee")
+
+
+@triton.jit
+def every_row(bias, BLOCK: tl.constexpr):
+    """A bias `[N]` in each of BLOCK rows."""
+    return tl.broadcast_to(bias[None, :], [BLOCK, bias.shape[0]])
 
 
 @triton.jit
@@ -67,7 +74,8 @@ def sums_kernel(
         place = token.to(tl.int64)[:, None]
         key = tl.load(keys + place * k.token + width[None, :], mask=valid[:, None] & wide, other=0.0)
         value = tl.load(values + place * v.token + width[None, :], mask=valid[:, None] & wide, other=0.0)
-        log = tl.where(valid[:, None], log_features(key, stem, bias, second, outward), float("-inf"))
+        log = log_features(key, stem, every_row(bias, BLOCK), second, every_row(outward, BLOCK))
+        log = tl.where(valid[:, None], log, float("-inf"))
         higher = tl.maximum(top, tl.ceil(tl.max(log, 0)))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         keep = tl.exp2(top - safe)
@@ -103,7 +111,7 @@ def features_kernel(
     shift = tl.load(maps.shift + kv * features + feature, mask=feature < features, other=0.0)
     key = tl.load(k.base + row * k.row + head * k.head + token.to(tl.int64)[:, None] * k.token + width[None, :],
                   mask=valid & (width < dim)[None, :], other=0.0)
-    log = log_features(key, stem, bias, second, outward)
+    log = log_features(key, stem, every_row(bias, BLOCK), second, every_row(outward, BLOCK))
     found = tl.exp2(log - tl.where(shift == float("-inf"), 0.0, shift)[None, :])
     place = ((row * heads + head) * length + token)[:, None] * features + feature[None, :]
     tl.store(out + place, found.to(stem.dtype), mask=valid & (feature < features)[None, :])

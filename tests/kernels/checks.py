@@ -139,12 +139,15 @@ class Step:
     def wide(self) -> list[Tensor]:
         return [x.double() for x in (self.q, self.k, self.v)]
 
-    def completion(self, heavy: Tensor | None = None, width: int = 20) -> tuple[CompletionQuery, CompletionQuery]:
-        """A completion in the step's dtype, capped, and the same in float64, each of sums of its own features. With the
+    def completion(
+        self, heavy: Tensor | None = None, width: int = 20, units: int = 24,
+    ) -> tuple[CompletionQuery, CompletionQuery]:
+        """A completion in the step's dtype, capped, and the same in float64, each of sums of its own features, `width`
+        of them. With the
         tokens `heavy` their features are a thousand times the others', which their first channel says from then on, of
         a mass that leaves these some weight."""
         device, heads = self.q.device, self.k.shape[1]
-        maps = maps_of_keys(2, heads, self.k.shape[3], 24, width, self.q.dtype, device)
+        maps = maps_of_keys(2, heads, self.k.shape[3], units, width, self.q.dtype, device)
         if heavy is not None:
             places = torch.arange(self.k.shape[2], device=device)
             listed = (heavy.unflatten(0, (2, -1)).transpose(1, 2).flatten(2)[..., None, :] == places[:, None]).any(-1)
@@ -192,6 +195,10 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
              ("nothing", none, dict.fromkeys(("tail_starts", "lengths"), s.regions["starts"]))]
     completed = [("tokens", tokens), ("one list for all", tokens[:, :1]), ("per head", per_head), ("all", everything)]
     cases += [(f"completed: {name}", listed, {"completion": completions}) for name, listed in completed]
+    cases += [("completed: weighted", per_head, {"completion": completions, "log_weights": weights}),
+              ("completed: weighted for all", tokens[:, :1],
+               {"completion": completions, "log_weights": weights[:, :1]}),
+              ("completed: none", none, {"completion": completions})]
     for name, listed, how in cases:
         mine, truth = ({**s.regions, **{n: x[side] if n == "completion" else x for n, x in how.items()}}
                        for side in (0, 1))
@@ -228,6 +235,22 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
         own = [x[row * 2 // count, :, slots][None] for x in sides[1][1][1:]]
         exact = dense_attention(sides[1][1][0][row:row + 1, :, None], *own, scale=s.regions["scale"])[0, :, 0]
         assert error(truth[0][row], exact) < 1e-12
+
+
+def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Completed attention alone, of two KV heads. shape: query heads a KV head, head dimension, hidden units and
+    features of the map of keys, tokens."""
+    group, dim, units, features, length = shape
+    s = Step((2 * group, 2, dim, length, 3, 9, 2, 1), dtype, device)
+    completions, tokens = s.completion(width=features, units=units), bucket_tokens(s.order, s.offsets, s.chosen)
+    weights = torch.randn(*tokens.shape, device=device)
+    for name, added in (("completed", None), ("weighted", weights)):
+        found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, log_weights=added, completion=completions[0])
+        truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, log_weights=added, completion=completions[1])
+        agree(found, truth, LIMITS[dtype], f"{name} {shape}")
+    found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completions[0])
+    truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completions[1])
+    agree(found, truth, LIMITS[dtype], f"buckets {shape}")
 
 
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -1,11 +1,16 @@
 """Run by test_compiled.py in a process without the interpreter: compiles every kernel for GPUs that are not here."""
 
 import os
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from sparsekv.kernels import (
@@ -62,6 +67,8 @@ from sparsekv.serving import seating
 from sparsekv.serving import seating_triton as se
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
+SPILLED = 768
+"""Bytes of a thread's registers that completed attention may keep in memory, of 1020."""
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last seats",
     "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
@@ -152,10 +159,30 @@ def typed(kind: Any, half: str) -> Any:
     return f"*{half}" if kind == "half" else kind
 
 
+def aligned(kind: Any, at: tuple[int, ...], divisible: bool) -> dict[tuple[int, ...], Any]:
+    """What a launch finds out: pointers, and where `divisible` whole numbers, are multiples of 16."""
+    if isinstance(kind, tuple):
+        return {place: how for i, x in enumerate(kind) for place, how in aligned(x, (*at, i), divisible).items()}
+    return {at: [["tt.divisibility", 16]]} if kind.startswith("*") or (divisible and kind == "i32") else {}
+
+
+def spilled(ptx: str, capability: int) -> int:
+    """Bytes of a thread's registers that a kernel keeps in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        name = f"--gpu-name=sm_{capability}{'a' if capability == 90 else ''}"
+        done = subprocess.run([get_ptxas(capability).path, "-v", name, str(source), "-o", f"{folder}/kernel.cubin"],
+                              capture_output=True, text=True, check=True)
+    return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
+
+
 def check(
     kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
-    **own: Any,
+    most: int | None = None, spill: int | None = None, **own: Any,
 ) -> None:
+    """`kernel` compiles and fits, in `most` bytes of shared memory where that is given. With `spill` its arguments are
+    what a launch finds them to be, and at most so many bytes of registers are kept in memory."""
     types: dict[str, Any] = {name: kind for kind, names in KINDS.items() for name in names.split()}
     types |= OWN.get(kernel, {}) | STRUCTS.get(kernel, {}) | own
     types = {name: typed(kind, half) for name, kind in types.items()}
@@ -163,20 +190,25 @@ def check(
         every = {**constants, **{n: capability >= 90 for n in ("OVERLAP", "WAITS", "SEATED")}}
         known = {n: v for n, v in every.items() if n in kernel.arg_names}
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
+        known_of = {} if spill is None else {
+            place: how for i, n in enumerate(kernel.arg_names) if n not in known
+            for place, how in aligned(signature[n], (i,), n in ("q", "k", "v", "units")).items()}
         # sm_89 runs what sm_80 does, in less shared memory
-        binary = triton.compile(ASTSource(kernel, signature, known), target=GPUTarget("cuda", capability, 32),
+        binary = triton.compile(ASTSource(kernel, signature, known, known_of), target=GPUTarget("cuda", capability, 32),
                                 options={"num_warps": warps, "num_stages": stages})
         used = binary.metadata.shared
         print(f"sm_{capability} {kernel.__name__} {half}: {used} bytes shared", flush=True)
-        allowed = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
+        allowed = most or (min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability])
         if used > allowed:
             sys.exit(f"{used} bytes of shared memory, {allowed} allowed")
+        if spill is not None and (found := spilled(binary.asm["ptx"], capability)) > spill:
+            sys.exit(f"{found} bytes of registers in memory, {spill} allowed")
 
 
 def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted: bool = False,
           page: int = 0) -> dict[str, Any]:
     return {"PROBES": probes, "PADDED_PROBES": max(1, probes), "LISTS": 1, "GROUP": group, "ROWS": max(16, group),
-            "HALF": max(8, group), "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
+            "QUARTER": attend.quarter(group), "DIM": dim, "WIDTH": 1 << (dim - 1).bit_length(), "FEATURES": 128,
             "PADDED_FEATURES": 128, "UNITS": 128, "WEIGHTED": weighted, "BLOCK": how.block, "AHEAD": how.stages == 1,
             "PAGE": page}
 
@@ -186,17 +218,22 @@ def main() -> None:
     plain, completed = attend.PLAIN, attend.COMPLETED
     check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
     check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
-    for dim, group, half, capability in ((128, 4, "bf16", 90), (128, 16, "fp32", 90), (128, 4, "bf16", 89),
-                                         (80, 1, "bf16", 89)):
+    completions: list[tuple[int, int, str, int, dict[str, Any]]] = [
+        (128, 4, "bf16", 90, {}), (64, 8, "fp16", 90, {"weighted": True}), (128, 16, "bf16", 90, {"page": 16}),
+        (128, 16, "fp32", 90, {}), (128, 4, "bf16", 80, {}), (128, 16, "bf16", 80, {}), (64, 4, "fp32", 80, {}),
+        (128, 4, "bf16", 89, {"weighted": True}), (128, 8, "fp16", 89, {"page": 16}),
+        (80, 1, "bf16", 89, {"probes": 32})]
+    for dim, group, half, capability, more in completions:
         size = 4 if half == "fp32" else 2
-        room = SHARED[capability] - size * 128 * (power_of_two(dim) + 128)
-        how = attend.completed_launch(dim, 128, group, size, room)
-        check(a.completed_kernel, split(dim, group, how, probes=32 if dim == 80 else 0), how.warps, half, (capability,),
-              stages=1)
+        how = attend.completed_launch(dim, 128, 128, group, size, SHARED[capability])
+        assert how is not None and how.block != 64
+        check(a.completed_kernel, split(dim, group, how, **more), how.warps, half, (capability,), stages=how.stages,
+              most=attend.completed_bytes(how, dim, 128, 128, group, size), spill=SPILLED)
     check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     check(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
-          k=tokens("*fp8e4nv"), v=tokens("*fp8e4nv"))
+          most=attend.completed_bytes(completed, 128, 128, 128, 4, 2), spill=SPILLED, k=tokens("*fp8e4nv"),
+          v=tokens("*fp8e4nv"))
     check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
     check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")

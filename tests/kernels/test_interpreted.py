@@ -28,6 +28,40 @@ def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype) ->
     checks.check_attention(shape, dtype, "cpu")
 
 
+@pytest.mark.parametrize(("shape", "launch"), [
+    ((1, 16, 40, 33, 71), (128, 8, 3)), ((2, 33, 17, 100, 150), (32, 4, 4)), ((3, 24, 1, 5, 90), (16, 4, 2)),
+    ((5, 40, 64, 20, 131), (16, 4, 2, 2)), ((7, 16, 3, 16, 37), (128, 8, 8)), ((8, 80, 24, 48, 57), (32, 4, 2)),
+    ((12, 16, 130, 7, 65), (16, 4, 1)), ((16, 32, 20, 1, 63), (32, 4, 1, 2)), ((20, 16, 16, 12, 41), (128, 8, 2)),
+], ids=str)
+@DTYPES
+def test_completed_attention(
+    shape: tuple[int, ...], launch: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attend, "COMPLETED", attend.Launch(*launch))
+    checks.check_completed(shape, dtype, "cpu")
+
+
+def test_a_launch_of_completed_attention_has_room() -> None:
+    """128 dimensions, units and features, by queries a list, size of a number, and shared memory: keys at once."""
+    blocks = {}
+    for room in (101_376, 166_912, 232_448):  # sm_89, sm_80, sm_90
+        for size in (2, 4):
+            for group in (1, 4, 8, 16):
+                how = attend.completed_launch(128, 128, 128, group, size, room)
+                blocks[room, size, group] = how.block if how else 0
+                assert how is None or attend.completed_bytes(how, 128, 128, 128, group, size) <= room
+    assert [blocks[101_376, 2, group] for group in (1, 4, 8, 16)] == [32, 32, 16, 0]
+    assert [blocks[166_912, 2, group] for group in (1, 4, 8, 16)] == [128, 128, 128, 32]
+    assert [blocks[232_448, 2, group] for group in (1, 4, 8, 16)] == [128] * 4
+    assert [blocks[232_448, 4, group] for group in (1, 4, 8, 16)] == [16] * 4
+    assert attend.completed_launch(256, 128, 128, 4, 2, 232_448) is None
+
+
+def test_attention_that_has_no_room_is_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend, "completed_launch", lambda *sizes: None)
+    checks.check_completed((3, 24, 40, 20, 71), torch.float32, "cpu")
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (1, 1, 33, 200, 40), (3, 2, 2, 1, 8)], ids=str)
 def test_losses(shape: tuple[int, ...]) -> None:
     checks.check_losses(shape, "cpu")

@@ -71,6 +71,12 @@ def test_what_is_left_where_nearly_all_is_read(shape: tuple[int, ...], dtype: to
     checks.check_what_is_left(shape, dtype, DEVICE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 128, 128, 128, 20_001), (16, 64, 99, 40, 3001), (7, 80, 64, 192, 501)], ids=str)
+def test_completed_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_completed(shape, dtype, DEVICE)
+
+
 @pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16), (8, 128, 16), (3, 256, 16)], ids=str)
 def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
     checks.check_factored(shape, DEVICE)
