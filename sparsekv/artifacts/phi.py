@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -50,6 +51,12 @@ class PhiArtifactConfig:
     kind: str = KIND
 
 
+@functools.cache
+def _grid(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The shares on a device, which waits for it once."""
+    return torch.tensor(shares, dtype=dtype, device=device)
+
+
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
     `[S, Hq]`: what it is when each of `shares` of the context is read beside sink and tail. capped: the mass is first
@@ -82,7 +89,7 @@ class PhiLayer(NamedTuple):
 
     def _at_rows(self, share: Tensor) -> PhiLayer:
         """offset: `[B, Hq]`."""
-        table, grid = self.offsets, torch.tensor(self.shares, dtype=share.dtype, device=share.device)
+        table, grid = self.offsets, _grid(self.shares, share.dtype, share.device)
         after = torch.bucketize(share, grid, right=True)
         low, high = (after - 1).clamp(min=0), after.clamp(max=len(self.shares) - 1)
         part = ((share - grid[low]) / (grid[high] - grid[low])).nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)[:, None]

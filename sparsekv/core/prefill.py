@@ -3,27 +3,32 @@ or as a selector reads prompts (TokenSelect §5.2)."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.phi import PhiEstimator
+from sparsekv.core.estimators.phi import PhiEstimator, Prefixes
 from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.config import check_ranges, option
 from sparsekv.kernels import (
     add_sinks,
-    anchor_indices,
+    chunk_anchors,
     chunk_attention,
+    chunk_rows,
     chunk_tokens,
+    chunks_of,
     dense_attention,
     gather_rows,
     representatives,
 )
+
+MOST_CHUNKS, MOST_BYTES = 8, 256 << 20
+"""Chunks that are read together at most, and bytes of the keys and values that they choose."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +60,28 @@ class SparsePrompts:
         step = max(1, (1 << max(asked, 1).bit_length() - 1) // 8)
         return -(-asked // step) * step
 
+    def together(self, first: int, chunks: int, view: LayerView) -> int:
+        n, count, (batch, heads, _, dim) = 1, self.count(first), view.keys.shape
+        if count >= self._candidates(first):
+            return 1
+        each = (count + self.sink + self.window) * batch * heads * 2 * dim * view.keys.element_size()
+        while n < min(chunks, MOST_CHUNKS) and (n + 1) * each <= MOST_BYTES and (
+                self.count(first + n * self.chunk) == count):
+            n += 1
+        return n
+
+    def _candidates(self, first: int) -> int:
+        """Tokens that a chunk after `first` may choose."""
+        return max(first - self.window, 0) - min(self.sink, max(first - self.window, 0))
+
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        first = past.keys.shape[2]
-        low, high = min(self.sink, first), max(first - self.window, 0)
+        first = past.keys.shape[2] - (len(q) // len(past.keys) - 1) * self.chunk
         count = self.count(first)
-        if count >= high - low:
+        if count >= self._candidates(first):
             return None
         asking = representatives(q, past.num_kv_heads)
-        return chunk_tokens(asking, past.keys, low, high, count, scale=past.scale)
+        return chunk_tokens(asking, past.keys, self.sink, first - self.window, count, scale=past.scale,
+                            step=self.chunk)
 
 
 def prefill_chunks(
@@ -72,44 +91,49 @@ def prefill_chunks(
 
     A chunk attends to itself (causally), the sink and the window before it, and to what the reader lists of the tokens
     between; densely while that is all of them. estimator: stands for what is not read, under the same normalisation.
-    The chunks begin at the first of the T tokens. ends: the prompt ends with them, so that the last `reader.exact` are
-    read densely. With a reader that extrapolates keys and queries get the positions 0, 1, 2, … in the order of the
+    The chunks begin at the first of the T tokens; those that the reader takes together are rows of the same calls, and
+    those read densely that stand side by side are one. ends: the prompt ends with them, so that the last `reader.exact`
+    are read densely. With a reader that extrapolates keys and queries get the positions 0, 1, 2, … in the order of the
     tokens. Of `view.regions` only rows count. Raises SparseKVError for such a reader and a batch with padding.
     """
     total, count = view.keys.shape[2], query.shape[2]
+    begin, batch = total - count, len(query)
     padded = bool((view.regions.starts > 0).any())
     if padded and not reader.takes_padding:
         return _dense(view, query, total, padded)
+    make = Regions.at_prefill_end if padded else Regions.of_equal_rows
+    regions = functools.partial(make, view.regions.starts, sink_size=reader.sink, window_size=reader.window)
     out, old = torch.empty_like(query), None
-    for first, end, sparse in _spans(total - count, total, reader.chunk, reader.exact if ends else 0):
-        rows = slice(first - (total - count), end - (total - count))
-        regions = (Regions.at_prefill_end if padded else Regions.of_equal_rows)(
-            view.regions.starts, first, reader.sink, reader.window)
-        past = replace(view, keys=view.keys[:, :, :first], values=view.values[:, :, :first], regions=regions)
-        listed = reader.listed(past, query[:, :, rows]) if sparse else None
-        if listed is None:
-            out[:, :, rows] = _dense(view, query[:, :, rows], end, padded)
-        elif reader.extrapolate:
-            out[:, :, rows] = _contiguous(past, view, query[:, :, rows], end, listed, padded)
-        else:
-            if estimator is not None:
-                if old is None:
-                    estimator.build(past)
-                else:
-                    estimator.extend(past, old)
-                estimator.reads(past, listed.shape[2] / first)
-                old = regions
-            out[:, :, rows] = _chunk(past, view, query[:, :, rows], end, listed, padded, estimator)
+    border = max(begin, total - reader.exact) if ends else total
+    at = behind = begin  # tokens from `behind` to `at` are read densely, together
+    while at < border:
+        whole = (border - at) // reader.chunk
+        chunks = reader.together(at, whole, view) if whole > 1 and not padded else 1
+        if estimator is not None and chunks > 1:
+            chunks = estimator.together(old, regions(length=at), reader.chunk, chunks)
+        end = min(at + chunks * reader.chunk, border)
+        last = at + (chunks - 1) * reader.chunk
+        past = replace(view, keys=view.keys[:, :, :last], values=view.values[:, :, :last], regions=regions(length=last))
+        q = chunks_of(query[:, :, at - begin:end - begin], chunks)
+        listed = reader.listed(past, q)
+        if listed is not None:
+            if behind < at:
+                out[:, :, behind - begin:at - begin] = _dense(view, query[:, :, behind - begin:at - begin], at, padded)
+            if reader.extrapolate:
+                found = _contiguous(past, view, q, end, listed, padded, reader.sink, reader.window)
+            else:
+                prefixes = None
+                if estimator is not None:
+                    prefixes = estimator.prefixes(view, old, regions(length=at), past.regions, chunks, listed.shape[2])
+                    old = past.regions
+                found = _chunks(view, q, end, listed, padded, reader, estimator, prefixes)
+            out[:, :, at - begin:end - begin].unflatten(2, (chunks, -1)).copy_(
+                found.unflatten(0, (batch, chunks)).transpose(1, 2))
+            behind = end
+        at = end
+    if behind < total:
+        out[:, :, behind - begin:] = _dense(view, query[:, :, behind - begin:], total, padded)
     return out
-
-
-def _spans(first: int, last: int, chunk: int, exact: int) -> Iterator[tuple[int, int, bool]]:
-    """Where chunks begin and end, and whether they are read sparsely: all but the last `exact` tokens."""
-    border = max(first, last - exact)
-    for at in range(first, border, chunk):
-        yield at, min(at + chunk, border), True
-    if border < last:
-        yield border, last, False
 
 
 def _dense(view: LayerView, q: Tensor, end: int, padded: bool) -> Tensor:
@@ -119,39 +143,32 @@ def _dense(view: LayerView, q: Tensor, end: int, padded: bool) -> Tensor:
                            sinks=view.sinks)
 
 
-def _chunk(
-    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, estimator: PhiEstimator | None,
+def _chunks(
+    view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, reader: ReadsPrompts,
+    estimator: PhiEstimator | None, prefixes: Prefixes | None,
 ) -> Tensor:
-    """One chunk `q [B, Hq, c, d]`, the tokens before `end`, after those of `past`."""
-    anchors = _anchors(past, padded).to(listed.dtype)
-    tokens = torch.cat([listed, anchors[:, None].expand(-1, listed.shape[1], -1)], dim=2)
-    out, lse = chunk_attention(q, view.keys[:, :, :end], view.values[:, :, :end], tokens, scale=view.scale,
-                               starts=view.regions.starts if padded else None)
-    if estimator is not None:
-        out, lse = estimator.complete_chunk(past, q, listed, out, lse)
+    """Chunks `q [B·n, Hq, c, d]`, those before token `end`."""
+    keys, values = view.keys[:, :, :end], view.values[:, :, :end]
+    read = chunk_attention(q, keys, values, listed, scale=view.scale, sink=reader.sink, window=reader.window,
+                           starts=view.regions.starts if padded else None)
+    out, lse = read.out, read.lse
+    if estimator is not None and prefixes is not None:
+        rows = read.rows or chunk_rows(keys, values, listed, q.shape[2], 0, 0)
+        out, lse = estimator.complete_chunks(prefixes, q, rows, listed.shape[2], out, lse)
     if view.sinks is not None:
         out = add_sinks(out.transpose(1, 2), lse.transpose(1, 2), view.sinks)[0].transpose(1, 2)
     return out
 
 
-def _anchors(past: LayerView, padded: bool) -> Tensor:
-    """Sink and window before a chunk, `[B, n]`, of rows with padding filled up with -1."""
-    regions = past.regions
-    if not padded:  # without a wait for the device
-        first, _, last, _ = regions.edges
-        places = torch.arange(past.keys.shape[2] - last + first, device=regions.starts.device)
-        return torch.where(places < first, places, places - first + last).expand(len(regions.starts), -1)
-    return anchor_indices(regions.starts, regions.sinks, regions.tail_starts,
-                          torch.full_like(regions.starts, past.keys.shape[2]))
-
-
 def _contiguous(
-    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool,
+    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, sink: int, window: int,
 ) -> Tensor:
     """One chunk whose keys, in order, have the positions 0, 1, 2, … (length extrapolation)."""
     first, rope = past.keys.shape[2], needed(view.rope)
     columns = torch.arange(first, end, device=q.device)
-    tokens = torch.cat([listed[:, 0], _anchors(past, padded)], dim=1)
+    anchors = chunk_anchors(len(q), len(q), first, q.shape[2], sink, window, q.device,
+                            past.regions.starts if padded else None)
+    tokens = torch.cat([listed[:, 0], anchors], dim=1)
     tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
     used = torch.cat([tokens < first, columns >= past.regions.starts[:, None]], dim=1)
     index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)

@@ -23,7 +23,7 @@ from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
-from sparsekv.kernels.chunk_attention import chunk_attention
+from sparsekv.kernels.chunk_attention import Rows, chunk_anchors, chunk_attention, chunk_rows, chunks_of
 from sparsekv.kernels.chunk_rest import add_rest
 from sparsekv.kernels.chunk_tokens import chunk_tokens, representatives
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
@@ -92,6 +92,7 @@ __all__ = [
     "PhiState",
     "QueryModel",
     "RouterScores",
+    "Rows",
     "ScoreMoments",
     "Sketch",
     "add_centre",
@@ -111,8 +112,11 @@ __all__ = [
     "bucket_tokens",
     "build_index",
     "choose_tokens",
+    "chunk_anchors",
     "chunk_attention",
+    "chunk_rows",
     "chunk_tokens",
+    "chunks_of",
     "collisions",
     "decode_attention",
     "decode_codes",

@@ -1,4 +1,5 @@
-"""The tokens that a chunk of a prompt reads: one list a KV head for all of the chunk's queries.
+"""The tokens that chunks of a prompt read: one list a KV head for all of a chunk's queries. Chunks that stand one
+behind the other and read as many tokens each are rows of one call.
 
 Some representatives ask every key before the chunk, each with a softmax of its own; a key's score is the sum of what
 they give it, the attention that would be lost without it. The best are found by the bins of a histogram
@@ -12,41 +13,50 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.histogram import best_tokens_reference, bins_of
-from sparsekv.kernels.launch import acc_dtype, as_tokens, at_once, dense_last, on_device, padded
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, at_once, dense_last, on_device, padded
 from sparsekv.kernels.sketch import Binned, histogram_size, launch_select
 
-KEYS_AT_ONCE, WARPS, PROGRAMS = 128, 8, 528
+KEYS_AT_ONCE, WARPS, PROGRAMS = 128, 4, 528
 """Keys of a block, warps of a program, and programs wanted."""
 WIDEST = 256
 """Bytes of a key up to which so many are taken at once."""
+MASSES_AT_ONCE = 16
+"""Slices whose masses a program adds at once."""
 MOST_REPRESENTATIVES = 128
 """Representatives of a KV head that the kernels take."""
 
 
-def chunk_tokens(representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float) -> Tensor:
+def chunk_tokens(
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
+) -> Tensor:
     """The `count` tokens of `first … last − 1` with the largest sums of softmax over the representatives, of one bin
-    those that stand first, in ascending order: `[B, Hkv, count]` int32.
+    those that stand first, in ascending order: `[B·n, Hkv, count]` int32. Of the chunks of a row each has `step` more
+    candidates than the one before it.
 
-    representatives `[B, Hkv, R, d]`, R up to `MOST_REPRESENTATIVES`, and k `[B, Hkv, N, d]`, both with RoPE; count at
+    representatives `[B·n, Hkv, R, d]`, R up to `MOST_REPRESENTATIVES`, and k `[B, Hkv, N, d]`, both with RoPE; count at
     most `last − first`.
     """
     choose = launch_chunk_tokens if on_device(k) else chunk_tokens_reference
-    return choose(representatives, k, first, last, count, scale=scale)
+    return choose(representatives, k, first, last, count, scale=scale, step=step)
 
 
 def chunk_tokens_reference(
-    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float,
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
 ) -> Tensor:
     """`chunk_tokens` in plain torch."""
-    acc = acc_dtype(k)
-    scores = (representatives.to(acc) @ k[:, :, first:last].to(acc).mT * scale).softmax(-1).sum(2)
-    budget = torch.full((k.shape[0],), count, device=k.device)
+    acc, rows = acc_dtype(k), len(representatives)
+    more = torch.arange(rows, device=k.device) % (rows // len(k)) * step
+    keys = k[:, :, first:last + (rows // len(k) - 1) * step].to(acc).repeat_interleave(rows // len(k), dim=0)
+    absent = (torch.arange(keys.shape[2], device=k.device) >= last - first + more[:, None])[:, None]
+    logits = (representatives.to(acc) @ keys.mT * scale).masked_fill(absent[:, :, None], NEG_INF)
+    scores = logits.softmax(-1).sum(2).masked_fill(absent, -1.0)
+    budget = torch.full((rows,), count, device=k.device)
     return best_tokens_reference(bins_of(scores), None, budget, count) + first
 
 
 def representatives(q: Tensor, heads_kv: int) -> Tensor:
-    """Means of runs of neighbouring queries of a chunk `[B, Hq, c, d]`, as many a query head as the kernels take of a
-    KV head: `[B, Hkv, R, d]`. A last run that is too short is filled with its last query."""
+    """Means of runs of neighbouring queries of chunks `[Q, Hq, c, d]`, as many a query head as the kernels take of a
+    KV head: `[Q, Hkv, R, d]`. A last run that is too short is filled with its last query."""
     batch, heads_q, count, dim = q.shape
     group = heads_q // heads_kv
     runs = 1
@@ -60,28 +70,29 @@ def representatives(q: Tensor, heads_kv: int) -> Tensor:
 
 
 def launch_chunk_tokens(
-    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float,
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
 ) -> Tensor:
     """`chunk_tokens` through Triton: the mass of every representative, the bins of the keys, the selection."""
     from sparsekv.kernels.chunk_tokens_triton import bins_kernel, masses_kernel
 
     k, asking = dense_last(k), representatives.contiguous()
-    batch, heads, number, dim = asking.shape
-    width, device = last - first, k.device
+    total, heads, number, dim = asking.shape
+    chunks, device = total // k.shape[0], k.device
+    width = last - first + (chunks - 1) * step
     if number > MOST_REPRESENTATIVES:
         raise ValueError(f"at most {MOST_REPRESENTATIVES} representatives of a KV head, found {number}")
-    rows = padded(number)
-    block = at_once(KEYS_AT_ONCE, padded(dim) * k.element_size(), WIDEST)
-    parts = max(1, min(PROGRAMS // (batch * heads), -(-width // block)))
-    tops, masses = (torch.empty(batch, heads, parts, number, dtype=torch.float32, device=device) for _ in range(2))
-    bins = torch.empty(batch, heads, width, dtype=torch.uint8, device=device)
-    histogram = torch.zeros(batch, heads, histogram_size(width, count), dtype=torch.int32, device=device)
     if not width or not count:
-        return torch.empty(batch, heads, count, dtype=torch.int32, device=device)
-    sizes = (first, width, -(-width // parts), heads, number)
-    how = {"ROWS": rows, "BLOCK": block, "DIM": dim, "WIDTH": padded(dim), "num_warps": WARPS}
-    masses_kernel[(batch * heads, parts)](asking, as_tokens(k), tops, masses, scale, *sizes, **how)
-    lse = torch.logsumexp(tops + masses.clamp(min=1e-30).log(), 2)
-    bins_kernel[(batch * heads, parts)](
-        asking, as_tokens(k), lse, bins, histogram, scale, count, histogram.shape[2], *sizes, **how)
+        return torch.empty(total, heads, count, dtype=torch.int32, device=device)
+    block = at_once(KEYS_AT_ONCE, padded(dim) * k.element_size(), WIDEST)
+    parts = max(1, min(PROGRAMS // (total * heads), -(-width // block)))
+    tops, masses = (torch.empty(total, heads, parts, number, dtype=torch.float32, device=device) for _ in range(2))
+    # of chunks with fewer candidates than the last the others are none: bin 0
+    bins = (torch.empty if chunks == 1 else torch.zeros)(total, heads, width, dtype=torch.uint8, device=device)
+    histogram = torch.zeros(total, heads, histogram_size(width, count), dtype=torch.int32, device=device)
+    sizes = (first, last - first, step, heads, chunks, number)
+    how = {"ROWS": padded(number), "BLOCK": block, "DIM": dim, "WIDTH": padded(dim), "num_warps": WARPS}
+    masses_kernel[(total * heads, parts)](asking, as_tokens(k), tops, masses, scale, *sizes, **how)
+    bins_kernel[(total * heads, parts)](
+        asking, as_tokens(k), tops, masses, bins, histogram, scale, count, width, histogram.shape[2], *sizes,
+        SLICES=MASSES_AT_ONCE, **how)
     return launch_select(Binned(bins, None, None, histogram), count).add_(first)

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekv.kernels.attend import add_sinks, attend_gathered
-from sparsekv.kernels.launch import NEG_INF, acc_dtype
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, on_device, power_of_two
 from sparsekv.kernels.stored import decode_attention
 
 QUERY_BLOCK = 1024
-MERGE_BLOCK = 4096
+ADDED_AT_ONCE, ADD_WARPS = 32, 4
+"""Queries of a program of `add_kernel`, and its warps."""
+FEW_QUERIES = 512
+"""Queries up to which a chunk after a cache goes through the kernel that plans nothing."""
 SINK_CHANNELS = 8
 """Channels added for learned sinks: two are used, fused kernels want multiples of eight."""
 
@@ -152,8 +155,10 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap
 
 
 def _after_cache(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """A chunk after a cache on CUDA."""
-    if not query.requires_grad and splits(query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device):
+    """A chunk after a cache on CUDA. cuDNN's kernel plans anew for every length of the cache, which takes longer than
+    it gains on few queries."""
+    if query.shape[2] > FEW_QUERIES and not query.requires_grad and splits(
+            query.dtype, query.shape[1], key.shape[1], query.shape[3], query.device):
         return split_attention(query, key, value, scale)
     from torch.nn.attention.bias import causal_lower_right
 
@@ -166,15 +171,34 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
     past = key.shape[2] - query.shape[2]
     far, far_lse = cudnn_attention(query, key[:, :, :past], value[:, :, :past], scale, causal=False)
     near, near_lse = cudnn_attention(query, key[:, :, past:], value[:, :, past:], scale, causal=True)
-    return lerp_rows(near, far, torch.sigmoid(far_lse - near_lse))
+    return add_attention(near, near_lse, far, far_lse)[0]
 
 
-def lerp_rows(near: Tensor, far: Tensor, weight: Tensor) -> Tensor:
-    """`near + weight · (far − near)` into `near [B, H, q, d]`, weight `[B, H, q]` float32; in blocks, to stay small."""
-    for a in range(0, near.shape[2], MERGE_BLOCK):
-        rows = slice(a, a + MERGE_BLOCK)
-        near[:, :, rows] = torch.lerp(near[:, :, rows].float(), far[:, :, rows].float(), weight[:, :, rows, None])
-    return near
+def add_attention(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two disjoint sets of keys from that to each: out, more `[B, H, c, d]` and lse, more_lse
+    `[B, H, c]`; out and lse are overwritten and returned."""
+    add = launch_add if on_device(out) else add_attention_reference
+    return add(out, lse, more, more_lse)
+
+
+def add_attention_reference(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`add_attention` in plain torch."""
+    acc = acc_dtype(out)
+    share = torch.sigmoid(more_lse - lse).nan_to_num(0.0)[..., None].to(acc)
+    return out.copy_(torch.lerp(out.to(acc), more.to(acc), share)), lse.copy_(torch.logaddexp(lse, more_lse))
+
+
+def launch_add(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`add_attention` through Triton, in one pass."""
+    from sparsekv.kernels.dense_triton import add_kernel
+
+    batch, heads, count, dim = out.shape
+    assert out.stride(-1) == 1 and lse.is_contiguous()
+    if out.numel():
+        add_kernel[(batch * heads, -(-count // ADDED_AT_ONCE))](
+            as_tokens(out), as_tokens(dense_last(more)), lse, more_lse.contiguous(), heads, count, DIM=dim,
+            WIDTH=power_of_two(dim), ROWS=ADDED_AT_ONCE, num_warps=ADD_WARPS)
+    return out, lse
 
 
 def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -182,7 +206,7 @@ def cudnn_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, *, 
     `splits`."""
     out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, causal, scale=scale)[:2]
-    return out, lse.reshape(out.shape[:3]).float()
+    return out, lse.reshape(out.shape[:3]).float().contiguous()
 
 
 @functools.cache

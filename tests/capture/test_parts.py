@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.tap import probe
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels.dense import lerp_rows
+from sparsekv.kernels.dense import add_attention_reference
 from sparsekv.sources.corpus import Document, make_windows
 from sparsekv.sources.hub import load_config, load_model
 from sparsekv.store.store import storage_bytes
@@ -74,9 +74,11 @@ def test_chunks_are_rotated_as_the_whole_window_is(name: str, tmp_path) -> None:
 def test_two_partial_attentions_merge_into_the_whole() -> None:
     torch.manual_seed(0)
     scores, values = 2 * torch.randn(1, 3, 5000, 40), torch.randn(1, 3, 40, 8)
-    near, far = (scores[..., a].softmax(-1) @ values[:, :, a] for a in (slice(25, 40), slice(0, 25)))
-    share = torch.sigmoid(scores[..., :25].logsumexp(-1) - scores[..., 25:].logsumexp(-1))
-    torch.testing.assert_close(lerp_rows(near, far, share), scores.softmax(-1) @ values)
+    parts = [(scores[..., a].softmax(-1) @ values[:, :, a], scores[..., a].logsumexp(-1))
+             for a in (slice(25, 40), slice(0, 25))]
+    out, lse = add_attention_reference(*parts[0], *parts[1])
+    torch.testing.assert_close(out, scores.softmax(-1) @ values)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
 @pytest.mark.parametrize(("name", "skipped", "reason"), [

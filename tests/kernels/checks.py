@@ -49,12 +49,20 @@ from sparsekv.kernels.bucket_sums import (
     launch_against,
     launch_bucket_sums,
 )
-from sparsekv.kernels.chunk_attention import chunk_attention_reference, gathered_attention, launch_chunk_attention
+from sparsekv.kernels.chunk_attention import (
+    chunk_anchors,
+    chunk_attention_reference,
+    chunk_rows_reference,
+    chunks_of,
+    gathered_attention,
+    launch_chunk_attention,
+    launch_rows,
+)
 from sparsekv.kernels.chunk_rest import add_rest_reference, launch_rest
 from sparsekv.kernels.chunk_tokens import chunk_tokens_reference, launch_chunk_tokens, representatives
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
-from sparsekv.kernels.dense import splits
+from sparsekv.kernels.dense import add_attention_reference, launch_add, splits
 from sparsekv.kernels.features import (
     fused,
     key_features,
@@ -516,6 +524,63 @@ def check_chunk_tokens(shape: tuple[int, ...], dtype: torch.dtype, device: str) 
         assert bool((least >= most * 2**-0.13 * (1 - 10 * LIMITS[dtype])).all())
 
 
+def check_lists_of_chunks(shape: tuple[int, ...], chunks: int, dtype: torch.dtype, device: str) -> None:
+    """shape as in `check_chunk_tokens`, of the first chunk: all chunks at once give what each gives alone."""
+    heads_q, heads, dim, length, first, last, count, queries = shape
+    torch.manual_seed(length)
+    step, how = queries + 2, {"scale": dim**-0.5}
+    k = torch.randn(2, heads, length + (chunks - 1) * step, dim, device=device).to(dtype)
+    asking = representatives(3 * torch.randn(2 * chunks, heads_q, queries, dim, device=device).to(dtype), heads)
+    for choose in (launch_chunk_tokens, chunk_tokens_reference):
+        found = choose(asking, k, first, last, count, **how, step=step).unflatten(0, (2, chunks))
+        for i in range(chunks):
+            alone = choose(asking[i::chunks], k, first, last + i * step, count, **how)
+            # slices are others, so that a sum at the edge of a bin may be rounded into the next
+            same = (found[:, i, ..., None] == alone[..., None, :]).any(-1).float().mean()
+            assert found.shape[2:] == (heads, count) and (not count or float(same) >= 1 - 2 / count - LIMITS[dtype])
+
+
+def check_group_attention(shape: tuple[int, ...], chunks: int, dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, tokens before the first chunk, queries of a chunk, chosen tokens,
+    sink, window. All chunks at once give what each gives alone, by rows and by numbers."""
+    heads_q, heads, dim, past, count, listed, sink, window = shape
+    torch.manual_seed(past)
+    total, scale = past + chunks * count, dim**-0.5
+    q = torch.randn(2, chunks * count, heads_q, dim, device=device).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(2, heads, total + 3, dim, device=device).to(dtype)[:, :, :total] for _ in range(2))
+    chosen = torch.rand(2 * chunks, heads, past - sink - window, device=device).argsort(-1)[..., :listed].int() + sink
+    anchors = chunk_anchors(2 * chunks, 2, past, count, sink, window, k.device).int()
+    tokens = torch.cat([chosen, anchors[:, None].expand(-1, heads, -1)], dim=2)
+    rows = chunks_of(q, chunks)
+    ways = [launch_chunk_attention, chunk_attention_reference]
+    for way in ways:
+        out, lse = way(rows, k, v, tokens, scale=scale)
+        for i in range(chunks):
+            end = past + (i + 1) * count
+            want = chunk_attention_reference(
+                q[:, :, i * count:(i + 1) * count].double(), *(x[:, :, :end].double() for x in (k, v)),
+                tokens[i::chunks], scale=scale)
+            agree((out[i::chunks], lse[i::chunks]), want, LIMITS[dtype], way.__name__)
+    mine, twin = (gather(k, v, chosen, count, sink, window) for gather in (launch_rows, chunk_rows_reference))
+    assert all(torch.equal(a, b) for a, b in zip(mine, twin, strict=True))
+    if q.is_cuda and splits(dtype, heads_q, heads, dim, q.device):
+        truth = chunk_attention_reference(rows.double(), k.double(), v.double(), tokens, scale=scale)
+        agree(gathered_attention(rows, k, v, mine, scale=scale), truth, LIMITS[dtype], "gathered")
+
+
+def check_added(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: rows, heads, queries, head dimension. Queries of which one part, or neither, reads nothing."""
+    batch, heads, count, dim = shape
+    torch.manual_seed(count)
+    out, more = (torch.randn(batch, count, heads, dim, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    lse, other = (3 * torch.randn(batch, heads, count, device=device) for _ in range(2))
+    lse[0, 0, 0] = other[-1, -1, -1] = float("-inf")
+    truth = add_attention_reference(*(x.double().clone() for x in (out, lse, more, other)))
+    found = launch_add(out, lse, more, other)
+    assert found[0] is out and found[1] is lse
+    agree(found, truth, LIMITS[dtype], "added")
+
+
 def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0) -> None:
     """shape: query heads, KV heads, head dimension, tokens, queries of the chunk, listed tokens, padding of row 1.
     Lists that name a token in every place, and of rows with padding."""
@@ -530,8 +595,6 @@ def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: st
         found = launch_chunk_attention(q, k, v, lists, scale=dim**-0.5, starts=edges)
         truth = chunk_attention_reference(q.double(), k.double(), v.double(), lists, scale=dim**-0.5, starts=edges)
         agree(found, truth, LIMITS[dtype], "chunk")
-        if q.is_cuda and edges is None and splits(dtype, heads_q, heads, dim, q.device):
-            agree(gathered_attention(q, k, v, lists, scale=dim**-0.5), truth, LIMITS[dtype], "gathered")
 
 
 def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:

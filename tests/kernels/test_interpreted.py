@@ -103,6 +103,19 @@ def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     checks.check_chunk_attention(shape, dtype, "cpu")
 
 
+@DTYPES
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_chunks_at_once(chunks: int, dtype: torch.dtype) -> None:
+    checks.check_lists_of_chunks((4, 2, 24, 333, 5, 300, 40, 35), chunks, dtype, "cpu")
+    checks.check_group_attention((4, 2, 24, 100, 35, 33, 3, 10), chunks, dtype, "cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 65, 24), (1, 1, 1, 80)], ids=str)
+def test_attention_added(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_added(shape, dtype, "cpu")
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [
     ((4, 2, 16, 24, 16, 70), torch.float16), ((3, 3, 80, 32, 48, 1), torch.float32),
     ((4, 2, 16, 24, 16, 63, 0), torch.float16), ((3, 1, 24, 40, 20, 65, 2), torch.float32)], ids=str)

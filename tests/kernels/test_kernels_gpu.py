@@ -51,6 +51,19 @@ def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 @DTYPES
+@pytest.mark.parametrize("chunks", [1, 2, 5])
+def test_chunks_at_once(chunks: int, dtype: torch.dtype) -> None:
+    checks.check_lists_of_chunks((32, 8, 128, 5000, 16, 4500, 700, 510), chunks, dtype, DEVICE)
+    checks.check_group_attention((32, 8, 128, 3000, 500, 700, 16, 100), chunks, dtype, DEVICE)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 65, 80), (1, 32, 2048, 128)], ids=str)
+def test_attention_added(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_added(shape, dtype, DEVICE)
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 64, 64, 64, 700), (32, 8, 128, 128, 128, 1000), (14, 2, 64, 128, 96, 65, 2),
                                    (12, 2, 128, 256, 128, 63, 0)], ids=str)
 def test_completion_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -171,6 +171,11 @@ class ReadsPrompts(Protocol):
     @property
     def takes_padding(self) -> bool: ...
 
+    def together(self, first: int, chunks: int, view: LayerView) -> int:
+        """How many of so many whole chunks from token `first` on are listed in one call, of rows without padding: all
+        of them sparsely, with lists of one size."""
+
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        """The mid tokens that a chunk q `[B, Hq, c, d]` reads beside sink and window of those before it, `[B, H, K]`
-        padded with -1 where rows have padding, H = Hkv or 1; None: it reads all."""
+        """The mid tokens that chunks q `[B·n, Hq, c, d]`, n one behind the other of every row, read beside sink and
+        window of those before them, `[B·n, H, K]` padded with -1 where rows have padding, H = Hkv or 1; None: they read
+        all. past: the tokens before the last of them."""

@@ -140,6 +140,9 @@ class PromptReader:
     def extrapolate(self) -> bool:
         return self.selector.extrapolate
 
+    def together(self, first: int, chunks: int, view: LayerView) -> int:
+        return 1
+
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
         self.selector.prepare(past)
         if not bool((past.regions.mid_sizes > self.selector.budget).any()):
