@@ -42,6 +42,7 @@ from sparsekv.kernels import chunk_tokens_triton as ct
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
+from sparsekv.kernels import dense_triton as da
 from sparsekv.kernels import features as ft
 from sparsekv.kernels import features_triton as ftt
 from sparsekv.kernels import few_rows_triton as fr
@@ -55,10 +56,11 @@ from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
-from sparsekv.kernels.chunk_attention import LAUNCHES, fitting
-from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
+from sparsekv.kernels.chunk_attention import GATHER_WARPS, GATHERED_AT_ONCE, LAUNCHES, fitting
+from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MASSES_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
 from sparsekv.kernels.chunk_tokens import WARPS as CHOOSING_WARPS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
+from sparsekv.kernels.dense import ADD_WARPS, ADDED_AT_ONCE
 from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, SUMMED_ROWS
 from sparsekv.kernels.few_rows import fitting as fitting_rows
 from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
@@ -131,6 +133,8 @@ STRUCTS: dict[Any, dict[str, Any]] = {
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     ca.chunk_kernel: {**{n: tokens("half") for n in ("q", "k", "v", "o")}, "tokens": heads("*i32")},
+    ca.rows_kernel: {**{n: tokens("half") for n in ("k", "v")}, "tokens": heads("*i32")},
+    da.add_kernel: {**{n: tokens("half") for n in ("o", "more")}, "more_lse": "*fp32"},
     cr.rest_kernel: {**{n: tokens("half") for n in ("q", "o")}, "cache": PhiCache("*fp32", "*fp32", "half"),
                      "moments": ScoreMoments(*["*fp32"] * 5), "logs": "*fp32", "b_out": "half", "offset": "*fp32",
                      "features": "i32"},
@@ -269,11 +273,14 @@ def main() -> None:
         check(cr.rest_kernel, {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": chunk_rest.ROWS, "DIM": dim,
                                "WIDTH": dim, "COLUMNS": chunk_rest.COLUMNS, "FEATURES": dim},
               chunk_rest.WARPS, "bf16", (capability,))
+        check(ca.rows_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": GATHERED_AT_ONCE}, GATHER_WARPS, "bf16",
+              (capability,))
+        check(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
     for dim, half in ((128, "bf16"), (256, "bf16")):
         rows = {"ROWS": MOST_REPRESENTATIVES, "DIM": dim, "WIDTH": dim,
                 "BLOCK": at_once(KEYS_AT_ONCE, dim * (4 if half == "fp32" else 2), WIDEST)}
         for kernel in (ct.masses_kernel, ct.bins_kernel):
-            check(kernel, rows, CHOOSING_WARPS, half)
+            check(kernel, {**rows, "SLICES": MASSES_AT_ONCE}, CHOOSING_WARPS, half)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
         size = dim * (4 if half == "fp32" else 2)

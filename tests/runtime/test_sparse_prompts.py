@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,12 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 from views import make_view
 
+from sparsekv.core import prefill
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.prefill import SparsePrompts, prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.kernels import add_centre, log_phi
+from sparsekv.kernels import add_centre, add_rest, chunk_attention, chunk_tokens, dense_attention, log_phi, phi_sums
 from sparsekv.kernels.histogram import bins_of
 
 FEW = SparsePrompts(share=0.1, least=5, chunk=16, sink=3, window=10, exact=20)
@@ -84,6 +86,67 @@ def test_chunks_against_a_literal_transcription(case, count: int, completed: boo
                         got = found[b, h * group + g, t - total + count].double()
                         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-4)
     assert read > 2
+
+
+@pytest.mark.parametrize("most", [2, 5])
+@pytest.mark.parametrize(("batch", "kind"), [(1, None), (2, None), (1, "plain"), (2, "centred"), (1, "capped")])
+def test_chunks_together_are_as_one_by_one(most: int, batch: int, kind: str | None, monkeypatch) -> None:
+    view = make_view(length=300, batch=batch, sink=3, dim=32)[0]
+    maps = layer(torch.randn(2, 2, 500, 32), centred=kind != "plain")._replace(capped=kind == "capped")
+    maps = maps._replace(offsets=torch.stack([maps.offset, maps.offset + 1]), shares=(0.02, 0.3))
+    query = torch.randn(batch, view.num_query_heads, 290, 32, generator=torch.Generator().manual_seed(4)) * 1.5
+    wide = replace(FEW, share=0.01, least=8)
+    found, sizes = [], []
+
+    def listed(self, past, q):
+        sizes.append(len(q) // batch)
+        return plain(self, past, q)
+
+    plain = SparsePrompts.listed
+    monkeypatch.setattr(SparsePrompts, "listed", listed)
+    for chunks in (1, most):
+        monkeypatch.setattr(prefill, "MOST_CHUNKS", chunks)
+        estimator = None if kind is None else PhiEstimator(maps)
+        found.append(prefill_chunks(view, query, wide, estimator))
+        assert max(sizes) == chunks
+        if estimator is not None:
+            found[-1] = (found[-1], *estimator.state[:3], *(estimator.state.moments or ()))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device has what stands in here")
+@pytest.mark.parametrize(("batch", "completed"), [(1, False), (2, False), (1, True), (2, True)])
+def test_a_prompt_by_gathered_rows(batch: int, completed: bool, monkeypatch) -> None:
+    """The way of a GPU that has cuDNN's kernel, for which plain attention stands here; all else by its kernels."""
+
+    def attention(q, k, v, scale, *, causal):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = q @ k.mT * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    pytest.importorskip("triton")
+    view = make_view(length=300, batch=batch, sink=3, dim=32)[0]
+    query = torch.randn(batch, view.num_query_heads, 280, 32, generator=torch.Generator().manual_seed(4)) * 1.5
+    maps = layer(torch.randn(2, 2, 500, 32), centred=True)._replace(capped=True)
+    reader = replace(FEW, least=30)
+    want = prefill_chunks(view, query, reader, PhiEstimator(maps) if completed else None)
+    modules = [sys.modules[x.__module__] for x in (chunk_attention, chunk_tokens, dense_attention, phi_sums, add_rest)]
+    for module in modules:
+        monkeypatch.setattr(module, "on_device", lambda x: True)
+    monkeypatch.setattr(modules[0], "splits", lambda *shape: True)
+    monkeypatch.setattr(modules[0], "cudnn_attention", attention)
+    found = prefill_chunks(view, query, reader, PhiEstimator(maps) if completed else None)
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3)
+
+
+def test_lists_of_other_sizes_and_too_many_bytes_are_read_apart(monkeypatch) -> None:
+    view = make_view(length=300, sink=3, dim=32)[0]
+    sizes = SparsePrompts(least=40, share=0.25, chunk=16, sink=3, window=10)
+    assert [sizes.together(a, 9, view) for a in (0, 48, 64, 160, 176)] == [1, 1, 7, 1, 1]
+    monkeypatch.setattr(prefill, "MOST_BYTES", 3 * 53 * 2 * 2 * 32 * 4)
+    assert sizes.together(64, 9, view) == 3 and sizes.together(64, 2, view) == 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -270,8 +270,8 @@ class PhiEstimator(Estimator):
         centre = self.state.centre
         self.state = PhiState(m[:, -1], z[:, -1], s[:, -1], centre, None if moments is None else ScoreMoments(
             *(x[kept - 1::kept] for x in moments)))
-        return PhiState(*(x[:, n - kept:].flatten(0, 1) for x in (m, z, s)),
-                        None if centre is None else centre.repeat_interleave(kept, dim=0), moments)
+        m, z, s = (x[:, n - kept:].flatten(0, 1) for x in (m, z, s))
+        return PhiState(m, z, s, None if centre is None else centre.repeat_interleave(kept, dim=0), moments)
 
     def _moments(self, keys: Tensor, scale: float, step: int, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Mean `[B, n, Hkv, d]` and covariance `[B, n, Hkv, d, d]` of scores' keys over mid regions of so many tokens
