@@ -22,7 +22,8 @@ Kernels, a layer of 32 query and 8 KV heads of 128, one chunk after 32k, 128k an
 against the twins in float64 on a short cache. `dense_ms` full attention of the chunk (`dense_attention`); `triton_ms`
 and `gathered_ms` the chunk with its list, by the Triton kernel and by gathered rows and cuDNN's; `rate` of each per
 pair of query and key as a share of dense, `tflops` alike; `select_ms` and `select_share` the list, and as a share of
-dense; `rest_ms` the completion. --sweep: how the kernels may be launched, one after the other, and no rows.
+dense; `rest_ms` the completion. Four chunks of 2048 after 128k: `together_ms` lists and attention of all in one set of
+calls, `apart_ms` one by one. --sweep: how the kernels may be launched, one after the other, and no rows.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.kernels import (
     add_rest,
+    chunk_attention,
+    chunk_rows,
     chunk_tokens,
+    chunks_of,
     dense_attention,
     phi_less,
     phi_sums,
@@ -71,6 +75,7 @@ METHODS = ("dense", "sparse", "sparse_phi", "token_select")
 SHARES = ("@0.05", "@0.2")
 CHUNK, ONE_PIECE, WARM = 32_768, 262_144, 9000
 HEADS_Q, HEADS_KV, DIM, FEATURES = 32, 8, 128, 128
+SINK, WINDOW, TOGETHER = 16, 512, 4
 CONTEXTS, CHUNKS = (32_768, 131_072, 524_288), (512, 1024, 2048, 4096)
 ROWS: list[dict[str, Any]] = []
 
@@ -206,16 +211,41 @@ def check(dtype: torch.dtype, device: str) -> None:
     if int(chosen.sum(-1).min()) != 333 or not bool((low >= 0.85 * high).all()):
         sys.exit("chunk_tokens is not right")
     truth = chunk_attention_reference(q.double(), k.double(), v.double(), tokens, scale=DIM**-0.5)
-    ways = [launch_chunk_attention] if device == "cuda" else [chunk_attention_reference]
-    if device == "cuda" and splits(dtype, 8, 2, DIM, q.device):
-        ways.append(gathered_attention)
-    for way in ways:
-        out, lse = way(q, k, v, tokens, scale=DIM**-0.5)
+    for name, way in ways_of(q, 2).items():
+        out, lse = way(q, k, v, tokens)
         error = float((out.double() - truth[0]).norm() / truth[0].norm())
         gap = float((lse.double() - truth[1]).abs().max())
-        print(f"{way.__name__}: error {error:.1e}, lse {gap:.1e}", flush=True)
+        print(f"{name}: error {error:.1e}, lse {gap:.1e}", flush=True)
         if not error < 1e-2 or not gap < 2e-2:
             sys.exit("attention of a chunk is not right")
+
+
+def ways_of(q: torch.Tensor, heads_kv: int) -> dict[str, Callable[..., Any]]:
+    """How queries attend to lists of tokens of k and v, and to themselves."""
+    scale = q.shape[3] ** -0.5
+    if q.device.type == "cpu":
+        return {"twin": lambda q, k, v, tokens: chunk_attention_reference(q, k, v, tokens, scale=scale)}
+    ways = {"triton": lambda q, k, v, tokens: launch_chunk_attention(q, k, v, tokens, scale=scale)}
+    if splits(q.dtype, q.shape[1], heads_kv, q.shape[3], q.device):
+        ways["gathered"] = lambda q, k, v, tokens: gathered_attention(
+            q, k, v, chunk_rows(k, v, tokens, q.shape[2], 0, 0), scale=scale)
+    return ways
+
+
+def together(past: int, chunk: int, count: int, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """Milliseconds of lists and attention of some chunks, in one set of calls and one by one."""
+    q, k, v, _ = chunk_of(past, TOGETHER * chunk, count, dtype, device)
+
+    def read(first: int, chunks: int) -> None:
+        end = past + (first + chunks) * chunk
+        rows = chunks_of(q[:, :, first * chunk:(first + chunks) * chunk], chunks)
+        keys, values = k[:, :, :end], v[:, :, :end]
+        chosen = chunk_tokens(representatives(rows, HEADS_KV), keys, SINK, past + first * chunk - WINDOW, count,
+                              scale=DIM**-0.5, step=chunk)
+        chunk_attention(rows, keys, values, chosen, scale=DIM**-0.5, sink=SINK, window=WINDOW)
+
+    return {"together_ms": milliseconds(lambda: read(0, TOGETHER), device),
+            "apart_ms": milliseconds(lambda: [read(i, 1) for i in range(TOGETHER)], device)}
 
 
 def chunk_of(past: int, chunk: int, count: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
@@ -223,7 +253,7 @@ def chunk_of(past: int, chunk: int, count: int, dtype: torch.dtype, device: str)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, heads, DIM, device=device, dtype=dtype).transpose(1, 2) for n, heads in (
         (chunk, HEADS_Q), (past + chunk, HEADS_KV), (past + chunk, HEADS_KV)))
-    return q, k, v, chunk_tokens(representatives(q, HEADS_KV), k, 16, past - 512, count, scale=DIM**-0.5)
+    return q, k, v, chunk_tokens(representatives(q, HEADS_KV), k, SINK, past - WINDOW, count, scale=DIM**-0.5)
 
 
 def kernels(options: argparse.Namespace, device: str) -> None:
@@ -239,19 +269,16 @@ def kernels(options: argparse.Namespace, device: str) -> None:
         q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
         dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device)  # noqa: B023
         select = milliseconds(lambda: chunk_tokens(
-            representatives(q, HEADS_KV), k, 16, past - 512, count, scale=scale), device)  # noqa: B023
-        ways: dict[str, Callable[..., Any]] = {"twin": chunk_attention_reference}
-        if device == "cuda":
-            ways = {"triton": launch_chunk_attention}
-            if splits(dtype, HEADS_Q, HEADS_KV, DIM, q.device):
-                ways["gathered"] = gathered_attention
+            representatives(q, HEADS_KV), k, SINK, past - WINDOW, count, scale=scale), device)  # noqa: B023
         whole, part = chunk * (past + chunk / 2), chunk * (count + chunk / 2)
         found = {"dense_ms": dense, "dense_tflops": tflops(whole, dense), "select_ms": select,
                  "select_share": select / dense, "rest_ms": milliseconds(rest_work(q, k, v, tokens), device)}
-        for name, way in ways.items():
-            taken = milliseconds(lambda: way(q, k, v, tokens, scale=scale), device)  # noqa: B023
+        for name, way in ways_of(q, HEADS_KV).items():
+            taken = milliseconds(lambda: way(q, k, v, tokens), device)  # noqa: B023
             found |= {f"{name}_ms": taken, f"{name}_tflops": tflops(part, taken),
                       f"{name}_rate": (part / taken) / (whole / dense)}
+        if (chunk == 2048 and past == 131_072) or device == "cpu":
+            found |= together(past, chunk, count, dtype, device)
         units = {"ms": "milliseconds", "share": "of dense", "rate": "of dense, per pair", "tflops": "TFLOP/s"}
         ROWS.extend(row(case, "kernels", name, round(value, 4), units[name.rpartition("_")[2]])
                     for name, value in found.items())
@@ -272,8 +299,8 @@ def sweep(dtype: torch.dtype, device: str) -> None:
     pairs = chunk * (count + chunk / 2)
     dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device, runs)
     print(f"dense {dense:.3f} ms, {tflops(chunk * (past + chunk / 2), dense):.0f} TFLOP/s")
-    if device == "cuda" and splits(dtype, HEADS_Q, HEADS_KV, DIM, q.device):
-        found = milliseconds(lambda: gathered_attention(q, k, v, tokens, scale=scale), device, runs)
+    if "gathered" in ways_of(q, HEADS_KV):
+        found = milliseconds(lambda: ways_of(q, HEADS_KV)["gathered"](q, k, v, tokens), device, runs)
         print(f"gathered {found:.3f} ms, {tflops(pairs, found):.0f} TFLOP/s", flush=True)
     attend, select = sys.modules[Launch.__module__], sys.modules[chunk_tokens.__module__]
     rest, add = sys.modules[add_rest.__module__], rest_work(q, k, v, tokens)
@@ -281,12 +308,12 @@ def sweep(dtype: torch.dtype, device: str) -> None:
     tried: list[tuple[str, Any, Callable[[], Any], list[dict[str, Any]]]] = [
         ("attention: rows, keys, warps, stages", attend, lambda: way(q, k, v, tokens, scale=scale),
          [{"LAUNCHES": dict.fromkeys((True, False), Launch(*how))} for how in (
-             attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3),
+             attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
              (64, 64, 4, 2), (64, 32, 4, 4))]),
         ("list: keys at once, warps", select,
-         lambda: chunk_tokens(asking, k, 16, past - 512, count, scale=scale),
+         lambda: chunk_tokens(asking, k, SINK, past - WINDOW, count, scale=scale),
          [{"KEYS_AT_ONCE": n, "WARPS": w, "PROGRAMS": p} for n, w, p in (
-             (select.KEYS_AT_ONCE, select.WARPS, select.PROGRAMS), (128, 8, 264), (128, 8, 1056), (128, 4, 528),
+             (select.KEYS_AT_ONCE, select.WARPS, select.PROGRAMS), (128, 4, 264), (128, 4, 1056), (128, 8, 528),
              (64, 4, 528), (64, 8, 528))]),
         ("completion: rows, warps", rest, add,
          [{"ROWS": n, "WARPS": w} for n, w in ((rest.ROWS, rest.WARPS), (32, 4), (64, 4), (128, 8))]),
@@ -309,9 +336,9 @@ def sweep(dtype: torch.dtype, device: str) -> None:
 
 
 def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.Tensor) -> Callable[[], Any]:
-    """The completion of a chunk, with maps of the recipe's shape: sums of the list taken out, then all queries."""
+    """The completion of a chunk, with maps of the recipe's shape: sums of the list, whose rows are there, taken out,
+    then all queries."""
     from benchmarks.generate import KEY_WIDTH, MAP_WIDTH
-    from sparsekv.kernels import gather_rows
     from sparsekv.models.feature_map import FeatureMap
 
     maps = FeatureMapWeights(*(w.detach().to(q.device, q.dtype) for w in FeatureMap(
@@ -324,10 +351,10 @@ def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.T
     whole = phi_sums(k, v, first, first + k.shape[2], keys)
     offset = torch.zeros(HEADS_Q, device=q.device)
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3], device=q.device)
+    rows = chunk_rows(k, v, tokens, q.shape[2], 0, 0)
 
     def work() -> None:
-        index = tokens.long()
-        read = phi_sums(gather_rows(k, index), gather_rows(v, index), first, first + index.shape[2], keys)
+        read = phi_sums(*rows, first, first + tokens.shape[2], keys)
         add_rest(out, lse, q, maps, offset, PhiState(*phi_less(whole, read)))
 
     return work

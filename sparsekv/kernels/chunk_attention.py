@@ -32,7 +32,7 @@ from sparsekv.kernels.launch import (
 GATHERED_AT_ONCE, GATHER_WARPS = 32, 4
 """Tokens of a program of `rows_kernel`, and its warps."""
 TWIN_QUERIES = 256
-"""Queries that the twin takes at once."""
+"""Queries of a row of the cache that the twin takes at once."""
 
 
 class Launch(NamedTuple):
@@ -155,8 +155,9 @@ def chunk_attention_reference(
         real = place + begins >= starts.repeat_interleave(chunks)[:, None]
     used = torch.cat([tokens >= 0, real[:, None].expand(-1, heads_kv, -1)], dim=2)
     outs, lses = [], []
-    for first in range(0, count, TWIN_QUERIES):
-        rows = q[:, :, first:first + TWIN_QUERIES].to(acc).unflatten(1, (heads_kv, -1))
+    block = max(1, TWIN_QUERIES // chunks)
+    for first in range(0, count, block):
+        rows = q[:, :, first:first + block].to(acc).unflatten(1, (heads_kv, -1))
         seen = listed + first + rows.shape[3]
         scores = rows @ keys[:, :, None, :seen].mT * scale
         later = place[:first + rows.shape[3]] > place[first:first + rows.shape[3], None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.kernels.histogram import best_tokens_reference, bins_of
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, at_once, dense_last, on_device, padded
+from sparsekv.kernels.launch import acc_dtype, as_tokens, at_once, dense_last, on_device, padded
 from sparsekv.kernels.sketch import Binned, histogram_size, launch_select
 
 KEYS_AT_ONCE, WARPS, PROGRAMS = 128, 4, 528
@@ -43,15 +43,15 @@ def chunk_tokens(
 def chunk_tokens_reference(
     representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
 ) -> Tensor:
-    """`chunk_tokens` in plain torch."""
-    acc, rows = acc_dtype(k), len(representatives)
-    more = torch.arange(rows, device=k.device) % (rows // len(k)) * step
-    keys = k[:, :, first:last + (rows // len(k) - 1) * step].to(acc).repeat_interleave(rows // len(k), dim=0)
-    absent = (torch.arange(keys.shape[2], device=k.device) >= last - first + more[:, None])[:, None]
-    logits = (representatives.to(acc) @ keys.mT * scale).masked_fill(absent[:, :, None], NEG_INF)
-    scores = logits.softmax(-1).sum(2).masked_fill(absent, -1.0)
-    budget = torch.full((rows,), count, device=k.device)
-    return best_tokens_reference(bins_of(scores), None, budget, count) + first
+    """`chunk_tokens` in plain torch, one chunk of all rows after the other."""
+    acc, chunks = acc_dtype(k), len(representatives) // len(k)
+    budget = torch.full((len(k),), count, device=k.device)
+    lists = []
+    for i in range(chunks):
+        keys = k[:, :, first:last + i * step].to(acc)
+        scores = (representatives[i::chunks].to(acc) @ keys.mT * scale).softmax(-1).sum(2)
+        lists.append(best_tokens_reference(bins_of(scores), None, budget, count) + first)
+    return torch.stack(lists, dim=1).flatten(0, 1)
 
 
 def representatives(q: Tensor, heads_kv: int) -> Tensor:
