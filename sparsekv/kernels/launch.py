@@ -58,7 +58,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 def finite(x: Tensor) -> Tensor:
     """x with zero for what is infinite: a shift that may be of an empty set."""
-    return torch.where(torch.isinf(x), torch.zeros_like(x), x)
+    return torch.nan_to_num(x, nan=float("nan"), posinf=0.0, neginf=0.0)
 
 
 def on_device(x: Tensor) -> bool:
