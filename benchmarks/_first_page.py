@@ -24,9 +24,9 @@ TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
 STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
 """What decode.json calls them."""
-REPLACED = "That of sketch + φ is of an earlier kernel; what ships has not been timed as a step"
-"""Said of the times of a commit whose completed attention is not the one of now."""
-TOKEN_CASES = {"coder-30k-b1": "this model, 30k tokens", "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
+TOKEN_CASES = {"coder-30k-b1": "this model, one request of 30k tokens",
+               "coder-30k-b24": "this model, 24 requests of 30k tokens",
+               "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
 """Cases of generate.json that are shown where a run has all three methods, and what they are."""
 STEP_CASE = "32x8-128k-b1"
 
@@ -40,11 +40,12 @@ def named(method: str) -> str:
 
 
 class Times(NamedTuple):
-    """A column of times: header, cells by method, and what they are of."""
+    """A column of times: header, cells by method, what they are of, and whose."""
 
     header: str
     cells: dict[str, str]
-    origin: str
+    what: str
+    card: str
 
 
 def times(rows: Rows, case: str, names: dict[str, str], metric: str) -> tuple[dict[str, float], dict[str, Any] | None]:
@@ -76,12 +77,11 @@ def speed(generate: Rows, decode: Rows) -> list[Times]:
         if one is not None:
             short = what.replace(" with random weights", "").replace(" tokens", "")
             columns.append(Times(f"a token, {short} [ms]", {m: f"{v:.1f}" for m, v in found.items()},
-                                 f"one row of {what}, {card(one)}"))
+                                 what, card(one)))
     found, one = times(decode, STEP_CASE, STEP, "us")
     if not columns and one is not None:
         columns.append(Times("a step of one layer, 8B shape, 128k [µs]", {m: f"{v:.0f}" for m, v in found.items()},
-                             f"one layer of 32 query and 8 KV heads of 128 over 128k tokens, {card(one)}"
-                             + (f". {REPLACED}" if one["commit"] == "ac4a090" else "")))
+                             "one layer of 32 query and 8 KV heads of 128 over 128k tokens", card(one)))
     return columns
 
 
@@ -112,7 +112,9 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
                       *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
-    return ["", table, "", origins(real, "; ".join(c.origin for c in columns)), ""]
+    times_of = [f"{'; '.join(c.what for c in columns if c.card == of)} ({of})"
+                for of in dict.fromkeys(c.card for c in columns)]
+    return ["", table, "", origins(real, "; ".join(times_of)), ""]
 
 
 def origins(real: Rows, times_of: str) -> str:

@@ -33,7 +33,7 @@ from sparsekv.sources.hub import attention_modules, decoder
 FOLDER = "prompts"
 """The folder of cells whose prompts were read in other ways."""
 DENSE = "sketch+phi"
-SIZES = {"least": 0, "chunk": 512, "window": 128, "exact": 128}
+SIZES = {"least": 0, "chunk": 512, "window": 128, "exact": 128, "shortest": 0}
 """A quarter of the defaults, and no least list: of a prompt of 16k tokens the defaults' chunk, window and last tokens
 alone are a fifth of the pairs, of one of 128k a thirtieth."""
 LOGITS_AT_ONCE = 1024

@@ -165,9 +165,10 @@ def generate(rows: Rows) -> str:
     budgets = {(r["case"], r["method"], r["machine"], r["commit"]): r.get("budget") for r in rows}
     parts = [
         "# How long does a token of a whole model take?",
-        "Models with random weights in bfloat16. “8b” has the shape of Llama 3.1 8B. The quality of answers plays no "
-        "part here.",
-        "![Time of a token by context](generate.png)",
+        "Models in bfloat16, with random weights but for the last. “8b” has the shape of Llama 3.1 8B, “8b-quarter” "
+        "eight of its 32 layers, and “coder” is Qwen2.5-Coder-1.5B with its own weights. The quality of answers plays "
+        "no part here.",
+        "![Time of a token by model, context and rows](generate.png)",
         words(("column", "what it is"),
               ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "
                "plain loop, the last 24 of 48"),
@@ -211,16 +212,21 @@ def generate(rows: Rows) -> str:
 
 
 def tokens(rows: Rows) -> Drawing:
-    """Milliseconds a token by context, one row of the 8B shape, of the run that has most of it."""
-    found = [r for r in rows if r["metric"] == "loop_ms" and r["case"].startswith("8b-") and "-b1" in r["case"]]
-    machine = max({r["machine"] for r in found}, key=lambda m: len({r["case"] for r in found if r["machine"] == m}))
-    figure, axes = canvas()
+    """Milliseconds a token by case, a bar a method, of the run that has most cases."""
+    run = max(runs([r for r in rows if r["metric"] == "loop_ms"]), key=lambda r: len({x["case"] for x in r}))
+    cases = list(dict.fromkeys(r["case"] for r in run))
+    methods = [m for m in TOKENS if any(r["method"] == m for r in run)]
     colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#882255", "#CC79A7", "#117733", "#56B4E9", "#0072B2"),
                        strict=True))
-    for method in (m for m in TOKENS if m != "transformers"):
-        line = sorted({size(r["case"].split("-")[1]): r["value"] for r in found
-                       if r["method"] == method and r["machine"] == machine}.items())
-        if line:
-            axes.plot([x for x, _ in line], [y for _, y in line], color=colours[method], marker="o", markersize=3.5,
-                      linewidth=1.7, label=TOKENS[method])
-    return context_axes(figure, axes, "a token [ms]")
+    figure, axes = canvas()
+    wide = 0.8 / len(methods)
+    for i, method in enumerate(methods):
+        found = [(cases.index(r["case"]) + wide * (i - (len(methods) - 1) / 2), r["value"]) for r in run
+                 if r["method"] == method]
+        axes.bar([x for x, _ in found], [y for _, y in found], wide, color=colours[method], label=TOKENS[method])
+    axes.set_xticks(range(len(cases)), [
+        "{}\n{}, {}".format(name, context, f"{batch[1:]} row{'s' * (batch != 'b1')}")
+        for name, context, batch in (c.rsplit("-", 2) for c in cases)], fontsize=8)
+    axes.set_ylabel("a token [ms]")
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0))
+    return drawn(figure)

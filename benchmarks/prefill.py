@@ -137,7 +137,7 @@ def fastest(model: Any, length: int) -> Any:
 def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, device: str) -> None:
     _, length, rows = CASES[case]
     ids = prompts(model, tokenizer, rows, length, device)
-    sizes = SparsePrompts(share=options.share, least=options.least, chunk=options.chunk)
+    sizes = SparsePrompts(share=options.share, least=options.least, chunk=options.chunk, shortest=0)
     trained = artifacts(model_fingerprint(model))
     units = {"s": "seconds", "gb": "GB", "speedup": "dense / method"}
     dense: dict[str, float] = {}

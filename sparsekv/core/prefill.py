@@ -46,6 +46,8 @@ class SparsePrompts:
     sink: int = option(16, help="First tokens that every chunk reads [tokens].", min=0)
     window: int = option(512, help="Tokens before a chunk that it reads [tokens].", min=0)
     exact: int = option(512, help="Last tokens of a prompt, which read all tokens before them [tokens].", min=0)
+    shortest: int = option(65_536, help="Prompts shorter than this are read densely, which is then faster [tokens].",
+                           min=0)
 
     extrapolate = False
     takes_padding = False

@@ -194,17 +194,16 @@ class Attachment:
             past, tokens = cache.get_seq_length(), input_ids.shape[1]
             end = past + tokens
             try:
-                self.layerwise.prefilling = True
+                self.layerwise.prefilling, self.layerwise.whole = True, end
                 for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                     past += part.shape[1]
-                    self.layerwise.continues = past < end
                     mask = None if attention_mask is None else attention_mask[:, :past]
                     # a padded row counts from its first real token on, as `generate` does
                     place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
                     decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
                                         use_cache=True)
             finally:
-                self.layerwise.prefilling = self.layerwise.continues = False
+                self.layerwise.prefilling, self.layerwise.whole = False, 0
         return cache
 
     @torch.no_grad()

@@ -43,14 +43,14 @@ class Layerwise:
         self.warming = Warming()
         self.fused: Fused | None = None
         """What runs by kernels in the model's passes; of its seat."""
-        self.continues = False
-        """Whether more of the prompt follows."""
+        self.whole = 0
+        """Tokens of the prompt that is read piece by piece, with what the cache held before; 0 for one in one piece."""
         self._mask: tuple[Any, Tensor] | None = None
 
     def forget(self) -> None:
         """Let go of what belongs to the last pass."""
         self.warming.wait()
-        self._mask, self.prefilling, self.continues = None, False, False
+        self._mask, self.prefilling, self.whole = None, False, 0
 
     def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
                   scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
@@ -79,7 +79,7 @@ class Layerwise:
             if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
                 self._warm(query, key)
             reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
-            if reader is not None:
+            if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
                 return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
             return dense()
         self.warming.wait()
@@ -106,7 +106,7 @@ class Layerwise:
                          cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
             out = prefill_chunks(view, query, reader, self.decoding.completes_prompt(index, device),
-                                 ends=not self.continues)
+                                 ends=key.shape[2] >= self.whole)
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, query: Tensor, key: Tensor) -> None:

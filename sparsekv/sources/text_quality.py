@@ -78,11 +78,11 @@ class TextQuality:
 
     @property
     def recommended(self) -> Setting:
-        """The smallest budget that is good, completed where that is good too; where none is, of the largest budget the
-        setting of least perplexity."""
-        if self.good:
-            return min(self.good, key=lambda s: (s.token_budget, s.completion == NONE))
-        return min(self.settings, key=lambda s: (-s.token_budget, s.loss))
+        """Of the smallest budget at which a setting is good, or of the largest where none is, the setting that writes
+        the most tokens as full attention does: of as few tokens perplexity alone tells less."""
+        budget = min((s.token_budget for s in self.good), default=max(s.token_budget for s in self.settings))
+        return max((s for s in self.settings if s.token_budget == budget),
+                   key=lambda s: (s.same_tokens, s in self.good, -s.loss, s.completion != NONE))
 
     def save(self, folder: Path) -> None:
         best = self.recommended
@@ -116,9 +116,11 @@ class TextQuality:
         """`recommended: token_budget=…`, and why."""
         best, goal = self.recommended, f"{100 * GOAL:g} % of full attention's perplexity"
         if self.good:
-            why = f"the smallest budget measured from which on perplexity stays within {goal}"
+            why = f"the smallest budget measured from which on a setting's perplexity stays within {goal}"
         else:
             why = f"the largest budget measured; none stays within {goal}, this one has {_signed(best.loss)} %"
+        if len({s.completion for s in self.settings}) > 1:
+            why += ". No setting at this budget has more next tokens of full attention's"
         if best.margin > GOAL:
             why += (f". The interval, ± {100 * best.margin:.1f} %, is wider than that: `sparsekv eval --tasks "
                     "perplexity` measures more text")

@@ -80,7 +80,8 @@ def test_the_table_is_in_the_rows() -> None:
 
 
 COLUMNS = {
-    "a token, this model, 30k [ms]": ("generate", "coder-30k-b1", "loop_ms", 0.051),
+    "a token, this model, one request of 30k [ms]": ("generate", "coder-30k-b1", "loop_ms", 0.051),
+    "a token, this model, 24 requests of 30k [ms]": ("generate", "coder-30k-b24", "loop_ms", 0.051),
     "a token, an 8B shape, 128k [ms]": ("generate", "8b-128k-b1", "loop_ms", 0.051),
     "a step of one layer, 8B shape, 128k [µs]": ("decode", "32x8-128k-b1", "us", 0.51)}
 """Headers of times: file, case and metric of the rows, and half the last digit."""

@@ -116,6 +116,14 @@ def test_the_smallest_budget_that_keeps_the_goal(losses, phi, arguments, why) ->
     assert "wider" not in found.advice() and "wider" in card(*losses, phi=phi, margin=2 * GOAL).advice()
 
 
+def test_of_a_budget_the_setting_that_agrees_most_is_recommended() -> None:
+    found = card(0.02, 0.02, 0.001, phi=(0.02, 0.02, 0.006))
+    assert found.recommended.completion == "none"
+    agree = [dataclasses.replace(s, same_tokens=0.95 if s.completion == "phi" else 0.9) for s in found.settings]
+    found = dataclasses.replace(found, settings=agree)
+    assert (found.recommended.completion, found.recommended.token_budget) == ("phi", 0.05)
+
+
 def test_a_file_and_what_is_none(folder) -> None:
     made = dataclasses.replace(card(0.1, 0.2, 0.3), artifacts={
         kind: json.loads((folder / kind / "config.json").read_text())["sha256"] for kind in ("router", "phi")})

@@ -20,7 +20,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import add_centre, add_rest, chunk_attention, chunk_tokens, dense_attention, log_phi, phi_sums
 from sparsekv.kernels.histogram import bins_of
 
-FEW = SparsePrompts(share=0.1, least=5, chunk=16, sink=3, window=10, exact=20)
+FEW = SparsePrompts(share=0.1, least=5, chunk=16, sink=3, window=10, exact=20, shortest=0)
 
 
 def spans(total: int, count: int) -> list[tuple[int, int, bool]]:
@@ -143,7 +143,7 @@ def test_a_prompt_by_gathered_rows(batch: int, completed: bool, monkeypatch) -> 
 
 def test_lists_of_other_sizes_and_too_many_bytes_are_read_apart(monkeypatch) -> None:
     view = make_view(length=300, sink=3, dim=32)[0]
-    sizes = SparsePrompts(least=40, share=0.25, chunk=16, sink=3, window=10)
+    sizes = SparsePrompts(least=40, share=0.25, chunk=16, sink=3, window=10, shortest=0)
     assert [sizes.together(a, 9, view) for a in (0, 48, 64, 160, 176)] == [1, 1, 7, 1, 1]
     monkeypatch.setattr(prefill, "MOST_BYTES", 3 * 53 * 2 * 2 * 32 * 4)
     assert sizes.together(64, 9, view) == 3 and sizes.together(64, 2, view) == 2
@@ -163,6 +163,16 @@ def test_a_list_of_everything_is_full_attention(family: str) -> None:
         if family != "gemma3":  # its first layer has a window: keys of all layers differ from the next on
             torch.testing.assert_close(c.keys, d.keys, rtol=1e-3, atol=1e-4)
     assert not torch.allclose(full.layers[-1].keys, few.layers[-1].keys, rtol=1e-2)
+
+
+def test_prompts_that_are_short_are_read_densely() -> None:
+    model, ids = make_model("llama"), prompt(150, 1)
+    with attach(model, selector="dense") as dense:
+        full = dense.prefill(ids)
+    for shortest, same in ((151, True), (150, False)):
+        with attach(model, selector="dense", prefill=replace(FEW, shortest=shortest)) as attachment:
+            for found in (attachment.prefill(ids), attachment.prefill(ids, chunk_size=40)):
+                assert torch.allclose(full.layers[-1].keys, found.layers[-1].keys, rtol=1e-4, atol=1e-5) == same
 
 
 @pytest.mark.parametrize("completed", [False, True])
@@ -208,7 +218,8 @@ def test_arguments_that_cannot_work() -> None:
 @pytest.mark.gpu
 def test_the_kernels_read_a_prompt_as_their_twins_do() -> None:
     model, ids = make_model("llama"), prompt(3000, 2)
-    how = {"selector": "dense", "prefill": SparsePrompts(share=0.2, least=200, chunk=512, window=64, exact=100)}
+    how = {"selector": "dense", "prefill": SparsePrompts(share=0.2, least=200, chunk=512, window=64, exact=100,
+                                                         shortest=0)}
     with attach(model, **how, phi=artifacts(model)[1]) as attachment:
         want = attachment.prefill(ids)
     there = make_model("llama", attention_bias=False).cuda()

@@ -149,9 +149,9 @@ class Selector(RowState):
 
 class ReadsPrompts(Protocol):
     """Who reads prompts sparsely, `chunk` tokens together (`core/prefill.py`). sink, window: the first tokens, and
-    those before a chunk, that it always reads; exact: the last tokens of a prompt, which read all. extrapolate: the
-    keys that are read get contiguous positions (length extrapolation); takes_padding: rows with padding are read
-    sparsely too."""
+    those before a chunk, that it always reads; exact: the last tokens of a prompt, which read all; shortest: the tokens
+    of the shortest prompt that is read sparsely. extrapolate: the keys that are read get contiguous positions (length
+    extrapolation); takes_padding: rows with padding are read sparsely too."""
 
     @property
     def chunk(self) -> int: ...
@@ -164,6 +164,9 @@ class ReadsPrompts(Protocol):
 
     @property
     def exact(self) -> int: ...
+
+    @property
+    def shortest(self) -> int: ...
 
     @property
     def extrapolate(self) -> bool: ...

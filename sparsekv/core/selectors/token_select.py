@@ -130,6 +130,7 @@ class PromptReader:
     window: int
 
     exact: ClassVar[int] = 0
+    shortest: ClassVar[int] = 0
     takes_padding: ClassVar[bool] = True
 
     @property
