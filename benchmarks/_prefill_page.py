@@ -17,8 +17,8 @@ Rows = Sequence[dict[str, Any]]
 
 CASE, LENGTH, WRITTEN = "8b-128k-b1", 16_384, 256
 """The request of the figures; tokens of the prompts whose loss is known; tokens that the request writes."""
-COLUMNS = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "first_token_s": "first token [s]",
-           "first_token_speedup": "ratio", "peak_gb": "most memory [GB]"}
+COLUMNS = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "cold_prompt_s": "prompt, first run [s]",
+           "first_token_s": "first token [s]", "first_token_speedup": "ratio", "peak_gb": "most memory [GB]"}
 
 
 def named(method: str) -> str:
@@ -45,6 +45,7 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
         "layers, “coder” the shape of Qwen2.5-Coder-1.5B. [How to read prompts sparsely](../how-to/prompts.md).",
         words(("column", "what it is"),
               ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
+              ("first run", "kernels and cuDNN's plans are loaded in it"),
               ("first token", "prompt and first token by `generate`, the prompt in one piece, where it fits"),
               ("full attention", "the faster of cuDNN and FlashAttention"),
               ("sparse, 10 %", "a chunk of 2048 tokens reads a list of 10 % of the tokens before it, at least 4096"),
@@ -63,13 +64,14 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                   f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
                   "of a token of [generate](generate.md), one card each."]
     for run in runs([r for r in rows if r["method"] != "kernels"]):
+        shown = [x for x in COLUMNS if any(r["metric"] == x for r in run)]
         values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
         lines = [[*case.rsplit("-", 2)[:2], case.rpartition("-b")[2], named(m),
-                  *(number(values.get((case, m, x)), 2) for x in COLUMNS)]
+                  *(number(values.get((case, m, x)), 2) for x in shown)]
                  for case in dict.fromkeys(r["case"] for r in run)
                  for m in dict.fromkeys(r["method"] for r in run if r["case"] == case)]
         parts += [f"## {card(run[0]).replace('one ', '')}",
-                  markdown(["model", "tokens", "rows", "prompt read by", *COLUMNS.values()], lines)]
+                  markdown(["model", "tokens", "rows", "prompt read by", *(COLUMNS[x] for x in shown)], lines)]
     for run in runs([r for r in rows if r["method"] == "kernels"]):
         values = {(r["case"], r["metric"]): r["value"] for r in run}
         names = list(dict.fromkeys(r["metric"] for r in run))

@@ -424,6 +424,7 @@ def steps(options: argparse.Namespace) -> None:
         measure(case, sets[:3], wanted(("sparse_phi", "sparse_sketch_phi")))
         del sets, b
         torch.cuda.empty_cache()
+        add_rows("decode", ROWS, options.output)
 
 
 def parts() -> None:
