@@ -1,5 +1,5 @@
 """The first screen of README and of the site: one table, what it shows in sentences, and where its rows are from. All
-of it is drawn from real.json, generate.json and decode.json."""
+of it is drawn from real.json and generate.json."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
 TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
-STEP = {FULL: "sdpa_cudnn", "sketch": "sparse_sketch", "sketch+phi": "sparse_sketch_phi"}
-"""What decode.json calls them."""
 TOKEN_CASES = {"coder-30k-b1": "this model, one request of 30k tokens",
                "coder-30k-b24": "this model, 24 requests of 30k tokens",
                "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
 """Cases of generate.json that are shown where a run has all three methods, and what they are."""
-STEP_CASE = "32x8-128k-b1"
 
 
 def named(method: str) -> str:
@@ -52,51 +49,38 @@ def times(rows: Rows, case: str, names: dict[str, str], metric: str) -> tuple[di
     """The last times of one card and commit that has all of these methods, an H100's if there are some, and one of
     their rows; else nothing."""
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    peers: dict[str, dict[str, dict[str, Any]]] = {}
     for r in rows:
         if r["case"].partition(",")[0] == case and r["metric"] == metric:
             groups.setdefault((r["machine"], r["commit"]), {})[r["method"]] = r
-            if r["method"].startswith("sdpa"):  # torch's own: its time is the machine's, whatever our commit
-                peers.setdefault(r["machine"], {})[r["method"]] = r
-    groups = {k: {**peers.get(k[0], {}), **g} for k, g in groups.items()}
     found = [g for g in groups.values() if set(names.values()) <= set(g)]
     if not found:
         return {}, None
     chosen = sorted(found, key=lambda g: "H100" in next(iter(g.values()))["machine"])[-1]
-    ours = next(chosen[n] for n in names.values() if not n.startswith("sdpa"))
-    others = {chosen[n]["commit"] for n in names.values()} - {ours["commit"]}
-    ours = {**ours, "peers": others.pop()} if others else ours
-    return {m: chosen[name]["value"] for m, name in names.items()}, ours
+    return {m: chosen[name]["value"] for m, name in names.items()}, chosen[names[FULL]]
 
 
-def speed(generate: Rows, decode: Rows) -> list[Times]:
-    """Columns of a token of a whole model; of one layer's step where no run of a model has all three methods."""
+def speed(generate: Rows) -> list[Times]:
+    """Columns of a token of a whole model."""
     columns = []
     for case, what in TOKEN_CASES.items():
         found, one = times(generate, case, TOKEN, "loop_ms")
         if one is not None:
             short = what.replace(" with random weights", "").replace(" tokens", "")
-            columns.append(Times(f"a token, {short} [ms]", {m: f"{v:.1f}" for m, v in found.items()},
-                                 what, card(one)))
-    found, one = times(decode, STEP_CASE, STEP, "us")
-    if not columns and one is not None:
-        columns.append(Times("a step of one layer, 8B shape, 128k [µs]", {m: f"{v:.0f}" for m, v in found.items()},
-                             "one layer of 32 query and 8 KV heads of 128 over 128k tokens", card(one)))
+            columns.append(Times(f"a token, {short} [ms]", {m: f"{v:.1f}" for m, v in found.items()}, what, card(one)))
     return columns
 
 
 def card(r: dict[str, Any]) -> str:
     """The machine of a row and its commit."""
     name = r["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
-    peers = f", full attention's at {r['peers']}" if "peers" in r else ""
-    return f"one {name}, commit {r['commit']}{peers}"
+    return f"one {name}, commit {r['commit']}"
 
 
-def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
+def first_table(real: Rows, generate: Rows) -> list[str]:
     """README's table: score, bytes, error and time of one budget, then where its rows are from."""
     mine, case = first(real)
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
-    columns = speed(generate, decode)
+    columns = speed(generate)
     lines = []
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
         budgets = sorted(b for m, b in scores if m == method and b is not None)
@@ -112,24 +96,29 @@ def first_table(real: Rows, generate: Rows, decode: Rows) -> list[str]:
                       *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
-    times_of = [f"{'; '.join(c.what for c in columns if c.card == of)} ({of})"
-                for of in dict.fromkeys(c.card for c in columns)]
-    return ["", table, "", origins(real, "; ".join(times_of)), ""]
+    return ["", table, "", origins(real, columns), ""]
 
 
-def origins(real: Rows, times_of: str) -> str:
+def origins(real: Rows, columns: Sequence[Times]) -> str:
     """Where the table's rows are from, a line a column."""
     mine, case = first(real)
     one = next(r for r in of_metric(mine, case, "score") if r["method"] == FULL)
-    trained = next((r["trained"] for r in mine if "trained" in r), "")
     error = next((r for r in of_metric(mine, f"perplexity_prose@{FIRST[1]}", "rel_err")), one)
-    of_error = "" if error["commit"] == one["commit"] else f" ({card(error)})"
+    trained = next((r["trained"] for r in mine if "trained" in r), "")
+
+    def by(of: str) -> str:
+        """Whose rows they are, where not the scores'."""
+        return "" if of == card(one) else f" ({of})"
+
+    timed = dict.fromkeys(c.card for c in columns)
     lines = [
-        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts. The model is {MODEL} "
-        f"({one['quantisation']}), run on {card(one)}. ± is half the 95 % interval.",
+        f"Model: {MODEL}, {one['quantisation']}.",
+        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts. ± is half the 95 % "
+        "interval.",
         "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
-        f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{of_error}.",
-        *([f"Time: {times_of}."] if times_of else []),
+        f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
+        *(f"Time: {'; '.join(c.what for c in columns if c.card == of)}{by(of)}." for of in timed),
+        f"Run on: {card(one)}.",
         *([f"Training: {trained}."] if trained else [])]
     return "\n".join(f"- {line}" for line in lines)
 

@@ -68,8 +68,6 @@ DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
-    "8b-quarter": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 8, "num_attention_heads": 32,
-                   "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
     "32b": {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6},
     "smollm2": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
@@ -81,6 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }
+SHAPES["8b-quarter"] = SHAPES["8b"] | {"num_hidden_layers": 8}
 METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "default", "transformers", "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-16k-b16", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "coder-30k-b1", "coder-30k-b8",
             "tiny-512-b2")

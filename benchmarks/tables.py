@@ -57,7 +57,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def first_screen() -> dict[str, list[str]]:
     """README's table, and what its scores say."""
     real = load("real")
-    return {"first": _first_page.first_table(real, load("generate"), load("decode")), "facts": _first_page.facts(real)}
+    return {"first": _first_page.first_table(real, load("generate")), "facts": _first_page.facts(real)}
 
 
 def demo() -> dict[str, list[str]]:

@@ -6,9 +6,8 @@
 
 One process measures one form: first a check in bf16 against the twin in float64, of odd sizes and guarded buffers, then
 microseconds of split and merge by case: a CUDA graph of 32 calls whose token lists, maps and sums rotate, so that they
-exceed the L2 together. Forms are `plain` (attention without a completion), `ships` (`completed_kernel`) and `rows`
-(`phi_kernel.rows_kernel`, what shipped before). A launch is `block/warps/programs[/stages]`. A line of JSON a form,
-launch and case goes to the file. `--all` compiles all in many processes first, then measures in one process a GPU at a
+exceed the L2 together. Forms are `plain` (attention without a completion) and `ships` (`completed_kernel`). A launch is
+`block/warps/programs[/stages]`. A line of JSON a form, launch and case goes to the file. `--all` compiles all in many processes first, then measures in one process a GPU at a
 time, some 90 seconds in all; a table comes last. Under TRITON_INTERPRET=1 only the check runs, in float16. ptxas 12.8
 assembles some launches wrongly (docs/log/decode.md, "Completion without kept features"); TRITON_PTXAS_PATH names
 another one.
@@ -30,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
-RUNS = [("plain", "32/1/1024"), ("rows", "128/8/132"), ("ships", "128/8/132"), ("ships", "32/4/132"),
+RUNS = [("plain", "32/1/1024"), ("ships", "128/8/132"), ("ships", "32/4/132"),
         ("ships", "64/4/132")]
 """Blocks of 64 in one stage are wrong as ptxas 12.8 assembles them: the last shows it."""
 CASES = [  # name, query heads, KV heads, tokens, rows; 1 % is listed, an odd count, 4 + 16 anchors
@@ -42,24 +41,12 @@ LIMIT_S, TOTAL_S = 25, 150
 
 def take(form: str, how: Any) -> None:
     """`launch_attend` with this form and launch, whatever fits."""
-    from benchmarks.experiments.phi_kernel import rows_kernel
-    from sparsekv.kernels import attend, attend_triton
+    from sparsekv.kernels import attend
 
     if form == "plain":
         attend.PLAIN = how
         return
     attend.completed_launch = lambda *sizes: how
-    if form == "ships":
-        return
-
-    class Rows:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def run(*arguments: Any, QUARTER: int, AHEAD: bool, **constants: Any) -> Any:
-                return rows_kernel[grid](*arguments, HALF=max(8, QUARTER), **constants)
-
-            return run
-
-    attend_triton.completed_kernel = Rows()
 
 
 class Case:
@@ -262,7 +249,7 @@ def table(output: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output")
-    parser.add_argument("--form", choices=["plain", "ships", "rows"], default="ships")
+    parser.add_argument("--form", choices=["plain", "ships"], default="ships")
     parser.add_argument("--launch", default="128/8/132")
     parser.add_argument("--warm", action="store_true", help="compile and check, time nothing")
     parser.add_argument("--all", action="store_true")

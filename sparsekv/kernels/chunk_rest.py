@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparsekv.kernels.attend import merge
 from sparsekv.kernels.completion import hidden_phi, phi_query_reference
-from sparsekv.kernels.launch import NEG_INF, as_tokens, dense_last, on_device, padded
+from sparsekv.kernels.launch import NEG_INF, as_tokens, dense_last, on_device, padded, wide_product
 from sparsekv.kernels.types import FeatureMapWeights, PhiCache, PhiState, ScoreMoments
 
 ROWS, WARPS = 64, 8
@@ -57,10 +57,7 @@ def launch_rest(
     batch, heads, count, dim = q.shape
     rows = hidden_phi(q.transpose(0, 1).reshape(heads, batch * count, dim), maps)
     features = maps.w_out.shape[-1]
-    if rows.is_cuda and rows.dtype != torch.float32:
-        logs = torch.bmm(rows, maps.w_out, out_dtype=torch.float32)
-    else:
-        logs = rows.float() @ maps.w_out.float()
+    logs = wide_product(rows, maps.w_out)
     # means of values, which half precision holds, in place of sums, which it may not
     means = (left.s / torch.where(left.z > 0, left.z, 1.0)[..., None]).to(q.dtype)
     moments = left.moments

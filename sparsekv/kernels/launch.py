@@ -56,6 +56,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return x.dtype if x.is_cuda else acc_dtype(x)
 
 
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` of `[n, i, j]` and `[n, j, k]` of one dtype, float32 at least: what half precision would round stays."""
+    acc = acc_dtype(a)
+    if a.is_cuda and a.dtype != acc:
+        return torch.bmm(a, b, out_dtype=acc)
+    return torch.bmm(a.to(acc), b.to(acc))
+
+
 def finite(x: Tensor) -> Tensor:
     """x with zero for what is infinite: a shift that may be of an empty set."""
     return torch.nan_to_num(x, nan=float("nan"), posinf=0.0, neginf=0.0)

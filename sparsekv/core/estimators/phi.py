@@ -148,7 +148,7 @@ class PhiEstimator(Estimator):
     def extend(self, view: LayerView, old: Regions) -> None:
         equal = view.regions.equal
         if self.built_size is not None and self.built_equal is not None and equal is not None:
-            if equal[1] - equal[0] > 2 * self.built_equal:
+            if self._doubled(equal[1] - equal[0]):
                 self.build(view)
             else:
                 self._extend(view, old)

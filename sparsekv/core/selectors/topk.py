@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.foundation.config import option
+from sparsekv.kernels.launch import wide_product
 
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
@@ -19,17 +20,10 @@ def group_scores(view: LayerView, queries: Tensor) -> Tensor:
     batch, _, count, dim = queries.shape
     heads_kv, keys = view.num_kv_heads, view.keys
     q = queries.reshape(batch, heads_kv, view.group, count, dim).transpose(2, 3)
-    scores = products(q.reshape(batch, heads_kv, count * view.group, dim).to(keys.dtype), keys) * view.scale
+    q = q.reshape(batch * heads_kv, count * view.group, dim).to(keys.dtype)
+    # rounded to bfloat16, a score near 200 would be wrong by up to half a nat
+    scores = wide_product(q, keys.flatten(0, 1).mT).unflatten(0, (batch, heads_kv)) * view.scale
     return mask_mid(view, scores).reshape(batch, heads_kv, count, view.group, -1)
-
-
-def products(q: Tensor, keys: Tensor) -> Tensor:
-    """`q·k` of q `[B, H, n, d]` and keys `[B, H, N, d]` of one dtype, float32 at least: rounded to bfloat16, a score
-    near 200 would be wrong by up to half a nat."""
-    acc = torch.promote_types(keys.dtype, torch.float32)
-    if keys.is_cuda and acc != keys.dtype:
-        return torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).mT, out_dtype=acc).unflatten(0, q.shape[:2])
-    return q.to(acc) @ keys.to(acc).mT
 
 
 def mask_mid(view: LayerView, scores: Tensor) -> Tensor:
