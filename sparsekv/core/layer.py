@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -302,3 +303,22 @@ def row_part(value: Any, index: int, count: int) -> Any:
     if isinstance(value, tuple):
         return type(value)(*(row_part(x, index, count) for x in value))
     return None if value is None else value.chunk(count)[index]
+
+
+def heads_apart(value: Any, count: int) -> list[Any]:
+    """Of a tensor `[B, count·H, ...]`, or a named tuple of tensors and tuples, the parts `[B, H, ...]` of every layer;
+    what has no heads, `[B]` or None, is that of every layer."""
+    if isinstance(value, tuple):
+        parts = [heads_apart(x, count) for x in value]
+        return [type(value)(*part) for part in zip(*parts, strict=True)]
+    if value is None or value.dim() < 2:
+        return [value] * count
+    return list(value.unflatten(1, (count, -1)).transpose(0, 1).contiguous())
+
+
+def heads_side_by_side(views: Sequence[LayerView]) -> LayerView:
+    """Views of layers with the same regions, shapes and scale as one layer of all their heads, in that order."""
+    one, count = views[0], len(views)
+    keys, values = (torch.cat(xs, dim=1) for xs in ([v.keys for v in views], [v.values for v in views]))
+    return LayerView(keys, values, one.regions, one.scale, count * one.num_query_heads, one.layer_idx, one.num_layers,
+                     one.rope)

@@ -1,5 +1,6 @@
-"""Several layers' selectors built at once: layers that are built alike stand side by side as rows of one batch, since a
-row is what it is by itself. A short prompt is a few hundred launches then, and not that many a layer."""
+"""Several layers' selectors and estimators built at once: layers that are built alike stand side by side, as rows of
+one batch or as heads of one layer, since a row and a head are what they are by themselves. A short prompt is a few
+hundred launches then, and not that many a layer."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
 
 STACKED_BYTES = 1 << 30
 """Keys that stand side by side at once: they are copied there. A layer with as many is built by itself."""
+SUMMED_BYTES = 1 << 28
+"""The same of estimators, for which values are copied too."""
 
 
 @dataclass
@@ -60,11 +64,23 @@ def build_selectors(views: Sequence[LayerView], selectors: Sequence[Selector]) -
                 one.take_layer(selector, i, len(group))
 
 
-def alike(views: Sequence[LayerView], selectors: Sequence[Selector]) -> Iterator[list[int]]:
-    """Which layers are built together: those of one kind, as many as `STACKED_BYTES` of keys."""
+def build_estimators(views: Sequence[LayerView], estimators: Sequence[Estimator]) -> None:
+    """The same of every layer's estimator."""
+    for group in alike(views, estimators, SUMMED_BYTES):
+        first, *others = (estimators[i] for i in group)
+        if others:
+            first.build_together([views[i] for i in group], others)
+        else:
+            first.build(views[group[0]])
+
+
+def alike(
+    views: Sequence[LayerView], parts: Sequence[Selector | Estimator], at_once: int | None = None,
+) -> Iterator[list[int]]:
+    """Which layers are built together: those of one kind, as many as `at_once` bytes of keys, or `STACKED_BYTES`."""
     groups: dict[object, list[int]] = {}
-    for i, (view, selector) in enumerate(zip(views, selectors, strict=True)):
-        kind = selector.stacks_by(view) if len(views) > 1 else None
+    for i, (view, part) in enumerate(zip(views, parts, strict=True)):
+        kind = part.stacks_by(view) if len(views) > 1 else None
         same = (i,) if kind is None or type(view) is not LayerView else (
             kind, id(view.regions), view.keys.shape, view.keys.dtype, view.keys.device, view.scale,
             view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,
@@ -72,7 +88,7 @@ def alike(views: Sequence[LayerView], selectors: Sequence[Selector]) -> Iterator
         groups.setdefault(same, []).append(i)
     for group in groups.values():
         keys = views[group[0]].keys
-        most = max(1, STACKED_BYTES // max(1, keys.numel() * keys.element_size()))
-        parts = -(-len(group) // most)
-        for first in range(parts):  # of nearly one size
-            yield group[first * len(group) // parts:(first + 1) * len(group) // parts]
+        most = max(1, (at_once or STACKED_BYTES) // max(1, keys.numel() * keys.element_size()))
+        pieces = -(-len(group) // most)
+        for first in range(pieces):  # of nearly one size
+            yield group[first * len(group) // pieces:(first + 1) * len(group) // pieces]

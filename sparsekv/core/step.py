@@ -14,7 +14,7 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.core.stacked import build_selectors
+from sparsekv.core.stacked import build_estimators, build_selectors
 from sparsekv.core.streams import beside
 from sparsekv.kernels import add_sinks, merge
 
@@ -171,11 +171,11 @@ def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> N
 def build_layers(
     views: Sequence[LayerView], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
 ) -> None:
-    """The same of several layers, whose selectors are built at once where they are alike (`core/stacked.py`)."""
-    for view, estimator in zip(views, estimators, strict=True):
-        if estimator is not None:
-            estimator.build(view)
-            view.completion_tokens = estimator.cost_tokens(view)
+    """The same of several layers, which are built at once where they are alike (`core/stacked.py`)."""
+    completed = [(view, e) for view, e in zip(views, estimators, strict=True) if e is not None]
+    build_estimators([view for view, _ in completed], [e for _, e in completed])
+    for view, one in completed:
+        view.completion_tokens = one.cost_tokens(view)
     build_selectors(views, selectors)
     for view, selector, estimator in zip(views, selectors, estimators, strict=True):
         if estimator is not None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core import stacked
+from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
@@ -18,6 +20,7 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.step import build, build_layers, sparse_step
 from sparsekv.kernels import QueryModel, Sketch
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 
 HEADS, DIM, BUCKETS, LENGTH, BYTES, WIDE = 2, 8, 12, 150, 4, 2
 
@@ -104,6 +107,59 @@ def test_layers_side_by_side_are_each_by_itself(monkeypatch, name, options, scor
             found, wanted = (sparse_step(step, queries, x, None) for x in (one, other))
             torch.testing.assert_close(found.out, wanted.out)
             assert torch.equal(found.selection.as_tokens(), wanted.selection.as_tokens())
+
+
+def phi_layers(count: int, *, centred: bool, capped: bool) -> list[PhiLayer]:
+    torch.manual_seed(5)
+    made = []
+    for _ in range(count):
+        query = FeatureMap(2 * HEADS, DIM, 6, 10).weights()
+        keys = CentredMap(HEADS, DIM, 6, 7, shared=True) if centred else None
+        plain = FeatureMap(HEADS, DIM, 6, 7, blocks=0).weights() if keys is None else keys.plain.weights()
+        maps = FeatureMaps(query, plain, None if keys is None else keys.centred.weights())
+        made.append(PhiLayer(maps.map(lambda w: w.detach().double()), torch.zeros(1, 2 * HEADS).double(),
+                             capped=capped))
+    return made
+
+
+@pytest.mark.parametrize(("centred", "capped"), [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize("pads", [(0,), (0, 31, 90)])
+def test_layers_summarised_at_once_are_each_by_itself(monkeypatch, centred, capped, pads) -> None:
+    views, steps, _ = layers_of(5, pads, "rot", "mean_key", False)
+    monkeypatch.setattr(stacked, "SUMMED_BYTES", 3 * views[0].keys.numel() * views[0].keys.element_size())
+    sums, own_sum = [], PhiEstimator._sum
+    monkeypatch.setattr(PhiEstimator, "_sum", lambda *given: (sums.append(1), own_sum(*given))[1])
+    maps = phi_layers(5, centred=centred, capped=capped)
+    together, alone = ([PhiEstimator(layer) for layer in maps] for _ in range(2))
+    selectors = [SELECTORS["topk"](token_budget=9) for _ in views]
+    build_layers(views, selectors, together)
+    assert len(sums) == 2  # groups of 2 and 3
+    for view, step, selector, one, other in zip(views, steps, selectors, together, alone, strict=True):
+        build(view, selector, other)
+        for name in one.__dict__.keys() - {"layer", "calibrated", "of_keys", "key_map"}:
+            same(getattr(one, name), getattr(other, name), name)
+        same(one.key_map, other.key_map, "key_map")
+        assert one.layer.maps is other.layer.maps and all(x.is_contiguous() for x in one.state[:3])
+        queries = Queries.last(torch.randn(len(pads), 2 * HEADS, 1, DIM, dtype=torch.float64), LENGTH + 1, view.rope)
+        step.regions = view.regions.grown(LENGTH + 1)
+        for at in (None, LENGTH - 4):
+            if at is not None:
+                old, step.regions = step.regions, step.regions.moved(at)
+                for x in (one, other):
+                    x.extend(step, old)
+            found, wanted = (sparse_step(step, queries, selector, x) for x in (one, other))
+            torch.testing.assert_close(found.out, wanted.out)
+
+
+def test_layers_without_an_estimate_stand_between() -> None:
+    views, _, _ = layers_of(4, (0,), "rot", "mean_key", False)
+    first, _, third, _ = maps = phi_layers(4, centred=True, capped=True)
+    estimators = [PhiEstimator(first), None, PhiEstimator(third), None]
+    build_layers(views, [SELECTORS["topk"](token_budget=9) for _ in maps], estimators)
+    for i in (0, 2):
+        alone = PhiEstimator(maps[i])
+        alone.build(views[i])
+        same(estimators[i].state.s, alone.state.s, "s")
 
 
 def test_layers_that_differ_are_built_apart() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, RowState, Selection
@@ -14,6 +17,15 @@ class Estimator(RowState):
 
     def build(self, view: LayerView) -> None:
         """Summarise the mid region."""
+        raise NotImplementedError
+
+    def stacks_by(self, view: LayerView) -> Hashable | None:
+        """What layers have in common that are summarised at once, as heads of one layer (`core/stacked.py`); None where
+        a layer is summarised by itself."""
+        return None
+
+    def build_together(self, views: Sequence[LayerView], others: Sequence[Any]) -> None:
+        """Summarise the mid regions of layers that stack at once: of this one, the first, and those of `others`."""
         raise NotImplementedError
 
     def extend(self, view: LayerView, old: Regions) -> None:

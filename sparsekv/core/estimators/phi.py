@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.estimators.base import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows, take_rows
+from sparsekv.core.layer import (
+    LayerView,
+    Queries,
+    Selection,
+    choose_rows,
+    heads_apart,
+    heads_side_by_side,
+    take_rows,
+)
 from sparsekv.core.moments import blocks, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
@@ -127,18 +136,40 @@ class PhiEstimator(Estimator):
         equal = view.regions.equal
         self.built_equal = None if equal is None else equal[1] - equal[0]
         centre = None if self.centre is None else view.scale * self.centre
-        if self.key_map is None:
-            dtype = product_dtype(mean.new_empty(0, dtype=view.keys.dtype))
-            if dtype not in self.of_keys:
-                self.of_keys[dtype] = self.layer.of_keys(dtype)
-            self.key_map = self.of_keys[dtype]
-        self.in_place = view.keys_on_device and (fused(self.key_map) or not mean.is_cuda)
-        made = for_request(self.key_map, mean)
+        key_map = self.map_for(view)
+        made = for_request(key_map, mean)
         self.bias = made.bias
         self.state = PhiState(*self._sum(view, made, first, last, edges), centre)
         if self.layer.capped:
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
+
+    def map_for(self, view: LayerView) -> KeyMap:
+        """The map of keys in the precision of a view's, made once, and with it whether the kernels run it there."""
+        if self.key_map is None:
+            dtype = product_dtype(torch.empty(0, dtype=view.keys.dtype, device=view.device))
+            if dtype not in self.of_keys:
+                self.of_keys[dtype] = self.layer.of_keys(dtype)
+            self.key_map = self.of_keys[dtype]
+        self.in_place = view.keys_on_device and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
+        return self.key_map
+
+    def stacks_by(self, view: LayerView) -> Hashable | None:
+        if type(self) is not PhiEstimator:
+            return None
+        return self.layer.centred, self.layer.capped, tuple(x.shape for x in self.map_for(view))
+
+    def build_together(self, views: Sequence[LayerView], others: Sequence[PhiEstimator]) -> None:
+        each = self, *others
+        whole = PhiEstimator(self.layer)
+        whole.key_map = KeyMap(*map(torch.cat, zip(*(e.map_for(v) for e, v in zip(each, views, strict=True)),
+                                                   strict=True)))
+        whole.build(heads_side_by_side(views))
+        parts = [heads_apart(getattr(whole, name), len(each)) for name in self.row_state]
+        for one, *values in zip(each, *parts, strict=True):
+            one.built_equal = whole.built_equal
+            for name, value in zip(self.row_state, values, strict=True):
+                setattr(one, name, value)
 
     @property
     def centre(self) -> Tensor | None:
