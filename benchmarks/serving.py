@@ -40,6 +40,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import SHAPES, artifacts
+from sparsekv.kernels import Sketch
 from sparsekv.serving.settings import VARIABLE
 
 
@@ -94,8 +96,9 @@ UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a s
          "steps": "share", "waiting": "requests"}
 
 
-def write_model(shape: str, folder: Path, longest: int) -> None:
-    """A configuration without weights, and artifacts of the trained form for it."""
+def write_model(shape: str, folder: Path, longest: int, *, trained: bool = True) -> None:
+    """A configuration without weights, and with `trained` artifacts of the trained form for it, those of one layer for
+    all: to draw a large model's takes a minute."""
     known = dict(SHAPES[shape]) | ({"head_dim": 32} if shape == "tiny" else {})
     theta = known.pop("rope_theta", 1e4)
     half = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -104,11 +107,21 @@ def write_model(shape: str, folder: Path, longest: int) -> None:
               "hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": half, "bos_token_id": 1, "eos_token_id": 2,
               "rope_parameters": {"rope_type": "default", "rope_theta": theta}, **known}
     (folder / "config.json").write_text(json.dumps(config))
-    mark = {"architecture": "LlamaForCausalLM", "num_layers": known["num_hidden_layers"],
-            "num_query_heads": known["num_attention_heads"], "num_kv_heads": known["num_key_value_heads"],
-            "head_dim": known["head_dim"], "rope": {}, "weights": "none"}
+    if not trained:
+        return
+    layers = known["num_hidden_layers"]
+    mark = {"architecture": "LlamaForCausalLM", "num_layers": 1, "num_query_heads": known["num_attention_heads"],
+            "num_kv_heads": known["num_key_value_heads"], "head_dim": known["head_dim"], "rope": {}, "weights": "none"}
     torch.manual_seed(0)
-    for name, made in zip(("router", "phi"), artifacts(mark, **FORMS.get(shape, {})), strict=True):
+    router, phi = artifacts(mark, **FORMS.get(shape, {}))
+
+    def of_all(one: torch.Tensor) -> torch.Tensor:
+        return one.expand(layers, *one.shape[1:]).contiguous()
+
+    router.centroids, router.sketch = of_all(router.centroids), Sketch(*map(of_all, router.sketch))
+    phi.maps, phi.shift, phi.gate = phi.maps.map(of_all), of_all(phi.shift), of_all(phi.gate)
+    for name, made in (("router", router), ("phi", phi)):
+        made.config = replace(made.config, model={**mark, "num_layers": layers}, layers=list(range(layers)))
         made.save(folder / "trained" / name)
 
 
@@ -170,7 +183,7 @@ def lacks(method: str) -> str | None:
 
 def make_engine(
     folder: Path, method: str, *, longest: int, rows: int, memory: float, graphs: str, sizes: list[int],
-    cache: str = "auto", ranks: int = 1, **more: Any,
+    cache: str = "auto", ranks: int = 1, compiles: bool = True, **more: Any,
 ) -> Any:
     """vLLM over a model without weights, which get some."""
     from vllm import LLM
@@ -180,6 +193,8 @@ def make_engine(
         given = {"attention_config": backend_of(method), "gpu_memory_utilization": memory,
                  "max_num_batched_tokens": CHUNK, "tensor_parallel_size": ranks, "kv_cache_dtype": cache,
                  "compilation_config": {"cudagraph_mode": graphs, "cudagraph_capture_sizes": sizes}}
+        if not compiles:
+            given["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     engine = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
                  max_num_seqs=max(rows, 2), block_size=16, enable_prefix_caching=False, seed=0, **given, **more)
     engine.apply_model(give_weights)
@@ -193,7 +208,7 @@ def engine_of(names: list[str], method: str, folder: Path, options: argparse.Nam
     return make_engine(
         folder, method, longest=max(c.length for c in cases) + options.tokens + 64, rows=max(c.rows for c in cases),
         memory=options.memory, graphs=options.graphs, sizes=sorted({c.rows for c in cases}), cache=cases[0].cache,
-        ranks=cases[0].ranks, num_gpu_blocks_override=blocks)
+        ranks=cases[0].ranks, compiles=not options.uncompiled, num_gpu_blocks_override=blocks)
 
 
 def run(
@@ -270,6 +285,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
+    parser.add_argument("--uncompiled", action="store_true",
+                        help="without torch.compile, decode steps in full graphs: starts 30 to 60 s earlier")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every case")
     parser.add_argument("--side-by-side", action="store_true", help="the methods at the same time, a device each")
@@ -331,13 +348,13 @@ def _in_a_process(
         env["CUDA_VISIBLE_DEVICES"] = str(device)
     with tempfile.TemporaryDirectory() as place:
         folder, shape = Path(place), CASES[cases[0]].shape
-        write_model(shape, folder, 1 << 20)
+        write_model(shape, folder, 1 << 20, trained=method == "vllm_sparsekv")
         if method == "vllm_sparsekv":
             env[VARIABLE] = str(settings_for(folder, shape))
         process = subprocess.Popen(
             [sys.executable, __file__, "--cases", *cases, "--methods", method, "--tokens", str(options.tokens),
              "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder),
-             *(["--profile"] if options.profile else [])],
+             *(["--profile"] if options.profile else []), *(["--uncompiled"] if options.uncompiled else [])],
             env=env, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for line in process.stdout:

@@ -182,7 +182,7 @@ def _in_a_process(method: str, device: int | None, options: argparse.Namespace) 
     env = environment(method) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": str(device)})
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        write_model(options.shape, folder, 1 << 18)
+        write_model(options.shape, folder, 1 << 18, trained=method == "vllm_sparsekv")
         if method == "vllm_sparsekv":
             env[VARIABLE] = str(settings_for(folder, options.shape))
         process = subprocess.Popen(

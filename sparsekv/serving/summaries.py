@@ -15,6 +15,9 @@ from sparsekv.core.regions import Regions
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import CompletionQuery
 
+_BYTES: dict[tuple[Any, ...], tuple[int, int]] = {}
+"""What `bytes_of` has found, by the sizes of a layer's maps: those of most layers are alike."""
+
 
 def heads_of(maps: PhiLayer, query_heads: tuple[int, int], kv_heads: tuple[int, int]) -> PhiLayer:
     """The maps of some heads, from the first up to the last: those that a tensor-parallel rank holds."""
@@ -76,17 +79,27 @@ def empty_request(maps: PhiLayer, like: Tensor) -> PhiEstimator:
 
 def bytes_of(maps: PhiLayer, seats: int, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes that a layer with keys of `dtype` keeps for φ: its maps, at most, and by seat."""
-    heads, dim, _ = maps.maps.key.w_in.shape
-    made = empty_request(maps, torch.zeros(1, heads, 0, dim, dtype=dtype))
-    rows = [getattr(made, name) for name in made.row_state]
-    return bytes_in((made.key_map, made.weights)), (seats + 1) * bytes_in((*rows, made.summary.offset))
+    sizes = tuple((x.shape, x.dtype) for x in leaves((maps.maps, maps.offsets)))
+    key = sizes, len(maps.shares), maps.capped, maps.centred, dtype
+    if key not in _BYTES:
+        heads, dim, _ = maps.maps.key.w_in.shape
+        made = empty_request(maps, torch.zeros(1, heads, 0, dim, dtype=dtype))
+        rows = [getattr(made, name) for name in made.row_state]
+        _BYTES[key] = bytes_in((made.key_map, made.weights)), bytes_in((*rows, made.summary.offset))
+    once, row = _BYTES[key]
+    return once, (seats + 1) * row
 
 
 def bytes_in(x: Any) -> int:
     """Bytes of a tensor, of the tensors in a tuple, or of None."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(x))
+
+
+def leaves(x: Any) -> list[torch.Tensor]:
+    """The tensors in a tuple, of tuples too; None is none."""
     if isinstance(x, tuple):
-        return sum(map(bytes_in, x))
-    return 0 if x is None else x.numel() * x.element_size()
+        return [leaf for y in x for leaf in leaves(y)]
+    return [] if x is None else [x]
 
 
 def _by_seat(x: Any, rows: int) -> Any:
