@@ -132,6 +132,10 @@ def by_task(quality: Rows) -> Iterable[str]:
                 ["task", *(METHODS[m] + (f", {100 * b:g} %" if b else "") for _, m, b in kinds)],
                 [[t.removeprefix("ruler_").replace("_", " "),
                   *(number(mine.get((t, m, b or None))) for _, m, b in kinds)] for t in [*tasks, "ruler"]])
+            yield from (f"Above `attach` at {100 * r['budget']:g} %, paired by prompt: {r['value']:+.1f} points, 95 % "
+                        f"interval {r['low']:+.1f} to {r['high']:+.1f}." for r in quality
+                        if r["metric"] == "above_attach" and r["case"] == f"{model}:ruler@{length}"
+                        and where(r) == where(run[0]))
 
 
 def plain_quality(quality: Rows) -> list[str]:
@@ -166,8 +170,8 @@ def page(rows: Rows, quality: Rows) -> str:
         f"vLLM 0.26.{missing}",
         "![Time of a token inside vLLM](served.png)",
         "## Speed and quality side by side",
-        "The 8B shape has random weights and no quality. Where there are scores, the times are of the same answers. "
-        "All decode steps run in full CUDA graphs. Requests that are too short to gain are attended to fully.",
+        "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
+        "answers. All decode steps run in full CUDA graphs. Requests that are too short to gain are attended to fully.",
         side_by_side(rows, quality),
         "## First token",
         "From the request to the first token of the last request of the batch.",

@@ -23,7 +23,8 @@ where they are named. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases 
 
 One H100, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, three rows of 128k 45 s, 512k
 165 s, nearly all of it prefill. With two devices `--side-by-side` runs the methods at the same time, a device each.
-locks-kv compiles its kernels at its first step, which needs nvcc and ninja; it reads the same share of pages.
+locks-kv 0.1.4 knows the pages of vLLM 0.24 alone, and compiles its kernels at its first step, which needs nvcc and
+ninja; it reads the same share of pages.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,6 +180,8 @@ def lacks(method: str) -> str | None:
         return "vLLM is not installed: nothing is measured (docs/serving.md says how)"
     if method == "locks_kv" and (importlib.util.find_spec("locks") is None or not torch.cuda.is_available()):
         return "locks_kv is left out: it needs a CUDA device and `pip install --no-deps locks-kv`, with nvcc and ninja"
+    if method == "locks_kv" and not version("vllm").startswith("0.24."):
+        return "locks_kv is left out: it knows the pages of vLLM 0.24, in which keys and values are a dimension apart"
     return None
 
 
