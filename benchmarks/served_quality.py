@@ -8,7 +8,8 @@ artifacts of one `sparsekv train`, a budget, and that no context is too short, s
 attended to fully; all else is what both have by default. A method with a budget is a process of its own and answers one
 prompt after another, greedily, the first of every task before the second. vLLM's own attention has no budget and
 answers once. With two devices `--side-by-side` runs two methods at the same time, a device each. `--minutes` ends a
-process early: what is compared are the prompts that both have answered.
+process early. What counts are rounds in which every task was answered, and what is compared those that both have.
+With `--answers` a run goes on where an earlier one with that folder stopped, and with `--minutes 0` only counts.
 
 Scores go to docs/results/served_quality.json, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
 with by how much the backend is above attach and above vLLM's own, with the 95 % interval paired by prompt; and of every
@@ -108,37 +109,65 @@ def by_attach(options: argparse.Namespace) -> Answer:
     return answer
 
 
-def asked(options: argparse.Namespace) -> list[Question]:
-    """The prompts, the first of every task and length before the second."""
+def asked(options: argparse.Namespace) -> list[tuple[int, Question]]:
+    """The prompts with their rounds, the first of every task and length before the second."""
     chosen = first_of_each(load_requests(options.prompts), options.samples, options.lengths, options.tasks)
     counts: dict[str, int] = {}
-    places = []
+    rounds = []
     for request in chosen:
         counts[request.case] = counts.get(request.case, 0) + 1
-        places.append(counts[request.case])
-    return [r for _, r in sorted(zip(places, chosen, strict=True), key=lambda x: x[0])]
+        rounds.append((counts[request.case], request))
+    return sorted(rounds, key=lambda x: (x[0], x[1].length))
+
+
+def told(options: argparse.Namespace, method: str, budget: float) -> Path:
+    """Where a method's answers are kept, a line each."""
+    return options.answers / f"{options.name}-{method}-{budget:g}.jsonl"
+
+
+def answered(path: Path) -> list[dict[str, Any]]:
+    """Of every answer case, round, score and times of steps [ms]; a line that was cut is none."""
+    lines = path.read_text().split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def whole(answers: list[dict[str, Any]], tasks: set[str]) -> dict[str, dict[int, float]]:
+    """Scores by case and round, of the rounds that all tasks of that length have."""
+    scores: dict[str, dict[int, float]] = {case: {} for case in sorted(tasks)}
+    for found in answers:
+        if found["case"] in tasks:
+            scores[found["case"]][found["round"]] = found["score"]
+    full: dict[str, dict[int, float]] = {}
+    for case in scores:
+        beside = [set(rounds) for other, rounds in scores.items() if other.partition("@")[2] == case.partition("@")[2]]
+        full[case] = {i: scores[case][i] for i in sorted(set.intersection(*beside))}
+    return {case: rounds for case, rounds in full.items() if rounds}
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One method, in this process: scores of every task and length, and times of steps of every length."""
+    """One method, in this process: a line an answer."""
     from transformers import AutoTokenizer
 
-    requests = asked(options)
+    path = told(options, options.method, options.budget)
+    known = {(x["case"], x["round"]) for x in answered(path)}
+    requests = [(i, request) for i, request in asked(options) if (request.case, i) not in known]
+    if not requests:
+        return
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     options.end = tokenizer.eos_token_id
     answer = (by_attach if options.method == "attach" else by_vllm)(options)
-    scores: dict[str, list[float]] = {}
-    steps: dict[str, list[float]] = {}
-    began = time.monotonic()
-    for request in requests:
-        if time.monotonic() - began > 60 * options.minutes:
-            print(f"{options.method}: stopped after {options.minutes:g} minutes", flush=True)
-            break
-        said, times = answer(request.tokens(tokenizer), request.answer_tokens)
-        text = tokenizer.decode(said, skip_special_tokens=True)
-        scores.setdefault(f"{request.task}@{request.length}", []).append(100 * score(request, text))
-        steps.setdefault(str(request.length), []).extend(1e3 * (b - a) for a, b in pairwise(times[1:]))
-    options.found.write_text(json.dumps({"scores": scores, "steps": steps}))
+    began, last = time.monotonic(), (0, 0)
+    with path.open("a", encoding="utf-8") as file:
+        for i, request in requests:
+            if last != (i, request.length) and time.monotonic() - began > 60 * options.minutes:
+                print(f"{options.method}: ends after {options.minutes:g} minutes", flush=True)
+                break
+            last = i, request.length
+            said, times = answer(request.tokens(tokenizer), request.answer_tokens)
+            text = tokenizer.decode(said, skip_special_tokens=True)
+            steps = [round(1e3 * (b - a), 3) for a, b in pairwise(times[1:])]
+            print(json.dumps({"case": request.case, "round": i, "score": 100 * score(request, text), "steps": steps}),
+                  file=file, flush=True)
 
 
 def main() -> None:
@@ -151,17 +180,25 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=25, help="prompts of every task")
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=SUITES["ruler"], help="only these")
     parser.add_argument("--minutes", type=float, default=60.0, help="of answers, for every method and budget")
+    parser.add_argument("--answers", type=Path, help="a folder that keeps the answers, so that another run goes on")
     parser.add_argument("--side-by-side", action="store_true", help="two methods at the same time, a device each")
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.01, 0.02])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--method", help=argparse.SUPPRESS)
     parser.add_argument("--budget", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.method is not None:
         measure(options)
         return
+    with tempfile.TemporaryDirectory() as place:
+        options.answers = options.answers or Path(place)
+        options.answers.mkdir(parents=True, exist_ok=True)
+        _run(options)
+
+
+def _run(options: argparse.Namespace) -> None:
+    """All methods, then the differences."""
     jobs = [("vllm_fa3", 1.0)] if "vllm_fa3" in options.methods else []
     jobs += [(method, budget) for budget in options.budgets for method in options.methods if method != "vllm_fa3"]
     devices: SimpleQueue[int | None] = SimpleQueue()
@@ -180,11 +217,11 @@ def main() -> None:
 
 def _in_a_process(
     method: str, budget: float, options: argparse.Namespace, devices: SimpleQueue[int | None],
-) -> dict[str, list[float]] | None:
-    """Scores by `TASK@LENGTH`, whose rows are written; None where the process stopped."""
+) -> dict[str, dict[int, float]]:
+    """Scores by `TASK@LENGTH` and round, whose rows are written; of what it answered, if the process stopped."""
     device = devices.get()
     with tempfile.TemporaryDirectory() as place:
-        found, settings = Path(place) / "found.json", Path(place) / "settings.json"
+        settings = Path(place) / "settings.json"
         settings.write_text(json.dumps({"artifacts": str(options.artifacts.resolve()), "token_budget": budget,
                                         "dense_below": 0}))
         env = environment(method)
@@ -192,23 +229,27 @@ def _in_a_process(
             env[VARIABLE] = str(settings)
         if device is not None:
             env["CUDA_VISIBLE_DEVICES"] = str(device)
-        done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--method", method, "--budget", str(budget),
-                               "--found", str(found)], env=env, check=False)
+        if options.minutes:
+            done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--method", method, "--budget",
+                                   str(budget), "--answers", str(options.answers)], env=env, check=False)
+            if done.returncode:
+                print(f"{method}: the process stopped with {done.returncode}", flush=True)
         devices.put(device)
-        if done.returncode:
-            print(f"{method}: the process stopped with {done.returncode}", flush=True)
-            return None
-        told = json.loads(found.read_text())
-    rows, scores = [], told["scores"]
-    more = {"samples": min(map(len, scores.values()), default=0)} | ({} if method == "vllm_fa3" else {"budget": budget})
+    answers = answered(told(options, method, budget))
+    scores = whole(answers, {request.case for _, request in asked(options)})
+    rows = []
     for length in options.lengths:
-        means = {case: statistics.mean(s) for case, s in scores.items() if case.endswith(f"@{length}")}
-        if means:
-            means[f"ruler@{length}"] = statistics.mean(means.values())
+        own = {case: list(s.values()) for case, s in scores.items() if case.endswith(f"@{length}")}
+        if not own:
+            continue
+        more = {"samples": min(map(len, own.values()))} | ({} if method == "vllm_fa3" else {"budget": budget})
+        means = {case: statistics.mean(s) for case, s in own.items()}
+        means[f"ruler@{length}"] = statistics.mean(means.values())
         print(method, budget, {case: round(mean, 1) for case, mean in means.items()}, flush=True)
         rows += [row(f"{options.name}:{case}", method, "score", round(mean, 2), "points", **more)
                  for case, mean in means.items()]
-        steps = told["steps"].get(str(length))
+        steps = [x for found in answers if found["round"] in scores.get(found["case"], ())
+                 and found["case"].endswith(f"@{length}") for x in found["steps"]]
         if steps:
             rows.append(row(f"{options.name}:ruler@{length}", method, "token_ms", round(statistics.median(steps), 3),
                             "milliseconds", **more))
@@ -217,15 +258,15 @@ def _in_a_process(
 
 
 def _compare(
-    served: dict[str, list[float]], scores: dict[str, list[float]], other: str, budget: float,
+    served: dict[str, dict[int, float]], scores: dict[str, dict[int, float]], other: str, budget: float,
     options: argparse.Namespace,
 ) -> None:
     """By how much the backend is above another method, paired by prompt."""
     for length in options.lengths:
         # `--minutes` may have ended one of the two earlier
-        pairs = [[a - b for a, b in zip(mine, scores[case], strict=False)] for case, mine in served.items()
+        pairs = [[mine[i] - scores[case][i] for i in mine if i in scores[case]] for case, mine in served.items()
                  if case.endswith(f"@{length}") and case in scores]
-        if not pairs:
+        if not pairs or not all(pairs):
             continue
         low, high = bootstrap(pairs)
         mean = statistics.mean(statistics.mean(task) for task in pairs)
