@@ -173,6 +173,18 @@ def shard_of(requests: Sequence[Question], shard: int, shards: int) -> set[int]:
     return {id(r) for r in requests if (r.index + tasks.index(r.case)) % shards == shard}
 
 
+def turned(kind: type[Evaluator], part: float) -> type[Evaluator]:
+    """An evaluator that begins with another batch, and so with other tasks, by the share `part` of them: where
+    processes are cut short, each lacks other tasks."""
+    class Turned(kind):  # type: ignore[valid-type, misc]
+        def batches(self) -> Iterator[list[Question]]:
+            found = list(super().batches())
+            at = int(part * len(found))
+            yield from found[at:] + found[:at]
+
+    return Turned
+
+
 def work(options: argparse.Namespace) -> None:
     """One process: all stages, its prompts."""
     shard, shards = options.shard
@@ -202,7 +214,7 @@ def work(options: argparse.Namespace) -> None:
         control = stage.kind == "control"
         place = folder / {"control": CONTROL, "prefill": FOLDER}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
-        evaluator = (PromptEvaluator if stage.kind == "prefill" else Evaluator)(
+        evaluator = turned(PromptEvaluator if stage.kind == "prefill" else Evaluator, shard / shards)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
             resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
         return evaluator.run(methods, until=until)
@@ -319,28 +331,31 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 
 
 def even(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of whole stages: of a RULER length, method and budget the first prompts of every task, as many as one
-    stage and those before it have. A stage that was cut short has more prompts of some tasks than of others, which
-    would weigh the mean."""
+    """The cells of as many prompts of every task: of a RULER length, method and budget each task keeps as many as the
+    task with the fewest has, of those that full attention answered too. A stage that was cut short has more prompts of
+    some tasks than of others: a task of one prompt would seem certain."""
     held: dict[tuple[str, Any, str], dict[str, set[int]]] = {}
     for c in cells:
         task, _, length = c["case"].rpartition("@")
         if not task.startswith(TEXT):
             held.setdefault((c["method"], c["budget"], length), {}).setdefault(task, set()).update(c["indices"])
     tasks = {length: {t for (_, _, n), of in held.items() if n == length for t in of} for _, _, length in held}
-    first: dict[tuple[str, Any, str], int] = {}
+    chosen: dict[tuple[str, Any, str], dict[str, set[int]]] = {}
     for key, of in held.items():
-        borders = {s.last for s in all_stages() if str(s.length) == key[2] and s.kind not in ("text", "long", "turns")}
-        every = [next(i for i in range(len(of.get(t, ())) + 1) if i not in of.get(t, ())) for t in tasks[key[2]]]
-        first[key] = max((b for b in borders if b <= min(every)), default=min(every))
+        full = held.get(("full", None, key[2]), of)
+        shared = {t: sorted(of.get(t, set()) & full.get(t, set())) for t in tasks[key[2]]}
+        fewest = min(map(len, shared.values()))
+        chosen[key] = {t: set(found[:fewest]) for t, found in shared.items()}
     kept = []
     for c in cells:
-        most = first.get((c["method"], c["budget"], c["case"].rpartition("@")[2]), 10**6)
-        if c["case"].startswith(TEXT) or max(c["indices"]) < most:
+        task, _, length = c["case"].rpartition("@")
+        if task.startswith(TEXT):
             kept.append(c)
-        elif min(c["indices"]) < most:
-            inside = [i for i, n in enumerate(c["indices"]) if n < most]
-            kept.append({**c, **{n: [c[n][i] for i in inside] for n in ("indices", "scores", "answers")}})
+            continue
+        inside = [i for i, n in enumerate(c["indices"]) if n in chosen[c["method"], c["budget"], length][task]]
+        if inside:
+            lists = {n: [c[n][i] for i in inside] for n in ("indices", "scores", "answers") if n in c}
+            kept.append({**c, **lists})
     return kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
             cells.append({"case": f"{task}@16384", "method": method, "budget": budget, "indices": [0, 1],
                           "scores": [right] * 2, "answers": ["yes"] * 2, "read": 0.02, "bytes": 0.05, "tokens": 16_000,
                           "sparse_layers": 0.5, "seconds": 1.0, "origin": said})
-    for c in cells[::3]:  # full attention has one prompt less of every task
+    for c in cells[2::3]:  # the rival has one prompt less of every task
         c["indices"] = c["indices"][:1]
     cells.append({"case": "perplexity_x@16384", "method": "full", "budget": None, "indices": [0], "losses": [1.0],
                   "errors": [0.0], "read": 1.0, "bytes": 1.0, "tokens": 16_000, "seconds": 1.0, "origin": said})
@@ -211,7 +212,7 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert mean["value"] == 0.0 and mean["bytes_share_model"] == pytest.approx(0.525)
     assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
     drawn = page(rows)
-    assert "| full | 100.0 ± 0.0 (2) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
+    assert "| quest | 0.0 ± 0.0 (2) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
     assert "| sketch+phi is within 1 points of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
     assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn
     assert "`perplexity_x`, 16k tokens" in drawn
@@ -220,18 +221,36 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
 
 
 def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
-    def cells(task: str, count: int) -> list[dict[str, Any]]:
-        runs = [list(range(i, min(i + 3, count))) for i in range(0, count, 3)]
-        return [{"case": f"{task}@16384", "method": "topk", "budget": 0.01, "indices": run,
-                 "scores": [float(n) for n in run], "answers": [str(n) for n in run]} for run in runs]
+    def cells(task: str, method: str, prompts: Sequence[int]) -> list[dict[str, Any]]:
+        runs = [list(prompts[i:i + 3]) for i in range(0, len(prompts), 3)]
+        return [{"case": f"{task}@16384", "method": method, "budget": None if method == "full" else 0.01,
+                 "indices": run, "scores": [float(n) for n in run], "answers": [str(n) for n in run]} for run in runs]
+
+    def kept(*of: dict[str, Any]) -> dict[tuple[str, str], list[int]]:
+        found: dict[tuple[str, str], list[int]] = {}
+        for c in real.even(of):
+            assert c["scores"] == [float(i) for i in c["indices"]] and c["indices"]
+            found.setdefault((c["method"], c["case"].partition("@")[0]), []).extend(c["indices"])
+        return found
 
     text = {"case": "perplexity_prose@16384", "method": "topk", "budget": 0.01, "indices": [11], "scores": [11.0]}
-    found: dict[str, list[int]] = {}
-    for c in real.even([*cells("niah_single_1", 20), *cells("ruler_vt", 9), text]):
-        assert c["scores"] == [float(i) for i in c["indices"]]
-        found.setdefault(c["case"], []).extend(c["indices"])
-    assert found == {"niah_single_1@16384": list(range(8)), "ruler_vt@16384": list(range(8)),
-                     "perplexity_prose@16384": [11]}
+    # prompts of a cut stage have gaps: each process lacks its own
+    found = kept(*cells("niah", "full", range(12)), *cells("vt", "full", [*range(8), 9, 11]), text,
+                 *cells("niah", "topk", [0, 1, 3, 4, 6, 7, 9]), *cells("vt", "topk", [0, 2, 3, 5, 8, 9]),
+                 *cells("niah", "quest", range(4)))
+    assert found == {("full", "niah"): list(range(10)), ("full", "vt"): [*range(8), 9, 11],
+                     ("topk", "niah"): [0, 1, 3, 4, 6], ("topk", "vt"): [0, 2, 3, 5, 9],
+                     ("topk", "perplexity_prose"): [11]}  # nothing of what some task lacks
+    assert kept(*cells("niah", "topk", range(5)), *cells("vt", "topk", [3])) == {
+        ("topk", "niah"): [0], ("topk", "vt"): [3]}
+
+
+def test_processes_begin_with_batches_of_their_own() -> None:
+    class Five:
+        def batches(self):
+            yield from "abcde"
+
+    assert ["".join(real.turned(Five, i / 4)().batches()) for i in range(4)] == ["abcde", "bcdea", "cdeab", "deabc"]
 
 
 def test_prompts_that_read_everything_are_dense_ones(tmp_path) -> None:
