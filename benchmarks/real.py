@@ -62,6 +62,9 @@ OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
 READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
             "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
 FITTED = ("full", "sketch+phi", "sketch+phi_fitted", "sketch+centroid")
+OPTIONS = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true", "lfps:alpha=0.1",
+           "lfps:alpha=0.3", "lfps:alpha=0.4", "lfps:alpha=0.1:per_query_head=true:fills=true")
+"""Of rivals, beside their settings in `PEERS`: the votes of TokenSelect, the thresholds of LFPS."""
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
@@ -125,8 +128,11 @@ def all_stages() -> list[Stage]:
         Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
         Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
         Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
-        Stage("wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 0, 8),
-        Stage("rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 0, 8),
+        Stage("wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 0, 4),
+        Stage("next-wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 4, 8),
+        Stage("rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 0, 4),
+        Stage("options16", "ruler", 16_384, ("full", *OPTIONS), one, 0, 4),
+        Stage("next-rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 4, 8),
         Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),
         Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
     ]
