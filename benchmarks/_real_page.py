@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekv.core.registry import rivals
+from benchmarks._kvpress import PRESSES
+from benchmarks._peers import PEERS
 from sparsekv.evaluation.figures import score_by_bytes
 from sparsekv.evaluation.methods import percent, plain
 from sparsekv.evaluation.tables import bytes_read, cell_text, every_method, in_order, markdown, table
@@ -26,7 +27,11 @@ WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key"
          "topk+centroid": "exact top-k + untrained centroids", "sketch": "sketches (`sketch`)",
          "sketch+centroid": "… + untrained centroids", "sketch+phi": "**… + φ**", "router+phi": "buckets alone + φ",
          "token_select": "TokenSelect, which scores every key", "quest": "Quest", "lfps": "LFPS", "snapkv": "SnapKV",
-         "pyramidkv": "PyramidKV", "streaming_llm": "StreamingLLM", "magicpig": "MagicPIG"}
+         "pyramidkv": "PyramidKV", "streaming_llm": "StreamingLLM", "magicpig": "MagicPIG",
+         "kvpress_snapkv": "SnapKV by kvpress", "kvpress_expected_attention": "Expected Attention by kvpress"}
+RIVALS = (*PEERS.values(), *PRESSES)
+"""Rivals that are compared: each at its best setting, others have lines in the long tables alone; by another package's
+code."""
 NOTES = {
     "score": "Points of 100 ± half the 95 % bootstrap interval; columns are budgets.",
     "difference": "Points above full attention, paired by prompt ± half the 95 % interval.",
@@ -50,7 +55,8 @@ def of_model(rows: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
-         "perplexity_code": "Going on with program text", "long": "Long generation", "second_turn": "Second turn"}
+         "perplexity_code": "Going on with program text", "long": "Long generation", "second_turn": "Second turn",
+         "worst": "RULER at equal worst-case budgets"}
 """What a case's name says, in words."""
 
 
@@ -167,6 +173,10 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
                       markdown(*bytes_read(mine, case)), *judged(mine, case)]
         for case in (c for c in cases if c.startswith("perplexity")):
             parts += [f"### {titled(case)}", continued(mine, case)]
+        for case in (c for c in cases if c.startswith("worst@")):
+            parts += [f"### {titled(case)}", "A budget pays for sink, local window, φ's cache and the tokens "
+                      "retrieved, as if all were fetched for one token (the completion paper's table 2). Points ± half "
+                      "the 95 % interval.", equal_budgets(mine, case)]
         for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
             parts += [f"### Prompts read sparsely, {length // 1024}k tokens",
                       f"All are decoded by {WORDS['sketch+phi'].strip('*… ')} alike; the first line's prompts are read "
@@ -181,7 +191,7 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
             parts += [f"### {titled(case)}", "Second questions answered, points of 100 ± half the 95 % interval.",
                       markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
         single = [c for c in cases if tasks and "@" in c and not c.startswith(
-            ("ruler@", "perplexity", "long@", "second_turn@", "prefill"))]
+            ("ruler@", "perplexity", "long@", "second_turn@", "prefill", "worst@"))]
         parts += ["### Each task"] if single else []
         for case in single:
             parts += [f"#### {titled(case)}", markdown(*table(mine, case, every_method(mine)))]
@@ -232,7 +242,7 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
                       cell_text(agreed), "yes" if agreed["value"] >= AGREED[1] else "no"])
     for (method, against, budget), found in sorted(known.items(), key=str):
         untrained = against in ("sketch+centroid", "sketch+uniform", "sketch:untrained")
-        if method == "sketch+phi" and (plain(against) in rivals() or untrained):
+        if method == "sketch+phi" and (against in RIVALS or untrained):
             lines.append([f"sketch+phi is above {against} at {percent(budget)}", cell_text(found, "+"),
                           "yes" if found["low"] > 0 else "no"])
     return lines
@@ -290,6 +300,16 @@ def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
     return markdown([f"prompt read by, decoded at {budget}", "pairs", "RULER", "difference", *titles], lines)
 
 
+def equal_budgets(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """Points to full attention, and of completion, by budget."""
+    found = {(r["method"], r["against"], r["budget"]): r for r in rows if r["case"] == case
+             and r["metric"] == "difference"}
+    budgets = sorted({b for *_, b in found})
+    lines = [[f"`{m}` above `{of}`", *(minus(cell_text(found.get((m, of, b)), "+")) for b in budgets)]
+             for m, of in (("topk", "full"), ("topk+phi", "full"), ("topk+phi", "topk"))]
+    return markdown(["", *map(percent, budgets)], lines)
+
+
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
     """What full attention says of what a method wrote, by quarter of the positions and on both sides of the decode
     window."""
@@ -326,7 +346,7 @@ def first(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
 
 def rivals_of(rows: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
     """The rivals' scores, the best first."""
-    found = [r for r in of_metric(rows, case, "score") if plain(r["method"]) in rivals()]
+    found = [r for r in of_metric(rows, case, "score") if r["method"] in RIVALS]
     return sorted(found, key=lambda r: r["value"], reverse=True)
 
 
@@ -351,7 +371,7 @@ def short(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The short table: points to full attention and bytes of a sparse layer, by budget, rivals behind."""
     mine, case = first(rows)
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
-    budgets = sorted({b for m, b in scores if b is not None and m in SHORT})
+    budgets = sorted({b for m, b in scores if b is not None and b <= AGREED[0] and m in SHORT})
     others = list(dict.fromkeys(r["method"] for r in rivals_of(mine, case)))
     lines = []
     for method in (*(m for m in SHORT if any(m == k for k, _ in scores)), *others):
@@ -383,7 +403,8 @@ def pairs(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Differences between methods, paired by prompt, with their intervals."""
     mine, case = first(rows)
     known = {(r["method"], plain(r["against"]), r["budget"]): r for r in mine
-             if r["case"] == case and r["metric"] == "difference"}
+             if r["case"] == case and r["metric"] == "difference"
+             and (r["against"] in RIVALS or r["against"] == plain(r["against"]))}
     budgets = sorted({b for *_, b in known})
 
     def cell(found: dict[str, Any] | None) -> str:

@@ -49,11 +49,13 @@ from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import as_text, origin
-from sparsekv.evaluation.scores import score_rows
+from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.evaluation.tables import every_method, markdown, table
 from sparsekv.sources.hub import load_model
 
 TEXT = "perplexity_"
+WORST = "worst"
+"""The folder of cells whose budgets pay for sink, tail and φ's cache too, as if all were fetched for one token."""
 CONTROL = "control"
 """The folder of cells whose router is untrained; its methods are called `untrained` in rows."""
 CELL_TOKENS = 350_000
@@ -62,16 +64,18 @@ OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
 READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
             "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
 FITTED = ("full", "sketch+phi", "sketch+phi_fitted", "sketch+centroid")
-OPTIONS = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true", "lfps:alpha=0.1",
-           "lfps:alpha=0.3", "lfps:alpha=0.4", "lfps:alpha=0.1:per_query_head=true:fills=true")
-"""Of rivals, beside their settings in `PEERS`: the votes of TokenSelect, the thresholds of LFPS."""
+VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true")
+ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
+"""Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a
+prompt)."""
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
 @dataclass(frozen=True)
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
-    turns, kvpress (rivals by another package's code) or prefill (prompts read sparsely; of texts half as many)."""
+    turns, worst (budgets that pay for all that is fetched), kvpress (rivals by another package's code) or prefill
+    (prompts read sparsely; of texts half as many)."""
 
     name: str
     kind: str
@@ -114,6 +118,8 @@ def all_stages() -> list[Stage]:
         Stage("rest32", "ruler", 32_768, ("full", *COMPLETIONS), (0.01, 0.02), 0, 3),
         Stage("all4", "ruler", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 4),
         Stage("text-all4", "text", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 6),
+        Stage("worst4", "worst", 4096, ("full", "topk", "topk+phi"), (0.03, 0.04, 0.05, 0.1), 0, 4),
+        Stage("worst16", "worst", 16_384, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.05), 0, 4),
         Stage("fitted32", "ruler", 32_768, FITTED, (0.01, 0.02), 0, 4),
         Stage("fitted16", "ruler", 16_384, FITTED, (0.01, 0.02), 0, 4),
         Stage("text-fitted16", "text", 16_384, FITTED, (0.01, 0.02), 0, 6),
@@ -131,7 +137,8 @@ def all_stages() -> list[Stage]:
         Stage("wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 0, 4),
         Stage("next-wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 4, 8),
         Stage("rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 0, 4),
-        Stage("options16", "ruler", 16_384, ("full", *OPTIONS), one, 0, 4),
+        Stage("votes16", "ruler", 16_384, ("full", *VOTES), one, 0, 4),
+        Stage("alphas16", "ruler", 16_384, ("full", *ALPHAS), one, 0, 2),
         Stage("next-rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 4, 8),
         Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),
         Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
@@ -218,11 +225,12 @@ def work(options: argparse.Namespace) -> None:
             return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
                                    stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
-        place = folder / {"control": CONTROL, "prefill": FOLDER}.get(stage.kind, "")
+        place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
         evaluator = turned(PromptEvaluator if stage.kind == "prefill" else Evaluator, shard / shards)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
-            resume=True, part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
+            accounting="worst_case" if stage.kind == "worst" else "retrieved", resume=True,
+            part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
         return evaluator.run(methods, until=until)
 
     for stage in stages_of(options):
@@ -328,6 +336,9 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
         made = score_rows(even(cells))
         if any((folder / FOLDER).glob("cells*.jsonl")):
             made += prompt_rows(even(collect(folder / FOLDER)))
+        if any((folder / WORST).glob("cells*.jsonl")):
+            made += [{**r, "case": r["case"].replace("ruler@", "worst@")}
+                     for r in score_rows(even(collect(folder / WORST))) if is_mean(r["case"])]
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
