@@ -18,12 +18,6 @@ CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<r
 LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-PLAIN = ("18c0bae", "57b8f22", "8b2d5e3")
-"""Commits whose served index kept its buckets as they were trained and completed nothing."""
-TASKS = {"niah_single_1": "one needle", "niah_multikey_2": "needle among others",
-         "niah_multikey_3": "needle among keys",
-         "ruler_vt": "chains of variables", "ruler_cwe": "common words", "ruler_fwe": "frequent words"}
-"""Of the rows of `PLAIN`, which name no model."""
 SIDES = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
          "sparsekv, a token [ms]", "tokens a second", "vLLM's own, RULER", "sparsekv, RULER",
          "difference, 95 % interval", "measured on"]
@@ -36,11 +30,6 @@ def on_gpus(rows: Rows) -> list[dict[str, Any]]:
     return [r for r in rows if " CPU" not in r["machine"]]
 
 
-def newer(rows: Rows, *, plain: bool = False) -> list[dict[str, Any]]:
-    """Rows of the index that is served now; plain: of the one before."""
-    return [r for r in rows if (r["commit"] in PLAIN) == plain]
-
-
 def speeds(rows: Rows) -> list[list[str]]:
     """Of every case that both methods have on a card a line: context, requests, ms, ratio, and the row it is from."""
     found = []
@@ -50,7 +39,7 @@ def speeds(rows: Rows) -> list[list[str]]:
         ours = values.get((machine, case, "vllm_sparsekv"))
         if parts is None or own is None or ours is None:
             continue
-        found.append((size(parts["context"]), [*said(case), by(ours, 0.01), *pair(own, ours), "–", "–", "–",
+        found.append((size(parts["context"]), [*said(case), by(0.01), *pair(own, ours), "–", "–", "–",
                                                where(ours)]))
     return [line for _, line in sorted(found, key=lambda x: x[0])]
 
@@ -77,15 +66,14 @@ def answers(quality: Rows) -> list[list[str]]:
         above = values.get((machine, case, "vllm_sparsekv", "above_vllm_fa3", budget))
         assert ours[1] is not None
         lines.append([
-            parts["model"], f"{int(parts['length']):,}", "1", by(ours[1], budget), *pair(own[0], ours[0]),
+            parts["model"], f"{int(parts['length']):,}", "1", by(budget), *pair(own[0], ours[0]),
             *(number(r["value"]) if r else "–" for r in (own[1], ours[1])),
             f"{above['value']:+.1f}, {above['low']:+.1f} to {above['high']:+.1f}" if above else "–", where(ours[1])])
     return lines
 
 
-def by(row: dict[str, Any], budget: float | None) -> str:
-    plain = row["commit"] in PLAIN
-    return f"{100 * (budget or 0):g} %, " + ("buckets as trained" if plain else "sketch + φ")
+def by(budget: float | None) -> str:
+    return f"{100 * (budget or 0):g} %, sketch + φ"
 
 
 def pair(own: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
@@ -100,8 +88,7 @@ def where(row: dict[str, Any]) -> str:
 
 def side_by_side(rows: Rows, quality: Rows) -> str:
     """Speed and quality of served requests, a line a configuration: those with both first."""
-    lines = answers(on_gpus(quality)) + speeds(newer(on_gpus(rows))) + speeds(newer(on_gpus(rows), plain=True))
-    return markdown(SIDES, lines)
+    return markdown(SIDES, answers(on_gpus(quality)) + speeds(on_gpus(rows)))
 
 
 def under_load(rows: Rows) -> Iterable[str]:
@@ -138,27 +125,8 @@ def by_task(quality: Rows) -> Iterable[str]:
                         and where(r) == where(run[0]))
 
 
-def plain_quality(quality: Rows) -> list[str]:
-    """Scores of `PLAIN`."""
-    cuda = [r for r in on_gpus(quality) if r["metric"] == "score" and r["commit"] in PLAIN]
-    scores = {(r["case"].partition("@")[0], r["method"]): r["value"] for r in cuda}
-    marks = [[name, *(number(scores.get((t, m))) for t in TASKS),
-              number(scores.get(("ruler", m)) or sum(scores[t, m] for t in TASKS) / len(TASKS))]
-             for m, name in METHODS.items() if any(r["method"] == m for r in cuda)]
-    return [
-        "## Buckets as they were trained, without completion",
-        f"RULER at 16k, points of 100, the yardstick model ([what it is](quality.md)), 2 % retrieved, 24 prompts a "
-        f"task, commit {cuda[0]['commit']}. The router is of 16 windows of another text. `attach` with the same "
-        "settings loses as much as the server does. In float32 on a CPU both score alike on every task and give the "
-        "same tokens.",
-        markdown(["decoded by", *TASKS.values(), "mean"], marks)]
-
-
 def page(rows: Rows, quality: Rows) -> str:
     """docs/results/served.md."""
-    missing = "" if newer(on_gpus(rows)) else (
-        " The index that is served now moves its buckets to each request and completes by φ. Its speed and its quality "
-        "have not been measured on a GPU.")
     firsts = {(r["machine"], r["case"], r["method"]): r for r in on_gpus(rows)
               if r["metric"] == "first_s" and CASE.fullmatch(r["case"])}
     waits = [[*said(case), *(number(firsts[machine, case, m]["value"], 2) for m in list(METHODS)[:2]),
@@ -167,26 +135,24 @@ def page(rows: Rows, quality: Rows) -> str:
              if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
     parts = [
         "# How fast and how good is it inside vLLM?",
-        f"vLLM 0.26.{missing}",
+        "vLLM 0.26, the default settings: sketches at 1 % of the context, completed by φ.",
         "![Time of a token inside vLLM](served.png)",
         "## Speed and quality side by side",
         "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
-        "answers. All decode steps run in full CUDA graphs. Requests that are too short to gain are attended to fully.",
+        "answers, and every request decodes sparsely, even where full attention is faster. Elsewhere requests that are "
+        "too short to gain are attended to fully. All decode steps run in full CUDA graphs.",
         side_by_side(rows, quality),
         "## First token",
         "From the request to the first token of the last request of the batch.",
         markdown([*SIDES[:3], "vLLM's own [s]", "sparsekv [s]", "measured on"], waits),
-        *under_load(rows), *by_task(quality), *plain_quality(quality),
+        *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"
 
 
 def figure(rows: Rows) -> Drawing:
-    """Milliseconds a token inside vLLM by context, one request, of the index served now where it has two contexts."""
-    timed = [r for r in on_gpus(rows) if r["metric"] == "token_ms" and re.fullmatch(r"8b-\d+k-b1", r["case"])]
-    chosen = newer(timed)
-    if len({r["case"] for r in chosen}) < 2:
-        chosen = newer(timed, plain=True)
+    """Milliseconds a token inside vLLM by context, one request."""
+    chosen = [r for r in on_gpus(rows) if r["metric"] == "token_ms" and re.fullmatch(r"8b-\d+k-b1", r["case"])]
     drawn, axes = canvas()
     for method, colour in (("vllm_fa3", SERIES[7]), ("vllm_sparsekv", "#882255")):
         line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in chosen if r["method"] == method)
