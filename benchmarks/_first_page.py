@@ -131,8 +131,8 @@ def difference(real: Rows, method: str, against: str, budget: float = BUDGET) ->
 
 
 def apart(found: dict[str, Any]) -> str:
-    """What an interval says of two methods."""
-    return "higher" if found["low"] > 0 else "lower" if found["high"] < 0 else "not told apart"
+    """What a 95 % interval says of the difference of two methods."""
+    return "higher" if found["low"] > 0 else "lower" if found["high"] < 0 else "not significant"
 
 
 def facts(real: Rows) -> list[str]:
@@ -148,7 +148,7 @@ def facts(real: Rows) -> list[str]:
         if found is not None:
             lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
                           minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
-    table = markdown(["method", "against", "retrieved", "points", "95 % interval", "the first is"], lines)
+    table = markdown(["method", "against", "retrieved", "points", "95 % interval", "difference"], lines)
     return ["", table, "", " ".join(said for said in (untrained(real), twice_as_long(real)) if said), ""]
 
 
@@ -171,7 +171,8 @@ def untrained(real: Rows) -> str:
     if found is not None:
         said.append({"higher": "On RULER φ scores above untrained centroids.",
                      "lower": "On RULER φ scores below untrained centroids.",
-                     "not told apart": "On RULER untrained centroids score as well as φ."}[apart(found)])
+                     "not significant": "On RULER φ and untrained centroids do not differ significantly.",
+                     }[apart(found)])
     if "–" not in (*errors[0], *errors[1]):
         shares = [float(a) / float(b) for a, b in zip(*errors, strict=True)]
         said.append(f"On text the error of φ is {shares[0]:.2f} of theirs for prose and {shares[1]:.2f} for program "

@@ -89,7 +89,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "attention's. Perplexity may fall below full attention's, so that it measures no nearness. Equal answers "
             "are those to RULER's prompts, equal as far as both go, in points of 100.", beyond(rows)[1],
             "How one method's score stands to another's on the same prompts, in points, with the 95 % interval. Where "
-            "the interval has zero in it, the two are not told apart.", pairs(rows)[1],
+            "the interval has zero in it, the difference is not significant.", pairs(rows)[1],
             "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
             "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
             "RULER's texts are others.", *longer(rows)]
@@ -323,7 +323,7 @@ def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
                  if (r["method"], r["budget"], r["metric"]) == (method, budget, metric)}
         lines.append([method, "" if budget is None else percent(budget), names[metric], *(
             f"{found[c]['value']:.4f}" if c in found else "–" for c in (None, *columns))])
-    return markdown(["method", "budget", "", "all", "1st quarter", "2nd", "3rd", "4th", "within the decode window",
+    return markdown(["method", "budget", "measured", "all", "1st quarter", "2nd", "3rd", "4th", "in the decode window",
                      "past it"], lines)
 
 

@@ -18,9 +18,10 @@ CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<r
 LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-SIDES = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
-         "sparsekv, a token [ms]", "tokens a second", "vLLM's own, RULER", "sparsekv, RULER",
-         "difference, 95 % interval", "measured on"]
+SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
+          "sparsekv, a token [ms]", "times faster", "measured on"]
+SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, a token [ms]", "vLLM's own, RULER",
+          "sparsekv, RULER", "difference, 95 % interval", "measured on"]
 SPANS = {"tokens_per_second": "tokens a second", "between_p50_ms": "between tokens, median [ms]",
          "between_p99_ms": "between tokens, 99th percentile [ms]", "first_p50_s": "first token, median [s]",
          "first_p99_s": "first token, 99th percentile [s]", "sparse_share": "tokens of sparse steps"}
@@ -39,8 +40,8 @@ def speeds(rows: Rows) -> list[list[str]]:
         ours = values.get((machine, case, "vllm_sparsekv"))
         if parts is None or own is None or ours is None:
             continue
-        found.append((size(parts["context"]), [*said(case), by(0.01), *pair(own, ours), "–", "–", "–",
-                                               where(ours)]))
+        found.append((size(parts["context"]), [*said(case), by(0.01), *pair(own, ours),
+                                               f"{own['value'] / ours['value']:.2f} ×", where(ours)]))
     return [line for _, line in sorted(found, key=lambda x: x[0])]
 
 
@@ -66,7 +67,7 @@ def answers(quality: Rows) -> list[list[str]]:
         above = values.get((machine, case, "vllm_sparsekv", "above_vllm_fa3", budget))
         assert ours[1] is not None
         lines.append([
-            parts["model"], f"{int(parts['length']):,}", "1", by(budget), *pair(own[0], ours[0]),
+            f"{parts['model']}, {int(parts['length']):,}", by(budget), *pair(own[0], ours[0]),
             *(number(r["value"]) if r else "–" for r in (own[1], ours[1])),
             f"{above['value']:+.1f}, {above['low']:+.1f} to {above['high']:+.1f}" if above else "–", where(ours[1])])
     return lines
@@ -77,9 +78,8 @@ def by(budget: float | None) -> str:
 
 
 def pair(own: dict[str, Any] | None, ours: dict[str, Any] | None) -> list[str]:
-    """Milliseconds a token of both and their ratio."""
-    return [*(number(r["value"], 2) if r else "–" for r in (own, ours)),
-            f"{own['value'] / ours['value']:.2f} ×" if own and ours else "–"]
+    """Milliseconds a token of both."""
+    return [number(r["value"], 2) if r else "–" for r in (own, ours)]
 
 
 def where(row: dict[str, Any]) -> str:
@@ -87,8 +87,10 @@ def where(row: dict[str, Any]) -> str:
 
 
 def side_by_side(rows: Rows, quality: Rows) -> str:
-    """Speed and quality of served requests, a line a configuration: those with both first."""
-    return markdown(SIDES, answers(on_gpus(quality)) + speeds(on_gpus(rows)))
+    """Speed and quality of served requests, a line a configuration: those with scores in a table of their own, first,
+    whose times are of one request."""
+    scored = answers(on_gpus(quality))
+    return "\n\n".join(([markdown(SCORES, scored)] if scored else []) + [markdown(SPEEDS, speeds(on_gpus(rows)))])
 
 
 def under_load(rows: Rows) -> Iterable[str]:
@@ -144,7 +146,7 @@ def page(rows: Rows, quality: Rows) -> str:
         side_by_side(rows, quality),
         "## First token",
         "From the request to the first token of the last request of the batch.",
-        markdown([*SIDES[:3], "vLLM's own [s]", "sparsekv [s]", "measured on"], waits),
+        markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "measured on"], waits),
         *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"

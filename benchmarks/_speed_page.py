@@ -71,12 +71,13 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def steps(rows: Rows) -> str:
-    """Microseconds a step, a line a shape."""
+    """Microseconds a step, a line a method, a column a shape."""
     values = {(r["case"], r["method"]): r["value"] for r in rows}
-    methods = [m for m in STEPS if any(r["method"] == m for r in rows)]
-    lines = [[*shape(case), *(number(values.get((case, m))) for m in methods)]
-             for case in sorted({r["case"] for r in rows}, key=lambda c: (shape(c)[0], size(shape(c)[1]), c))]
-    return markdown(["query / KV heads", "context [tokens]", "rows", *(f"{STEPS[m]} [µs]" for m in methods)], lines)
+    cases = sorted({r["case"] for r in rows}, key=lambda c: (shape(c)[0], size(shape(c)[1]), int(shape(c)[2]), c))
+    heads = [f"{heads}, {context}, {n} row{'' if n == '1' else 's'}" for heads, context, n in map(shape, cases)]
+    lines = [[STEPS[m], *(number(values.get((case, m))) for case in cases)]
+             for m in STEPS if any(r["method"] == m for r in rows)]
+    return markdown(["a step [µs]", *heads], lines)
 
 
 def dense(rows: Rows) -> str:
@@ -107,9 +108,9 @@ def decode(rows: Rows) -> str:
               ("budget of buckets", "3.125 % of the mid region"),
               ("budget of sketches", "1 % of the context, chosen among the codes of a tenth"),
               ("φ", "128 features, half of them centred, capped")),
-        "“Bytes alone” is the time that the chosen keys and values, the anchors and the bucket means take at "
-        "4.3 TB/s. “Equal scores” is the case in which all keys score the same. A table is of one card and one commit; "
-        "decode.json has the command of every row. [The log](../log/decode.md) says what was tried."]
+        "A column is a shape: query / KV heads, context in tokens, rows of the batch. “Bytes alone” is the time that "
+        "the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal "
+        "scores” is the case in which all keys score the same. A table is of one card and one commit; decode.json has the command of every row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):
         parts += [f"## {card(run[0]).replace('one ', '')}", steps(run)]
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):

@@ -20,6 +20,10 @@ METHODS = {
 }
 SHOWN = {"none": "#7f7f7f", "centroid": "#56B4E9", "phi_gated": "#882255"}
 """What the figure has, and its colours."""
+READ = {"sink_tail": "sink + tail", "topk": "exact top-k", "topk_group": "exact top-k, group", "router": "buckets",
+        "router_mean_key": "buckets by means", "router_mlp": "buckets by a query model", "oracle": "best buckets",
+        "kmeans": "nearest buckets"}
+"""What the rows call what is read, and what it is."""
 READS = {"sink_tail": "sink + tail", "topk@0.01": "exact top-k 1 %", "topk@0.05": "exact top-k 5 %",
          "router@0.05": "buckets 5 %"}
 
@@ -28,12 +32,22 @@ def cell(values: dict[Any, float], *key: Any) -> str:
     return f"{values[key]:.3f}" if key in values else "–"
 
 
+def in_words(case: str) -> str:
+    """`topk_group@0.01`: what is read exactly, and its budget."""
+    name, _, budget = case.partition("@")
+    return READ.get(name, name) + (f" {float(budget) * 100:g} %" if budget else "")
+
+
 def page(rows: Rows) -> str:
     """docs/results/training.md."""
     quality = [r for r in rows if r["metric"] != "seconds"]
     values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
     reads = {r["method"]: r["tokens"] for r in quality if "tokens" in r}
     methods = [m for m in METHODS if any(r["method"] == m and r["metric"] == "rel_err" for r in quality)]
+    same = all(cell(values, c, "phi", "rel_err") == cell(values, c, "phi_gated", "rel_err")
+               for c in dict.fromkeys(r["case"] for r in quality))
+    if same:
+        methods.remove("phi")
     one = quality[0]
     parts = [
         "# How near do learned maps come, against other estimates?",
@@ -42,10 +56,13 @@ def page(rows: Rows) -> str:
         "![Error by what is read and what stands for the rest](training.png)",
         words(("term", "what it is"),
               ("mass", "share of the mid region's attention that is read"),
-              ("router", "buckets scored by the means of the request's own keys"),
+              ("buckets", "of the router, scored by the means of the request's own keys"),
+              ("best buckets", "those with the most attention: an oracle"),
+              ("nearest buckets", "those whose trained centroids are nearest to the query"),
               ("sketch", "its second stage, on the artifact's own basis"),
-              ("topk_group", "exact top-k, one list a group of heads"),
-              ("φ", "calibrated and gated a head on training text"),
+              ("exact top-k, group", "one list a group of heads"),
+              ("φ", "calibrated and gated a head on training text"
+               + (" (with all heads on the same to three digits)" if same else "")),
               ("bucket centroids", "unread keys weigh what the mean key of their bucket weighs; as many buckets as φ's "
                f"cache has tokens, {reads['phi_gated']:.0f}"),
               ("bucket moments", "the same, and half the variance of the scores in the bucket"),
@@ -60,7 +77,7 @@ def page(rows: Rows) -> str:
     for prefix, title in (("", "Held-out text"), ("ood:", "Out of domain")):
         cases = [c for c in dict.fromkeys(r["case"] for r in quality) if (c, "none", "rel_err") in values
                  and c.startswith("ood:") == bool(prefix)]
-        table = [[c.removeprefix("ood:"), cell(values, c, "none", "mass_share"),
+        table = [[in_words(c.removeprefix("ood:")), cell(values, c, "none", "mass_share"),
                   *(cell(values, c, m, "rel_err") for m in methods)] for c in cases]
         parts += [f"## {title}", markdown(["read exactly", "mass", *(METHODS[m] for m in methods)], table)]
     metrics = list(dict.fromkeys(r["metric"] for r in quality if r["case"] == "calibration"))

@@ -270,18 +270,19 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
                        key=lambda c: (c.count("-"), int(c.split("-")[1][:-1])))
     methods = list(dict.fromkeys(r["method"] for r in rows if r["case"] in cpu_cases))
     lines = ["Time of an attention step on 2 CPU cores, float32, budget 2 % of the context, µs for one layer (times "
-             "faster than torch's attention over everything); `-8b`: 32 query and 8 KV heads of 128, else 9 and 3 of "
-             "64. Builds are of the 128k index of one layer, in seconds per 100k tokens, with 3 KV heads / with 8.", "",
-             "| selector | " + " | ".join(c.removeprefix("cpu-") for c in cpu_cases) + " | build |",
-             "| --- |" + " ---: |" * (len(cpu_cases) + 1)]
-    for method in methods:
-        cells = []
-        for case in cpu_cases:
-            us, times = found.get((case, method, "us")), found.get((case, method, "speedup"))
-            cells.append("" if us is None else f"{us:,.0f}" + ("" if times is None else f" ({times:.1f}×)"))
-        built = [found.get((case, method, "build_seconds")) for case in ("cpu-128k", "cpu-128k-8b")]
-        cells.append(" / ".join("–" if b is None else f"{b:.2f}" for b in built) if any(built) else "")
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+             "faster than torch's attention over everything). A build is of the 128k index of one layer, in seconds "
+             "per 100k tokens."]
+    for shape, heads in (("", "9 query and 3 KV heads of 64"), ("-8b", "32 query and 8 KV heads of 128")):
+        mine = [c for c in cpu_cases if c.endswith("-8b") == bool(shape)]
+        lines += ["", f"{heads}:", "", "| selector | " + " | ".join(c.split("-")[1] for c in mine) + " | build [s] |",
+                  "| --- |" + " ---: |" * (len(mine) + 1)]
+        for method in methods:
+            cells = []
+            for case in mine:
+                us, times = found.get((case, method, "us")), found.get((case, method, "speedup"))
+                cells.append("" if us is None else f"{us:,.0f}" + ("" if times is None else f" ({times:.1f}×)"))
+            built = found.get((f"cpu-128k{shape}", method, "build_seconds"))
+            lines.append(f"| {method} | {' | '.join(cells)} | {'' if built is None else f'{built:.2f}'} |")
     machines = dict.fromkeys(r["machine"].partition(",")[0] for r in rows if r["case"].startswith("offload"))
     lines += ["", "Keys and values in CPU memory: a layer of 32 query and 8 KV heads of 128 in bfloat16 on an "
               f"{', '.join(machines)}. Buckets (`router`) at 2 %, sketches at several budgets, with φ at the least. A "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ figure svg { display: block; width: 100%; height: auto; }
   h2 { margin: 1.2rem 0 .3rem; } th, td { padding: .1rem .4rem; } .wide { overflow: visible; }
   section { break-inside: avoid; } figure svg { width: 150mm; max-height: 225mm; } }
 """
+WORD = re.compile(r"[^\W\d_]{4}")
+"""What a cell of numbers and units does not have."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,9 @@ class Table:
     note: str = ""
 
     def text(self) -> str:
-        """As Markdown, without title and note."""
-        rule = ["---"] + ["---:"] * (len(self.header) - 1)
+        """As Markdown, without title and note; numbers to the right, the first column and words to the left."""
+        columns = list(zip(*self.rows, strict=True)) or [()] * len(self.header)
+        rule = ["---"] + ["---" if any(WORD.search(cell) for cell in column) else "---:" for column in columns[1:]]
         return "\n".join("| " + " | ".join(line) + " |" for line in (self.header, rule, *self.rows))
 
 

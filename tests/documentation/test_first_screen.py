@@ -119,7 +119,7 @@ def test_differences_are_in_the_rows() -> None:
         low, high = (float(x.replace("−", "-")) for x in interval.split(" to "))
         assert any(shown(points) == pytest.approx(r["value"], abs=0.051) and low == pytest.approx(r["low"], abs=0.051)
                    and high == pytest.approx(r["high"], abs=0.051) for r in found), (method, against, points)
-        assert says == ("higher" if low > 0 else "lower" if high < 0 else "not told apart")
+        assert says == ("higher" if low > 0 else "lower" if high < 0 else "not significant")
 
 
 def test_no_other_figure_stands_in_readme_that_no_page_explains() -> None:
