@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 from safetensors import SafetensorError
 
@@ -36,7 +38,7 @@ def load_model(
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:
-        with _quiet(bool(extra)), in_time():
+        with _quiet(bool(extra)), _read_once(bool(extra)), in_time():
             return _load(spec, source, extra, dtype, device, rope_scaling)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, IndexError,
             EOFError, RecursionError, SafetensorError, UnpicklingError) as error:
@@ -216,6 +218,21 @@ def _quiet(gguf: bool) -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _read_once(gguf: bool) -> Iterator[None]:
+    """A GGUF file's header and its table of names are read once: transformers reads the header for the configuration,
+    twice for the model and for the tokenizer, seconds each, and the names for every module. On exit gguf is as it
+    was."""
+    if not gguf or importlib.util.find_spec("gguf") is None:
+        yield
+        return
+    import gguf as library
+
+    with (patch.object(library, "GGUFReader", functools.cache(library.GGUFReader)),
+          patch.object(library, "get_tensor_name_map", functools.cache(library.get_tensor_name_map))):
+        yield
 
 
 def _unloaded(spec: str, error: Exception) -> SparseKVError:
