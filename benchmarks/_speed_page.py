@@ -109,8 +109,9 @@ def decode(rows: Rows) -> str:
               ("budget of sketches", "1 % of the context, chosen among the codes of a tenth"),
               ("φ", "128 features, half of them centred, capped")),
         "A column is a shape: query / KV heads, context in tokens, rows of the batch. “Bytes alone” is the time that "
-        "the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal "
-        "scores” is the case in which all keys score the same. A table is of one card and one commit; decode.json has the command of every row. [The log](../log/decode.md) says what was tried."]
+        "the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal scores” is the case in "
+        "which all keys score the same. A table is of one card and one commit; decode.json has the command of every "
+        "row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):
         parts += [f"## {card(run[0]).replace('one ', '')}", steps(run)]
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):
