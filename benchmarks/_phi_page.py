@@ -145,8 +145,8 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         "- **24 windows of 16k are nearly as good as 90.**\n"
         "- **2500 steps are nearly as good as 10 000.** So these two are the default of `sparsekv train`.",
         f"Errors and KL are means over heads and queries of {how}. There is one seed and there are no intervals: "
-        "differences of a few percent may be noise. Prose is speeches to Congress, the latest of them held out. Program "
-        "text is Python: packages to train on, the standard library held out.",
+        "differences of a few percent may be noise. Prose is speeches to Congress, the latest of them held out. "
+        "Program text is Python: packages to train on, the standard library held out.",
         "## Trainings, by error",
         f"Layers {one['layers'].replace(' ', ', ')}, commit {one['commit']}. Windows of 8k, 16k and 32k have equally "
         "many tokens in all. Shift and cap are fitted to two more windows of the same text and length. " + about,

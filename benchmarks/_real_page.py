@@ -97,8 +97,16 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of README's model with what the default recipe trains."""
-    return [r for r in rows if r["case"].partition(":")[0] == FIRST[0]] or list(rows)
+    """Those of README's model with what the default recipe trains, but for contexts shorter than README's."""
+    mine = [r for r in rows if r["case"].partition(":")[0] == FIRST[0]] or list(rows)
+    return [r for r in mine if not is_shorter(r)]
+
+
+def is_shorter(row: dict[str, Any]) -> bool:
+    """Whether a row is of README's model at a shorter context than README's."""
+    length = row["case"].rpartition("@")[2]
+    return (row["case"].partition(":")[0] == FIRST[0] and length.isdigit()
+            and round(int(length) / 1024) < FIRST[1] // 1024)
 
 
 def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -149,7 +157,16 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "The same model with router and maps that were trained on other text, each as it was measured, with the rivals "
         "that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r not in here], tasks=False)]) + "\n"
+        *sections([r for r in rows if r not in here and not is_shorter(r)], tasks=False)]) + "\n"
+
+
+def shorter_page(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of README's model at shorter contexts."""
+    return "\n\n".join([
+        "# And at shorter contexts?",
+        "README's model and recipe at a quarter of the length of the windows that its maps were trained on. "
+        "[The first page](real.md) says what is measured and how.",
+        *sections([r for r in rows if is_shorter(r)])]) + "\n"
 
 
 def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:

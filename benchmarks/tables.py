@@ -43,6 +43,7 @@ def phi() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "real": lambda: _real_page.page(load("real")),
     "real-others": lambda: _real_page.other_page(load("real")),
+    "real-short": lambda: _real_page.shorter_page(load("real")),
     "phi": phi,
     "decode": lambda: _speed_page.decode(load("decode")),
     "generate": lambda: _speed_page.generate(load("generate")),
