@@ -63,7 +63,6 @@ CELL_TOKENS = 350_000
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
 READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
             "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
-FITTED = ("full", "sketch+phi", "sketch+phi_fitted", "sketch+centroid")
 VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true")
 ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
 """Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a
@@ -120,9 +119,6 @@ def all_stages() -> list[Stage]:
         Stage("text-all4", "text", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 6),
         Stage("worst4", "worst", 4096, ("full", "topk", "topk+phi"), (0.03, 0.04, 0.05, 0.1), 0, 4),
         Stage("worst16", "worst", 16_384, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.05), 0, 4),
-        Stage("fitted32", "ruler", 32_768, FITTED, (0.01, 0.02), 0, 4),
-        Stage("fitted16", "ruler", 16_384, FITTED, (0.01, 0.02), 0, 4),
-        Stage("text-fitted16", "text", 16_384, FITTED, (0.01, 0.02), 0, 6),
         Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
         Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),

@@ -180,7 +180,5 @@ for _row in (
                  "vAttention (Desai et al. 2025)"),
     EstimatorRow("phi", "estimators.phi:PhiEstimator", "trained feature maps", "completion paper §4", symbol="φ",
                  line="-", needs=("phi",), usual=True),
-    EstimatorRow("phi_fitted", "estimators.phi_fitted:FittedPhi", "trained feature maps, their values fitted to the "
-                 "prompt's last queries", "this project", symbol="φ, fitted", line="-", needs=("phi",)),
 ):
     register(_row)

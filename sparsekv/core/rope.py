@@ -79,15 +79,6 @@ class RopeTable:
         cos, sin = (t[:, columns.to(t.device)][:, None].to(x.device) for t in self.tables())
         return unrotate(x, cos, sin, self.layout)
 
-    def move(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
-        """Move rotated vectors x `[B, H, n, d]` as far as from column `old` to column `new`, each `[B or 1, n]`."""
-        for columns, function in ((old, unrotate), (new, rotate)):
-            rows = torch.arange(max(len(columns), len(self.tables()[0])), device=columns.device)[:, None]
-            cos, sin = (t[(rows % len(t)).to(t.device), columns.to(t.device)][:, None].to(x.device)
-                        for t in self.tables())
-            x = function(x, cos, sin, self.layout)
-        return x
-
     def turn(self, x: Tensor, old: Tensor, new: Tensor) -> Tensor:
         """Move rotated vectors to other positions: x `[..., n, d]`, old and new int64 `[..., n]`, broadcastable. Raises
         SparseKVError for a batch with padding."""

@@ -39,8 +39,6 @@ class Decoding:
     estimator: Estimator | None
     router: RouterArtifact | None
     phi: PhiArtifact | None
-    maps_kind: type[PhiEstimator]
-    """What runs the feature maps."""
     sink_size: int
     window_size: int
     decode_window: int
@@ -120,7 +118,7 @@ class Decoding:
         key = "estimator", layer_idx, device
         if key not in self.placed:
             maps = gated_maps(self._on("phi", self.phi, device), layer_idx, self.layers)
-            self.placed[key] = None if maps is None else self.maps_kind(maps)
+            self.placed[key] = None if maps is None else PhiEstimator(maps)
         made: Estimator | None = self.placed[key]
         return None if made is None else made.fork()
 
@@ -154,7 +152,7 @@ def make_decoding(
     for artifact in (router, phi):
         if artifact is not None:
             artifact.check(model)
-    estimator, phi, maps_kind = _estimator(completion, phi)
+    estimator, phi = _estimator(completion, phi)
     if isinstance(estimator, CentroidEstimator):
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
     sink = chosen_size("sink_size", sink_size, (router, phi))
@@ -177,7 +175,7 @@ def make_decoding(
         raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
                             "own; leave out the completion (completion='none')")
     config: Any = next(iter(modules.values())).config
-    return Decoding(chosen, estimator, trained, phi, maps_kind, sink, window, decode_window, placement, dense_below,
+    return Decoding(chosen, estimator, trained, phi, sink, window, decode_window, placement, dense_below,
                     frozenset(dense), layers, prompts, prompt_layers, config.num_attention_heads,
                     min(eligible - dense, default=None))
 
@@ -254,23 +252,19 @@ def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:
 
 def _estimator(
     completion: str | Estimator | None, phi: PhiArtifact | None,
-) -> tuple[Estimator | None, PhiArtifact | None, type[PhiEstimator]]:
-    """The estimator to copy, or the feature maps and of what kind one of them is made for every layer."""
+) -> tuple[Estimator | None, PhiArtifact | None]:
+    """The estimator to copy, or the feature maps to make one of for every layer."""
     if isinstance(completion, Estimator):
-        return completion, None, PhiEstimator
+        return completion, None
     if not isinstance(completion, str | None):
         raise SparseKVError(f"a completion is a name or an Estimator, found {brief(completion)}")
     completion = completion or (NONE if phi is None else "phi")
     check_choice("completion", completion, (*ESTIMATOR_ROWS, NONE))
-    if completion == NONE:
-        return None, None, PhiEstimator
-    kind = ESTIMATORS[completion]
-    if not issubclass(kind, PhiEstimator):
-        return kind(), None, PhiEstimator
-    if phi is None:
-        raise SparseKVError(f"completion {completion} needs trained feature maps: give phi=... or use "
-                            "completion='centroid'")
-    return None, phi, kind
+    if completion == "phi" and phi is None:
+        raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
+    if completion in (NONE, "phi"):
+        return None, phi if completion == "phi" else None
+    return ESTIMATORS[completion](), None
 
 
 def dense_by_number(layers: Sequence[int], count: int) -> set[int]:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators import CentroidEstimator, Estimator, FittedPhi, PhiEstimator, UniformEstimator
+from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator, UniformEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import Step
@@ -45,12 +45,9 @@ def literal_step(
         rest = torch.zeros_like(exact)
         rest[:, first:last] = True
         rest &= ~exact
-        vectors, added = values[b], torch.zeros_like(out[b, :, t])
+        vectors = values[b]
         if isinstance(estimator, PhiEstimator):
-            made, log_q, mass = phi_logits(view, estimator, b, rot[b, :, t], keys[b], rest)
-            logits = torch.where(rest, made, logits)
-            if isinstance(estimator, FittedPhi):
-                added = correction_values(view, estimator, b, log_q, mass)
+            logits = torch.where(rest, phi_logits(view, estimator, b, rot[b, :, t], keys[b], rest), logits)
         elif isinstance(estimator, CentroidEstimator):
             more = centroid_logits(view, estimator, b, rot[b, :, t], keys[b], values[b], rest)
             logits, vectors = torch.cat([logits, more[0]], 1), torch.cat([vectors, more[1]], 1)
@@ -63,18 +60,15 @@ def literal_step(
         elif (own := step.selection.rest) is not None:
             logits = torch.cat([logits, own[1][row, :, None].double().cpu()], 1)
             vectors = torch.cat([vectors, own[0][row, :, None].double().cpu()], 1)
-        weights = logits.softmax(-1)
-        left = torch.where(rest, weights[:, :rest.shape[1]], 0.0).sum(1, keepdim=True)
-        out[b, :, t] = torch.einsum("hn,hnd->hd", weights, vectors) + left * added
+        out[b, :, t] = torch.einsum("hn,hnd->hd", logits.softmax(-1), vectors)
     return out
 
 
 def phi_logits(
     view: LayerView, estimator: PhiEstimator, b: int, q: Tensor, keys: Tensor, rest: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Log weights of the unread mid keys, `[Hq, N]` (completion paper §4, with this project's centre and cap): q
-    `[Hq, d]`, keys `[Hq, N, d]`. Also `log φ_q [Hq, r]`, and the logarithm `[Hq, 1]` of the mass that it gives those
-    keys, without offset and cap."""
+    `[Hq, d]`, keys `[Hq, N, d]`."""
     maps = estimator.layer
 
     def double(weights, repeats=1):
@@ -89,8 +83,7 @@ def phi_logits(
         half = log_q.shape[-1] // 2
         log_q = torch.cat([log_q[:, :half], log_q[:, half:] + (q * centre).sum(-1, keepdim=True) * view.scale], dim=-1)
     offset = (maps.offset if maps.offset.dim() == 1 else maps.offset[b]).double().cpu()[:, None]
-    plain = torch.logsumexp(log_q[:, None] + log_k, dim=-1).masked_fill(~rest, -math.inf)
-    logs = plain + offset
+    logs = (torch.logsumexp(log_q[:, None] + log_k, dim=-1) + offset).masked_fill(~rest, -math.inf)
     if maps.capped and (estimator.share if isinstance(estimator.share, float) else estimator.share[b]) > 0:
         mid = slice(int(view.regions.mid_first[b]), int(view.regions.mid_last[b]))
         scores = torch.einsum("hnd,hd->hn", keys[:, mid], q) * view.scale
@@ -99,14 +92,7 @@ def phi_logits(
         below = torch.distributions.Normal(0.0, 1.0).cdf(bound - deviation).log()
         cap = math.log(scores.shape[1]) + mean + deviation**2 / 2 + below + offset
         logs = logs - (logs.logsumexp(1, keepdim=True) - cap).clamp(min=0).nan_to_num(0.0)
-    return logs, log_q, plain.logsumexp(1, keepdim=True)
-
-
-def correction_values(view: LayerView, estimator: FittedPhi, b: int, log_q: Tensor, mass: Tensor) -> Tensor:
-    """What a fitted correction adds to the mean value of the unread keys, `[Hq, d]`."""
-    shift, _, sums = (x[b].double().cpu().repeat_interleave(view.group, dim=0) for x in estimator.correction)
-    weights = torch.exp(log_q + math.log(2) * shift - mass).nan_to_num(0.0, posinf=0.0)
-    return torch.einsum("hr,hrd->hd", weights, sums)
+    return logs
 
 
 def centroid_logits(

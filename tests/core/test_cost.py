@@ -66,7 +66,7 @@ def test_the_bytes_of_a_step(case: str, completion: str, monkeypatch) -> None:
     lists = lists.expand(HEADS_KV, -1) if lists.shape[0] == 1 else lists
     read = context - int(x.view.regions.mid_sizes[0]) + float((lists >= 0).sum()) / HEADS_KV
     estimate = 0.0
-    if completion in ("phi", "phi_fitted"):
+    if completion == "phi":
         estimate = (PHI * (DIM + 2) + (DIM + 2) * DIM) * SIZE * HEADS_KV  # features of what is read are made anew
     elif completion == "centroid":
         estimate = CENTROIDS * (2 * DIM + 1) * SIZE * HEADS_KV

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from sparsekv.core.estimators.base import Estimator
 from sparsekv.core.estimators.centroid import CentroidEstimator
 from sparsekv.core.estimators.phi import PhiEstimator
-from sparsekv.core.estimators.phi_fitted import FittedPhi
 from sparsekv.core.estimators.uniform import UniformEstimator
 from sparsekv.core.registry import ESTIMATOR_ROWS, Classes
 
 ESTIMATORS: Mapping[str, type[Estimator]] = Classes(ESTIMATOR_ROWS)
 
-__all__ = ["ESTIMATORS", "CentroidEstimator", "Estimator", "FittedPhi", "PhiEstimator", "UniformEstimator"]
+__all__ = ["ESTIMATORS", "CentroidEstimator", "Estimator", "PhiEstimator", "UniformEstimator"]

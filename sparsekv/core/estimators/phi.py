@@ -240,15 +240,13 @@ class PhiEstimator(Estimator):
         return phi_query(q, self.weights, summary.offset, summary.state, seats)._replace(keys=keys)
 
     def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
-        return remainder(self.query(view, queries), *self.read(view, view.listed(selection)))
-
-    def read(self, view: LayerView, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features and values of tokens `[Q, H, K]`, `[Q, H, K, r]` and `[Q, H, K, d]`, and which are tokens."""
+        tokens = view.listed(selection)
         keys, values = view.gather(tokens)
         count, heads, width, dim = keys.shape
         lists = heads // view.num_kv_heads
         features = key_features(keys.reshape(count, view.num_kv_heads, lists * width, dim), self._maps())
-        return features.reshape(*tokens.shape, features.shape[-1]), values, tokens >= 0
+        features = features.reshape(*tokens.shape, features.shape[-1])
+        return remainder(self.query(view, queries), features, values, tokens >= 0)
 
     def together(self, old: Regions | None, first: Regions, step: int, chunks: int) -> int:
         """Of so many chunks of a prompt, each of `step` tokens, the first before `first`, how many take off one mean
