@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._first_page import card
-from benchmarks._prompts import DENSE
+from benchmarks._prompts import DENSE, SIZES, sizes_of
 from benchmarks._speed_page import number, runs, words
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.tables import markdown
 
@@ -27,14 +28,18 @@ def named(method: str) -> str:
         return "full attention"
     if method == "token_select":
         return "TokenSelect, as published"
-    kind, _, share = method.partition("@")
-    return ("sparse + φ" if kind == "sparse_phi" else "sparse") + f", {100 * float(share or 0.1):.0f} %"
+    kind, sizes = sizes_of(method)
+    share = sizes.pop("share", SparsePrompts().share)
+    return ", ".join(["sparse + φ" if kind == "sparse_phi" else "sparse", f"{100 * share:.0f} %",
+                      *(f"{name} {value}" for name, value in sizes.items())])
 
 
 def reading(method: str) -> str:
-    """The same in real.json's words, where answers were measured."""
-    kind, _, share = method.partition("@")
-    return f"prompt:share={share or '0.1'}" + ("+phi" if kind == "sparse_phi" else "")
+    """The same in real.json's words, where answers were measured, at a quarter of the sizes (`SIZES`)."""
+    kind, sizes = sizes_of(method)
+    words = {"share": SparsePrompts().share} | {n: v * SIZES[n] // getattr(SparsePrompts(), n) if SIZES.get(n) else v
+                                                for n, v in sizes.items()}
+    return ":".join(["prompt", *(f"{n}={v}" for n, v in words.items())]) + ("+phi" if kind == "sparse_phi" else "")
 
 
 def page(rows: Rows, real: Rows, generate: Rows) -> str:
@@ -110,7 +115,7 @@ def curve(rows: Rows, real: Rows) -> Drawing:
                           color=colour, marker="o", markersize=4, linewidth=1.7, elinewidth=0.8, capsize=2,
                           label="sparse + φ" if phi else "sparse")
             for x, y, *_, m in line:
-                axes.annotate(named(m).rpartition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points",
+                axes.annotate(named(m).partition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points",
                               fontsize=8, color=colour)
     dense = [r["value"] for r in rows if (r["case"], r["method"], r["metric"]) == (CASE, "dense", "first_token_s")]
     if dense:

@@ -68,6 +68,15 @@ def parse_readings(names: Sequence[str], budgets: Sequence[float]) -> list[Readi
     return found
 
 
+def sizes_of(method: str) -> tuple[str, dict[str, Any]]:
+    """A method of `prefill.py` and its fields of `SparsePrompts`: `sparse_phi@0.1:chunk=4096`."""
+    kind, _, sizes = method.partition("@")
+    share, *rest = sizes.split(":")
+    words = {"share": share} if share else {}
+    words |= dict(word.split("=", 1) for word in rest)
+    return kind, {name: json.loads(value) for name, value in words.items()}
+
+
 class PromptEvaluator(Evaluator):
     """Cells of readings; a continued text's have the mean loss of its prompt too."""
 

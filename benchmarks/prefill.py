@@ -11,13 +11,13 @@ same ids with the same model.
 - dense: attached, full attention, by the faster of torch's kernels of cuDNN and FlashAttention, which one layer of the
   case's length tells;
 - sparse: `prefill="sparse"`, decoded by `sketch` at 1 %; sparse_phi: the same completed by maps of the shape and width
-  that the recipe trains, in the prompt and after it; sparse@0.2 and the like: at that share;
+  that the recipe trains, in the prompt and after it; sparse@0.2, sparse_phi@0.1:chunk=4096 and the like: at that share,
+  with these fields of `SparsePrompts`;
 - token_select: the paper's own prefill at its published settings.
 
 `prompt_s`: the prompt in chunks of 32,768 tokens, then index and estimates. `first_token_s`: prompt and first token by
 `generate`, the prompt in one piece, for cases that fit. Both are of a second run; `cold_`: of the first, in which
-kernels are loaded and cuDNN makes its plans. Of prompts that do not fit in one piece there is the first run alone,
-after one of 98,304 tokens. `peak_gb`: most memory held in any.
+kernels are loaded and cuDNN makes its plans. `peak_gb`: most memory held in any.
 
 Kernels, a layer of 32 query and 8 KV heads of 128, one chunk after 32k, 128k and 512k tokens: first they are checked
 against the twins in float64 on a short cache. `dense_ms` full attention of the chunk (`dense_attention`); `triton_ms`
@@ -44,6 +44,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
+from benchmarks._prompts import sizes_of
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import artifacts, by_model, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
@@ -73,8 +74,7 @@ CASES = {"8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1), "8b-5
          "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1), "coder-30k-b8": ("coder", 30_000, 8),
          "tiny-6k-b2": ("tiny", 6000, 2)}
 METHODS = ("dense", "sparse", "sparse_phi", "token_select")
-SHARES = ("@0.05", "@0.2")
-CHUNK, ONE_PIECE, LONG_WARM = 32_768, 262_144, 98_304
+CHUNK, ONE_PIECE = 32_768, 262_144
 HEADS_Q, HEADS_KV, DIM, FEATURES = 32, 8, 128, 128
 SINK, WINDOW, TOGETHER = 16, 512, 4
 CONTEXTS, CHUNKS = (32_768, 131_072, 524_288), (512, 1024, 2048, 4096)
@@ -86,10 +86,19 @@ def how_of(method: str, trained: Any, prompts: SparsePrompts) -> dict[str, Any]:
         return {"selector": "token_select", **SELECTORS["token_select"].PUBLISHED}
     if method == "dense":
         return {"selector": "dense"}
-    kind, _, share = method.partition("@")
-    prompts = replace(prompts, share=float(share)) if share else prompts
+    kind, sizes = sizes_of(method)
+    prompts = replace(prompts, **sizes)
     made = {"router": trained[0], "selector": "sketch", "token_budget": 0.01, "prefill": prompts}
     return made | ({"phi": trained[1]} if kind.endswith("_phi") else {})
+
+
+def known(method: str) -> str:
+    """A method as it is said, if it is one."""
+    kind, sizes = sizes_of(method)
+    if kind not in METHODS or (sizes and not kind.startswith("sparse")):
+        raise ValueError(method)
+    replace(SparsePrompts(), **sizes)
+    return method
 
 
 def timed(work: Callable[[], Any], ids: torch.Tensor) -> float:
@@ -112,12 +121,9 @@ def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> Iterator[tuple
         whole: list[tuple[str, Callable[[], Any]]] = [("prompt_s", lambda: chunks(ids))]
         if ids.numel() <= ONE_PIECE:
             whole.append(("first_token_s", lambda: attachment.generate(ids, max_new_tokens=1)))
-        else:
-            chunks(ids[:, :LONG_WARM])
         for name, work in whole:
             yield f"cold_{name}", timed(work, ids)
-            if ids.numel() <= ONE_PIECE:
-                yield name, timed(work, ids)
+            yield name, timed(work, ids)
 
 
 def fastest(model: Any, length: int) -> Any:
@@ -162,7 +168,7 @@ def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, 
                     keep(name, seconds)
                     if method == "dense":
                         dense[name] = seconds
-                    elif name in dense and (not name.startswith("cold") or ids.numel() > ONE_PIECE):
+                    elif name in dense and not name.startswith("cold"):
                         keep(name.replace("_s", "_speedup"), dense[name] / seconds)
                     print(f"{case} {method} {name} {seconds:.3f}", flush=True)
                     add_rows("prefill", ROWS, options.output)
@@ -369,8 +375,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
                         default=[c for c in CASES if not c.startswith(("tiny", "coder", "8b-quarter"))])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS),
-                        choices=[*METHODS, *(m + s for m in METHODS[1:3] for s in SHARES)])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), type=known, metavar="METHOD",
+                        help=f"{', '.join(METHODS)}, or sparse and sparse_phi with @SHARE[:FIELD=TOKENS …]")
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
     parser.add_argument("--sweep", action="store_true", help="and how they are launched instead of every length")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")

@@ -27,7 +27,7 @@ from sparsekv.kernels import (
     representatives,
 )
 
-MOST_CHUNKS, MOST_BYTES = 8, 256 << 20
+MOST_CHUNKS, MOST_BYTES = 8, 1 << 30
 """Chunks that are read together at most, and bytes of the keys and values that they choose."""
 
 
