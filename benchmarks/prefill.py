@@ -57,7 +57,7 @@ from sparsekv.kernels import (
     chunk_tokens,
     chunks_of,
     dense_attention,
-    phi_less,
+    phi_left,
     phi_sums,
     representatives,
 )
@@ -365,8 +365,7 @@ def rest_work(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: torch.T
     rows = chunk_rows(k, v, tokens, q.shape[2], 0, 0)
 
     def work() -> None:
-        read = phi_sums(*rows, first, first + tokens.shape[2], keys)
-        add_rest(out, lse, q, maps, offset, PhiState(*phi_less(whole, read)))
+        add_rest(out, lse, q, maps, offset, PhiState(*phi_left(whole, *rows, keys)))
 
     return work
 

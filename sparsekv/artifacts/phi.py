@@ -57,6 +57,24 @@ def _grid(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(shares, dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=256)
+def _between(
+    grid: tuple[float, ...], shares: tuple[float, ...], dtype: torch.dtype, device: torch.device,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every share the rows of the grid's table below and above it and the part `[B, 1]` of the way between them;
+    where it is one of the grid, or outside, that row twice: 0 times a closed gate's -inf would be no number."""
+    low, high, part = [], [], []
+    for share in shares:
+        after = bisect_right(grid, share)
+        a, b = max(after - 1, 0), min(after, len(grid) - 1)
+        alone = a == b or grid[a] >= share
+        low.append(a)
+        high.append(a if alone else b)
+        part.append(0.5 if alone else (share - grid[a]) / (grid[b] - grid[a]))
+    return (torch.tensor(low, device=device), torch.tensor(high, device=device),
+            torch.tensor(part, dtype=dtype, device=device)[:, None])
+
+
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
     `[S, Hq]`: what it is when each of `shares` of the context is read beside sink and tail. capped: the mass is first
@@ -71,10 +89,12 @@ class PhiLayer(NamedTuple):
     def offset(self) -> Tensor:
         return self.offsets[0]
 
-    def at(self, share: float | Tensor) -> PhiLayer:
-        """Calibrated for a share of the context that is read, or for one a row `[B]`: the best keys are the ones the
+    def at(self, share: float | Tensor | tuple[float, ...]) -> PhiLayer:
+        """Calibrated for a share of the context that is read, or for one a row: the best keys are the ones the
         maps underestimate, so that what is left without them wants another shift. Linear between the shares measured.
         Ours, not the paper's."""
+        if isinstance(share, tuple):
+            return self._at_each(share)
         if isinstance(share, Tensor):
             return self._at_rows(share)
         after = bisect_right(self.shares, share)
@@ -86,6 +106,14 @@ class PhiLayer(NamedTuple):
         part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
         between = (1 - part) * table[low:low + 1] + part * table[high:high + 1]
         return self._replace(offsets=between, shares=(share,))
+
+    def _at_each(self, shares: tuple[float, ...]) -> PhiLayer:
+        """offset: `[B, Hq]`, or `[Hq]` where there is one table."""
+        table = self.offsets
+        if len(self.shares) > 1:
+            low, high, part = _between(self.shares, shares, table.dtype, table.device)
+            table = ((1 - part) * table[low] + part * table[high])[None]
+        return self._replace(offsets=table, shares=(0.0,))
 
     def _at_rows(self, share: Tensor) -> PhiLayer:
         """offset: `[B, Hq]`."""

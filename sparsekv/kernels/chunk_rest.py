@@ -23,7 +23,8 @@ def add_rest(
     """Attention of a chunk and what the features estimate of the tokens that it does not read, under one normalisation
     (completion paper §4.4): out `[B, Hq, c, d]` and lse `[B, Hq, c]`, both overwritten, of the queries q alike with
     RoPE; maps of the query heads (leading dimension Hq), offset `[Hq]` or `[B, Hq]` added to log features; left: the
-    sums of the tokens that are not read, and moments of the region that they are of.
+    sums of the tokens that are not read, those of values as means (`phi_left`), and moments of the region that they
+    are of. Mean key and moments, all but their size and bound, may be of fewer rows, of as many of these each.
 
     Returns `(out, lse)`.
     """
@@ -37,6 +38,13 @@ def add_rest_reference(
     """`add_rest` in plain torch."""
     batch, heads, count, dim = q.shape
     moved = offset.expand(batch, heads).repeat_interleave(count, dim=0)
+    centre, moments = left.centre, left.moments
+    if centre is not None:
+        centre = centre.repeat_interleave(batch // len(centre), dim=0)
+    if moments is not None:
+        key, factors, rest = (x.repeat_interleave(batch // len(x), dim=0) for x in moments[:3])
+        moments = ScoreMoments(key, factors, rest, moments.size, moments.bound)
+    left = PhiState(left.m, left.z, left.s.to(left.z.dtype) * left.z[..., None], centre, moments)
     asked = phi_query_reference(q.transpose(1, 2).reshape(-1, heads, dim), maps, moved, left)
     safe = torch.where(asked.mass > 0, asked.mass, 1.0)
     more = torch.where(asked.mass > 0, safe.log() + asked.log_scale, NEG_INF)
@@ -58,16 +66,16 @@ def launch_rest(
     rows = hidden_phi(q.transpose(0, 1).reshape(heads, batch * count, dim), maps)
     features = maps.w_out.shape[-1]
     logs = wide_product(rows, maps.w_out)
-    # means of values, which half precision holds, in place of sums, which it may not
-    means = (left.s / torch.where(left.z > 0, left.z, 1.0)[..., None]).to(q.dtype)
     moments = left.moments
     described = ScoreMoments(*((lse,) * 5 if moments is None else (x.contiguous() for x in moments)))
     rank = 1 if moments is None else moments.factors.shape[2]
     rest_kernel[(batch * heads, -(-count // ROWS))](
         as_tokens(dense_last(q)), logs, maps.b_out.contiguous(), offset.contiguous(),
-        PhiCache(left.m.contiguous(), left.z.contiguous(), means.contiguous()),
+        PhiCache(*(x.contiguous() for x in left[:3])),
         lse if left.centre is None else left.centre.contiguous(), described, as_tokens(out), lse, heads,
-        left.m.shape[1], heads if offset.dim() == 2 else 0, batch, count, rank, features,
+        left.m.shape[1], heads if offset.dim() == 2 else 0, batch,
+        1 if left.centre is None else batch // len(left.centre),
+        1 if moments is None else batch // len(moments.key), count, rank, features,
         CENTRED=left.centre is not None, CAPPED=moments is not None, RANK=padded(rank), ROWS=ROWS, DIM=dim,
         WIDTH=padded(dim), COLUMNS=min(COLUMNS, padded(dim)), FEATURES=padded(features), num_warps=WARPS)
     return out, lse

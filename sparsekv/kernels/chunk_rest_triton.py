@@ -12,7 +12,8 @@ from sparsekv.kernels.completion_triton import log_normal_cdf
 
 @triton.jit
 def rest_kernel(
-    q, logs, b_out, offset, cache, centre, moments, o, lse, heads_q, heads_kv, o_row, batch, count, rank, features,
+    q, logs, b_out, offset, cache, centre, moments, o, lse, heads_q, heads_kv, o_row, batch, per_centre,
+    per_key, count, rank, features,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, FEATURES: tl.constexpr,
 ):
@@ -23,12 +24,13 @@ def rest_kernel(
     # b_out    [Hq, r]                   of the maps
     # offset   [Hq], or [B, Hq] by stride o_row
     # cache    `PhiCache`: m, z [B, Hkv, r], fp32; s [B, Hkv, r, d], over z and in the dtype of q
-    # centre   [B, Hkv, d]               if CENTRED: mean key times the softmax scale
-    # moments  `ScoreMoments`            if CAPPED, fp32; rank = ρ
+    # centre   [., Hkv, d]               if CENTRED: mean key times the softmax scale, of per_centre rows each
+    # moments  `ScoreMoments`            if CAPPED, fp32; rank = ρ; size and bound [B], the others of per_key rows each
     # lse      [B, Hq, c] fp32           read and written: natural logarithm
     row = (tl.program_id(0) // heads_q).to(tl.int64)
     head = (tl.program_id(0) % heads_q).to(tl.int64)
-    kv = row * heads_kv + head // (heads_q // heads_kv)
+    kv_head = head // (heads_q // heads_kv)
+    kv = row * heads_kv + kv_head
     slot = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     place, feature = tl.arange(0, WIDTH), tl.arange(0, FEATURES)
     there, inside, kept = slot < count, place < DIM, feature < features
@@ -40,18 +42,19 @@ def rest_kernel(
         query = tl.load(q.base + row * q.row + head * q.head + slot[:, None] * q.token + place[None, :], mask=mask,
                         other=0.0)
     if CENTRED:
-        mean = tl.load(centre + kv * DIM + place, mask=inside, other=0.0).to(tl.float32)
-        along = tl.sum(query.to(tl.float32) * mean[None, :], 1)
+        mean = tl.load(centre + (row // per_centre * heads_kv + kv_head) * DIM + place, mask=inside, other=0.0)
+        along = tl.sum(query.to(tl.float32) * mean.to(tl.float32)[None, :], 1)
     if CAPPED:
-        key = tl.load(moments.key + kv * DIM + place, mask=inside, other=0.0)
+        described = row // per_key * heads_kv + kv_head
+        key = tl.load(moments.key + described * DIM + place, mask=inside, other=0.0)
         part = tl.arange(0, RANK)
-        factors = tl.load(moments.factors + (kv * rank + part)[None, :] * DIM + place[:, None],
+        factors = tl.load(moments.factors + (described * rank + part)[None, :] * DIM + place[:, None],
                           mask=(part < rank)[None, :] & inside[:, None], other=0.0)
         # as two numbers of the queries' precision each
         high = factors.to(query.dtype)
         alike = tl.dot(query, high, input_precision="ieee")
         alike += tl.dot(query, (factors - high.to(tl.float32)).to(query.dtype), input_precision="ieee")
-        across = tl.load(moments.rest + kv * DIM + place, mask=inside, other=0.0)
+        across = tl.load(moments.rest + described * DIM + place, mask=inside, other=0.0)
         wide = query.to(tl.float32)
         variance = tl.sum(alike * alike, 1) + tl.sum(wide * wide * across[None, :], 1)
         limit = tl.load(moments.bound + row)

@@ -15,6 +15,7 @@ from sparsekv.kernels import (
     CompletionQuery,
     FeatureMapWeights,
     KeyFeatures,
+    PhiCache,
     PhiState,
     QueryModel,
     ScoreMoments,
@@ -64,11 +65,17 @@ from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
 from sparsekv.kernels.dense import add_attention_reference, launch_add, splits
 from sparsekv.kernels.features import (
-    fused,
+    BESIDE_BYTES,
     key_features,
     key_features_reference,
     launch_features,
+    launch_join,
+    launch_left,
+    launch_parts,
+    phi_left,
+    phi_prefixes,
     phi_sums_reference,
+    room_beside,
 )
 from sparsekv.kernels.features import launch_sums as launch_phi_sums
 from sparsekv.kernels.few_rows import (
@@ -387,7 +394,7 @@ def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: 
     torch.manual_seed(keys)
     k, v = (torch.randn(3, heads, keys + 2, dim, device=device).to(dtype)[:, :, 1:keys + 1] for _ in range(2))
     maps = maps_of_keys(3, heads, dim, units, features, dtype, device)
-    if not fused(maps):
+    if room_beside(maps) < BESIDE_BYTES * maps.w_in.element_size() // 2:
         pytest.skip("a program has too little shared memory for this map: it stays in plain torch")
     maps.b_out[0] += torch.linspace(-60, 60, features, device=device)  # far apart, as those of trained maps
     first, last = (torch.tensor(x, device=device) for x in ([0, keys // 4, 5], [keys, keys - 1, 3]))
@@ -417,6 +424,37 @@ def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: 
     left = (whole.z - counted.sum(2)).abs().sum(-1) / whole.z.sum(-1).clamp(min=1e-30)
     assert float(left.max()) < 1e-5
     assert error(counted.mT @ v.double(), whole.s) < 1e-5
+
+
+def check_prefixes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: KV heads, head dimension, units, features, tokens of a chunk, chunks, tokens that each takes out. What was
+    summed before is of two rows, one of them empty; of each prefix some tokens are taken out, of the last all."""
+    heads, dim, units, features, tokens, chunks, listed = shape
+    torch.manual_seed(tokens)
+    total = (chunks + 1) * tokens
+    k, v = (torch.randn(2, heads, total + 2, dim, device=device).to(dtype)[:, :, 1:total + 1] for _ in range(2))
+    maps = maps_of_keys(2, heads, dim, units, features, dtype, device)
+    maps.b_out[0] += torch.linspace(-60, 60, features, device=device)
+    edges = torch.tensor([[0, 3], [tokens, 3]], device=device)
+    rows = [chunks_of(x[:, :, tokens:], chunks) for x in (k, v)]
+    close = 1e-5 if dtype == torch.float32 else 1e-2
+    start = launch_phi_sums(k, v, *edges, maps)
+    found = launch_join(start, launch_parts(*rows, maps), 2)
+    truth = phi_prefixes(double(start), *(x.double() for x in rows), double(maps))
+    assert found.m.shape == truth.m.shape == (2, chunks + 1, heads, features)
+    scale = torch.exp2((found.m.double() - truth.m).nan_to_num(0.0))
+    assert torch.equal(found.m[:, 0], start.m) and torch.equal(found.s[:, 0], start.s)
+    assert error(found.z * scale, truth.z) < close and error(found.s * scale[..., None], truth.s) < close
+
+    after = PhiCache(*(x[:, 1:].flatten(0, 1) for x in found))
+    taken = [x[:, :, :listed] for x in rows]
+    left = launch_left(after, *taken, maps)
+    means = phi_left(double(after), *(x.double() for x in taken), double(maps))
+    assert left.s.dtype == dtype and error(left.z, means.z) < close
+    assert error(left.s.double() * left.z[..., None], means.s * means.z[..., None]) < close
+    whole = PhiCache(*(x[:, 0] for x in launch_join(None, launch_parts(*rows, maps), 2 * chunks)))
+    nothing = launch_left(whole, *rows, maps)
+    assert not nothing.z.any() and not nothing.s.any()
 
 
 def states_of(heads: int, dim: int, features: int, device: str) -> tuple[PhiState, PhiState]:
@@ -473,6 +511,12 @@ def check_rest(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         state.z[1, -1], state.s[1, -1] = 0.0, 0.0
         out, lse = torch.randn(q.shape, device=device).to(dtype), torch.randn(q.shape[:3], device=device) * 3
         out[0, :, 0], lse[0, :, 0] = 0.0, float("-inf")  # a query that reads nothing
+        if state.centre is not None:  # of both rows, as of chunks of one
+            state = state._replace(centre=state.centre[:1])
+        if state.moments is not None:
+            state = state._replace(moments=state.moments._replace(
+                key=state.moments.key[1:], factors=state.moments.factors[1:], rest=state.moments.rest[1:]))
+        state = state._replace(s=(state.s / torch.where(state.z > 0, state.z, 1.0)[..., None]).to(dtype))
         truth = add_rest_reference(out.double(), lse.double(), q.double(), double(maps), offset.double(), double(state))
         found = launch_rest(out.clone(), lse.clone(), q, maps, offset, state)
         for got, want, before in zip(found, truth, (out, lse), strict=True):

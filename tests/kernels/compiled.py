@@ -87,7 +87,8 @@ KINDS = {
 }
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
-    **{kernel: {"features": "i32"} for kernel in (c.query_kernel, ftt.sums_kernel, ftt.features_kernel)},
+    **{kernel: {"features": "i32"} for kernel in (
+        c.query_kernel, ftt.sums_kernel, ftt.features_kernel, ftt.join_kernel, ftt.left_kernel)},
     be.norm_kernel: {"shift": "fp32", "weight": "half"},
     be.rotate_kernel: dict.fromkeys("q k cos sin out_q out_k".split(), "half"),
     be.gate_kernel: {**dict.fromkeys("gate up out".split(), "half"), "count": "i32"},
@@ -132,6 +133,8 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     ftt.sums_kernel: {"k": tokens("half"), "v": tokens("half"), "maps": MAP, "firsts": "*i64", "lasts": "*i64",
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
+    ftt.join_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("start", "parts", "found")},
+    ftt.left_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("whole", "parts")},
     ca.chunk_kernel: {**{n: tokens("half") for n in ("q", "k", "v", "o")}, "tokens": heads("*i32")},
     ca.rows_kernel: {**{n: tokens("half") for n in ("k", "v")}, "tokens": heads("*i32")},
     da.add_kernel: {**{n: tokens("half") for n in ("o", "more")}, "more_lse": "*fp32"},
@@ -259,8 +262,12 @@ def main() -> None:
     check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
-        of_keys = {"SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
+        of_keys = {"EDGED": features == 128, "SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128,
+                   "FEATURES": features}
         check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
+        for kernel in (ftt.join_kernel, ftt.left_kernel):
+            check(kernel, {"STARTED": features == 128, "EPS": ft.REST_EPS, "BLOCK": ft.JOINED_AT_ONCE,
+                           "DIM": features}, ft.JOIN_WARPS, "bf16")
         check(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,

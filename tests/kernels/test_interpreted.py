@@ -135,6 +135,12 @@ def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -
     checks.check_sums_and_features(shape, dtype, "cpu")
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 16, 24, 20, 70, 3, 33), (1, 40, 7, 48, 33, 1, 5)], ids=str)
+def test_prefixes_and_what_is_left(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_prefixes(shape, dtype, "cpu")
+
+
 @pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16)], ids=str)
 def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
     checks.check_factored(shape, "cpu")

@@ -115,6 +115,13 @@ def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(2, 64, 24, 20, 700, 3, 333), (8, 128, 128, 128, 2048, 5, 1000),
+                                   (2, 128, 96, 192, 65, 1, 5)], ids=str)
+def test_prefixes_and_what_is_left(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_prefixes(shape, dtype, DEVICE)
+
+
+@DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 64, 40, 16, 1), (6, 3, 80, 40, 48, 3), (8, 2, 128, 128, 128, 2)], ids=str)
 def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_query(shape, dtype, DEVICE)

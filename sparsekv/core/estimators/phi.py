@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
@@ -32,21 +33,20 @@ from sparsekv.kernels import (
     Rows,
     ScoreMoments,
     add_rest,
-    away_from,
     chunks_of,
     factored,
     for_request,
     fused,
     key_features,
     phi_join,
-    phi_less,
+    phi_left,
+    phi_prefixes,
     phi_query,
     phi_sums,
-    products,
     read_bound,
     remainder,
 )
-from sparsekv.kernels.launch import finite, product_dtype
+from sparsekv.kernels.launch import product_dtype
 
 
 class TrainedMaps(Protocol):
@@ -71,8 +71,8 @@ class TrainedMaps(Protocol):
     def of_keys(self, dtype: torch.dtype) -> KeyMap:
         """Of every KV head, with products in `dtype`."""
 
-    def at(self, share: float | Tensor) -> TrainedMaps:
-        """Calibrated for a share of the context that is read."""
+    def at(self, share: float | Tensor | tuple[float, ...]) -> TrainedMaps:
+        """Calibrated for a share of the context that is read, or for one a row."""
 
 
 def phi_tokens(features: int, dim: int, *, moments: bool = False) -> float:
@@ -91,9 +91,19 @@ class Summary(NamedTuple):
     offset: Tensor
 
 
+@functools.lru_cache(maxsize=256)
+def described(
+    size: int, step: int, chunks: int, listed: int, rows: int, dtype: torch.dtype, device: torch.device,
+) -> dict[str, Tensor]:
+    """Sizes of mid regions, that of the first chunk and `step` more each time, and bounds of what is read of them, as
+    `ScoreMoments` has them; the same for all layers of a model."""
+    sizes = (size + step * torch.arange(chunks, device=device)).to(dtype)
+    return {"size": sizes.repeat(rows), "bound": read_bound(listed / sizes.clamp(min=1)).repeat(rows)}
+
+
 class Prefixes(NamedTuple):
-    """What stands for the mid regions before chunks of a prompt, B·n rows as in `chunk_attention`: their states, and
-    offset `[Hq]` or `[B·n, Hq]`, their calibration."""
+    """What stands for the mid regions before chunks of a prompt: the sums of B·n rows as in `chunk_attention`, sizes
+    and bounds alike, mean key and moments of B rows (`add_rest`); offset `[Hq]` or `[B·n, Hq]`, their calibration."""
 
     state: PhiState
     offset: Tensor
@@ -251,7 +261,7 @@ class PhiEstimator(Estimator):
     def together(self, old: Regions | None, first: Regions, step: int, chunks: int) -> int:
         """Of so many chunks of a prompt, each of `step` tokens, the first before `first`, how many take off one mean
         key: the cache is not built anew between them. old: the regions before it, if the cache is built."""
-        if not self.layer.centred:
+        if not self.layer.centred and not self.layer.capped:
             return chunks
         size = self._equal_size(first)
         built = size if old is None or self.built_equal is None or self._doubled(size) else self.built_equal
@@ -262,61 +272,29 @@ class PhiEstimator(Estimator):
     ) -> Prefixes:
         """The states before chunks of a prompt without padding, of equal length one behind the other: first, last, the
         regions before the first and before the last of them; old, those that the cache holds. Each chunk reads `listed`
-        tokens of its mid region. The cache then holds those before the last."""
-        size, step = self._equal_size(first), (last.length - first.length) // max(1, chunks - 1)
-        joins = chunks > 1 and old is not None and not self._doubled(size) and old.length + step == first.length
+        tokens of its mid region. The cache then holds those before the last; its moments stay those of when it was
+        built."""
+        size, batch = self._equal_size(first), len(view.keys)
+        begin, step = first.edges[3], (last.length - first.length) // max(1, chunks - 1)
         if old is None or self._doubled(size):
             self.build(replace(view, regions=first))
-        elif not joins:
+        elif chunks == 1 or old.edges[3] + step == begin:
+            step, begin = step or begin - old.edges[3], old.edges[3]
+        else:
             self._extend(replace(view, regions=first), old)
-        if chunks == 1:
-            self.reads(replace(view, regions=first), listed / first.length)
-            return Prefixes(self.state, self.layer.offset)
-        begin = old.edges[3] if joins and old is not None else first.edges[3]
-        sizes = size + step * torch.arange(-int(joins), chunks, device=view.device)
-        shares = listed / torch.arange(first.length, last.length + 1, step, device=view.device)
-        state = self._grow(view, begin, step, sizes, listed, chunks)
-        return Prefixes(state, self.calibrated.at(shares.repeat(len(view.keys))).offset)
-
-    def _grow(self, view: LayerView, begin: int, step: int, sizes: Tensor, listed: int, kept: int) -> PhiState:
-        """The states of the cache and of those longer by once, twice, … `step` tokens from `begin` on, the last `kept`
-        of them; sizes of their mid regions, of which `listed` tokens are read. The cache becomes the last of them."""
-        batch, n = len(view.keys), len(sizes)
-        keys, values = (chunks_of(x[:, :, begin:begin + (n - 1) * step], n - 1) for x in (view.keys, view.values))
-        none = torch.zeros(len(keys), dtype=torch.long, device=keys.device)
-        more = phi_sums(keys, values, none, none + step, self._maps_of_rows(len(keys)))
-        m, z, s = (torch.cat([old[:, None], new.unflatten(0, (batch, n - 1))], dim=1)
-                   for old, new in zip(self.state[:3], more, strict=True))
-        m, old_m = m.amax(1, keepdim=True).expand_as(m), m
-        part = torch.exp2(old_m - finite(m))
-        z, s = (z * part).cumsum(1), (s * part[..., None]).cumsum(1)
-        moments = None
-        if self.covariance is not None:
-            mean, covariance = (x[:, n - kept:] for x in self._moments(keys, view.scale, step, sizes))
-            self.covariance, wide = covariance[:, -1], sizes[n - kept:].to(mean.dtype)
-            moments = ScoreMoments(mean.flatten(0, 1), *factored(covariance.flatten(0, 1)), wide.repeat(batch),
-                                   read_bound(listed / wide.clamp(min=1)).repeat(batch))
-        centre = self.state.centre
-        self.state = PhiState(m[:, -1], z[:, -1], s[:, -1], centre, None if moments is None else ScoreMoments(
-            *(x[kept - 1::kept] for x in moments)))
-        m, z, s = (x[:, n - kept:].flatten(0, 1) for x in (m, z, s))
-        return PhiState(m, z, s, None if centre is None else centre.repeat_interleave(kept, dim=0), moments)
-
-    def _moments(self, keys: Tensor, scale: float, step: int, sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean `[B, n, Hkv, d]` and covariance `[B, n, Hkv, d, d]` of scores' keys over mid regions of so many tokens
-        each: of the cache, then with one more each time of the chunks of keys, `[B·(n − 1), Hkv, step, d]`."""
-        assert self.state.moments is not None and self.covariance is not None
-        known, spread = self.state.moments.key, self.covariance
-        own = keys.sum(2, dtype=known.dtype) / step
-        away = away_from(keys, own, product_dtype(keys))
-        within = scale**2 * products(away, away) / step
-        own, within = (x.unflatten(0, (len(known), -1)) for x in (scale * own, within))
-        wide = sizes.to(known.dtype)[:, None, None]
-        mean = torch.cat([known[:, None] * wide[0], own * step], dim=1).cumsum(1) / wide
-        apart = own - mean[:, :-1]
-        between = ((1 - step / wide[1:]) * apart)[..., None] * apart[..., None, :]
-        whole = torch.cat([spread[:, None] * wide[0, ..., None], step * (within + between)], dim=1).cumsum(1)
-        return mean, whole / wide[..., None]
+        cache, steps = PhiCache(*self.state[:3]), (last.edges[3] - begin) // step if step else 0
+        if steps:
+            keys, values = (chunks_of(x[:, :, begin:begin + steps * step], steps) for x in (view.keys, view.values))
+            found = phi_prefixes(cache, keys, values, self._maps())
+            self.state = self.state._replace(**PhiCache(*(x[:, -1] for x in found))._asdict())
+            cache = PhiCache(*(x[:, -chunks:].flatten(0, 1) for x in found))
+        moments = self.state.moments
+        if moments is not None:
+            moments = moments._replace(**described(size, (last.length - first.length) // max(1, chunks - 1), chunks,
+                                                   listed, batch, moments.size.dtype, moments.size.device))
+        shares = [listed / (first.length + i * step) for i in range(chunks)]
+        return Prefixes(self.state._replace(**cache._asdict(), moments=moments),
+                        self.calibrated.at(tuple(shares * batch)).offset)
 
     def complete_chunks(
         self, prefixes: Prefixes, q: Tensor, rows: Rows, listed: int, out: Tensor, lse: Tensor,
@@ -324,17 +302,10 @@ class PhiEstimator(Estimator):
         """Attention of chunks of queries q `[B·n, Hq, c, d]`, out alike and lse `[B·n, Hq, c]`, both overwritten, and
         the estimate of what they do not read of the mid regions before them: the first `listed` rows are of those, each
         named once."""
-        first = torch.zeros(len(q), dtype=torch.long, device=q.device)
-        read = phi_sums(*rows, first, first + listed, self._maps_of_rows(len(q)))
-        left = prefixes.state._replace(**phi_less(PhiCache(*prefixes.state[:3]), read)._asdict())
-        return add_rest(out, lse, q, self._query_maps(q.dtype), prefixes.offset, left)
-
-    def _maps_of_rows(self, rows: int) -> KeyFeatures:
-        """`_maps` with bias and shift of so many chunks."""
-        maps = self._maps()
-        each = rows // len(maps.bias)
-        return maps if each == 1 else maps._replace(bias=maps.bias.repeat_interleave(each, dim=0),
-                                                    shift=maps.shift.repeat_interleave(each, dim=0))
+        keys, values = (x[:, :, :listed] for x in rows)
+        left = phi_left(PhiCache(*prefixes.state[:3]), keys, values, self._maps())
+        return add_rest(out, lse, q, self._query_maps(q.dtype), prefixes.offset,
+                        prefixes.state._replace(**left._asdict()))
 
     @staticmethod
     def _equal_size(regions: Regions) -> int:
@@ -342,7 +313,8 @@ class PhiEstimator(Estimator):
         return last - first
 
     def _doubled(self, size: int) -> bool:
-        return self.built_equal is not None and self.layer.centred and size > 2 * self.built_equal
+        described = self.layer.centred or self.layer.capped
+        return self.built_equal is not None and described and size > 2 * self.built_equal
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
         """The maps of queries in the precision of queries."""
