@@ -8,12 +8,16 @@ from torch import Tensor
 
 from sparsekv.kernels.attend import merge
 from sparsekv.kernels.completion import hidden_phi, phi_query_reference
-from sparsekv.kernels.launch import NEG_INF, as_tokens, dense_last, on_device, padded, wide_product
+from sparsekv.kernels.launch import NEG_INF, as_tokens, dense_last, on_device, padded, shared_bytes, wide_product
 from sparsekv.kernels.types import FeatureMapWeights, PhiCache, PhiState, ScoreMoments
 
 ROWS, WARPS = 64, 8
 """Queries of a program, and its warps."""
 COLUMNS = 64
+MAP_ROWS, MAP_WARPS, INNER = 64, 8, 64
+"""Queries of a program that makes their features, its warps, and hidden units of a block at once."""
+MAP_BYTES = 8192
+"""Shared memory that it wants beside what a program holds of its weights and queries."""
 """Columns of the values that a program takes at once."""
 
 
@@ -59,18 +63,18 @@ def add_rest_reference(
 def launch_rest(
     out: Tensor, lse: Tensor, q: Tensor, maps: FeatureMapWeights, offset: Tensor, left: PhiState,
 ) -> tuple[Tensor, Tensor]:
-    """`add_rest`: the map by torch's products, what its features make of the sums through Triton."""
+    """`add_rest` through Triton: the log features, then what they make of the sums."""
     from sparsekv.kernels.chunk_rest_triton import rest_kernel
 
     batch, heads, count, dim = q.shape
-    rows = hidden_phi(q.transpose(0, 1).reshape(heads, batch * count, dim), maps)
-    features = maps.w_out.shape[-1]
-    logs = wide_product(rows, maps.w_out)
+    q, features = dense_last(q), maps.w_out.shape[-1]
+    stages = map_stages(q, maps)
+    logs = launch_logs(q, maps, stages) if stages else product_logs(q, maps)
     moments = left.moments
     described = ScoreMoments(*((lse,) * 5 if moments is None else (x.contiguous() for x in moments)))
     rank = 1 if moments is None else moments.factors.shape[2]
     rest_kernel[(batch * heads, -(-count // ROWS))](
-        as_tokens(dense_last(q)), logs, maps.b_out.contiguous(), offset.contiguous(),
+        as_tokens(q), logs, maps.b_out.contiguous(), offset.contiguous(),
         PhiCache(*(x.contiguous() for x in left[:3])),
         lse if left.centre is None else left.centre.contiguous(), described, as_tokens(out), lse, heads,
         left.m.shape[1], heads if offset.dim() == 2 else 0, batch,
@@ -79,3 +83,44 @@ def launch_rest(
         CENTRED=left.centre is not None, CAPPED=moments is not None, RANK=padded(rank), ROWS=ROWS, DIM=dim,
         WIDTH=padded(dim), COLUMNS=min(COLUMNS, padded(dim)), FEATURES=padded(features), num_warps=WARPS)
     return out, lse
+
+
+def product_logs(q: Tensor, maps: FeatureMapWeights) -> Tensor:
+    """Log features of queries `[B, Hq, c, d]` but for `b_out`, `[Hq, B, c, r]` in float32 at least, by torch's
+    products."""
+    batch, heads, count, dim = q.shape
+    rows = hidden_phi(q.transpose(0, 1).reshape(heads, batch * count, dim), maps)
+    return wide_product(rows, maps.w_out).unflatten(1, (batch, count))
+
+
+def map_bytes(dim: int, width: int, features: int, size: int, stages: int) -> int:
+    """Shared memory of a program of `logs_kernel`, by the size of a number and how many parts of the weights are under
+    way."""
+    dim, width, features = padded(dim), padded(width), padded(features)
+    parts = 2 * stages * width * INNER
+    ahead = parts if stages > 1 else 0
+    return MAP_BYTES + size * max(dim * (width + MAP_ROWS) + ahead, MAP_ROWS * (width + INNER) + parts,
+                                  width * (features + MAP_ROWS))
+
+
+def map_stages(q: Tensor, maps: FeatureMapWeights) -> int:
+    """Parts of the weights that are under way to a program of `logs_kernel`; 0 where there is no room for one, no limit
+    under the interpreter."""
+    room = shared_bytes(q.device) if q.is_cuda else 1 << 30
+    width, features = maps.w_out.shape[-2:]
+    return next((n for n in (2, 1) if map_bytes(q.shape[3], width, features, q.element_size(), n) <= room), 0)
+
+
+def launch_logs(q: Tensor, maps: FeatureMapWeights, stages: int) -> Tensor:
+    """`product_logs` through Triton, in one launch."""
+    from sparsekv.kernels.chunk_rest_triton import logs_kernel
+
+    batch, heads, count, dim = q.shape
+    width, features = maps.w_out.shape[-2:]
+    logs = torch.empty(heads, batch, count, features, dtype=torch.float32, device=q.device)
+    if logs.numel():
+        logs_kernel[(-(-count // MAP_ROWS), batch * heads)](
+            as_tokens(q), FeatureMapWeights(*(w.contiguous() for w in maps)), logs, heads, batch, count, dim, width,
+            features, BLOCKS=maps.alpha.shape[-1], ROWS=MAP_ROWS, INNER=INNER, DIM=padded(dim), WIDTH=padded(width),
+            FEATURES=padded(features), num_warps=MAP_WARPS, num_stages=stages)
+    return logs

@@ -1,13 +1,64 @@
 """The Triton kernel of `chunk_rest.py`; importing this module imports Triton.
 
-Shapes: B rows of a cache, Hq query heads, Hkv KV heads, c queries of a chunk, d the head dimension, r features. Structs
-are those of `types.py` and `launch.py`.
+Shapes: B rows of a cache, Hq query heads, Hkv KV heads, c queries of a chunk, d the head dimension, r features, w the
+width of a map. Structs are those of `types.py` and `launch.py`.
 """
 
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.completion_triton import log_normal_cdf
+from sparsekv.kernels.completion_triton import gelu, log_normal_cdf
+
+
+@triton.jit
+def weights_at(w, row, column, rows, columns):
+    """Part of a matrix `[rows, columns]`."""
+    return tl.load(w + row[:, None] * columns + column[None, :],
+                   mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0)
+
+
+@triton.jit
+def numbers_at(b, place, count):
+    """Part of a vector, in float32."""
+    return tl.load(b + place, mask=place < count, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def logs_kernel(
+    q, maps, logs, heads_q, batch, count, dim, width, features,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """Log features of ROWS queries of one head but for `b_out`. A block's hidden units are made and used INNER at a
+    time, so that no matrix `[w, w]` is held whole."""
+    # grid: (blocks of queries, B·Hq)
+    # q     Tokens [B, Hq, c, d]   with RoPE
+    # maps  `FeatureMapWeights` of the Hq query heads, of BLOCKS blocks, in the dtype of q
+    # logs  [Hq, B, c, r] fp32     written
+    row = (tl.program_id(1) // heads_q).to(tl.int64)
+    head = (tl.program_id(1) % heads_q).to(tl.int64)
+    slot = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    place, unit, feature = tl.arange(0, DIM), tl.arange(0, WIDTH), tl.arange(0, FEATURES)
+    there = slot < count
+    x = tl.load(q.base + row * q.row + head * q.head + slot[:, None] * q.token + place[None, :],
+                mask=there[:, None] & (place < dim)[None, :], other=0.0)
+    stem = weights_at(maps.w_in + head * dim * width, place, unit, dim, width)
+    h = gelu(tl.dot(x, stem, input_precision="ieee") + numbers_at(maps.b_in + head * width, unit, width)[None, :])
+    for step in tl.static_range(BLOCKS):
+        at = head * BLOCKS + step
+        alpha = tl.load(maps.alpha + at).to(tl.float32)
+        seen = h.to(x.dtype)
+        for begin in range(0, width, INNER):
+            part = begin + tl.arange(0, INNER)
+            down = weights_at(maps.w_a + at * width * width, unit, part, width, width)
+            inner = gelu(tl.dot(seen, down, input_precision="ieee")
+                         + numbers_at(maps.b_a + at * width, part, width)[None, :])
+            up = weights_at(maps.w_b + at * width * width, part, unit, width, width)
+            h = tl.dot((inner * alpha).to(x.dtype), up, h, input_precision="ieee")
+    out = weights_at(maps.w_out + head * width * features, unit, feature, width, features)
+    log = tl.dot(h.to(x.dtype), out, input_precision="ieee")
+    tl.store(logs + ((head * batch + row) * count + slot)[:, None] * features + feature[None, :], log,
+             mask=there[:, None] & (feature < features)[None, :])
 
 
 @triton.jit

@@ -141,6 +141,8 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     cr.rest_kernel: {**{n: tokens("half") for n in ("q", "o")}, "cache": PhiCache("*fp32", "*fp32", "half"),
                      "moments": ScoreMoments(*["*fp32"] * 5), "logs": "*fp32", "b_out": "half", "offset": "*fp32",
                      "features": "i32"},
+    cr.logs_kernel: {"q": tokens("half"), "maps": FeatureMapWeights(*["half"] * 8), "logs": "*fp32",
+                     "features": "i32"},
     **{kernel: {"k": tokens("half")} for kernel in (ct.masses_kernel, ct.bins_kernel)},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
@@ -277,6 +279,12 @@ def main() -> None:
         how = fitting(LAUNCHES[capability >= 90], 2 * dim, room)
         check(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
                                 "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
+        wide = 64 if capability == 89 else 256
+        how_many = next((n for n in (2, 1) if chunk_rest.map_bytes(dim, wide, dim, 2, n) <= SHARED[capability]), 0)
+        if how_many:
+            check(cr.logs_kernel, {"BLOCKS": 1, "ROWS": chunk_rest.MAP_ROWS, "INNER": chunk_rest.INNER, "DIM": dim,
+                                   "WIDTH": wide, "FEATURES": dim}, chunk_rest.MAP_WARPS, "bf16", (capability,),
+                  stages=how_many, most=chunk_rest.map_bytes(dim, wide, dim, 2, how_many))
         check(cr.rest_kernel, {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": chunk_rest.ROWS, "DIM": dim,
                                "WIDTH": dim, "COLUMNS": chunk_rest.COLUMNS, "FEATURES": dim},
               chunk_rest.WARPS, "bf16", (capability,))
