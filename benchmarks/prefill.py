@@ -1,6 +1,7 @@
 """Seconds of a prompt, read densely and sparsely, and the rate of the kernels that read it.
 
     python benchmarks/prefill.py [--cases 8b-128k-b1 ...] [--methods sparse ...] [--share 0.1] [--output FOLDER]
+    python benchmarks/prefill.py --cases 8b-quarter-128k-b1 --methods sparse_phi --profile
     python benchmarks/prefill.py --kernels [--sweep] [--output FOLDER]
 
 Rows take the place of those of the same case, method and metric in prefill.json, and are written as soon as each is
@@ -17,7 +18,8 @@ same ids with the same model.
 
 `prompt_s`: the prompt in chunks of 32,768 tokens, then index and estimates. `first_token_s`: prompt and first token by
 `generate`, the prompt in one piece, for cases that fit. Both are of a second run; `cold_`: of the first, in which
-kernels are loaded and cuDNN makes its plans. `peak_gb`: most memory held in any.
+kernels are loaded and cuDNN makes its plans. `peak_gb`: most memory held in any. --profile: what host and device do in
+a run after the first, and no rows.
 
 Kernels, a layer of 32 query and 8 KV heads of 128, one chunk after 32k, 128k and 512k tokens: first they are checked
 against the twins in float64 on a short cache. `dense_ms` full attention of the chunk (`dense_attention`); `triton_ms`
@@ -71,8 +73,8 @@ from sparsekv.kernels.dense import splits
 from sparsekv.kernels.types import FeatureMapWeights, KeyFeatures, PhiState
 
 CASES = {"8b-32k-b1": ("8b", 32_768, 1), "8b-128k-b1": ("8b", 131_072, 1), "8b-512k-b1": ("8b", 524_288, 1),
-         "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1), "coder-30k-b8": ("coder", 30_000, 8),
-         "tiny-6k-b2": ("tiny", 6000, 2)}
+         "8b-quarter-128k-b1": ("8b-quarter", 131_072, 1), "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1),
+         "coder-30k-b8": ("coder", 30_000, 8), "tiny-6k-b2": ("tiny", 6000, 2)}
 METHODS = ("dense", "sparse", "sparse_phi", "token_select")
 CHUNK, ONE_PIECE = 32_768, 262_144
 HEADS_Q, HEADS_KV, DIM, FEATURES = 32, 8, 128, 128
@@ -126,6 +128,25 @@ def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> Iterator[tuple
             yield name, timed(work, ids)
 
 
+def profile(model: Any, how: dict[str, Any], ids: torch.Tensor) -> None:
+    """The operations of a prompt that take most of the device's and of the host's time."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if ids.is_cuda:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with sparsekv.attach(model, **how) as attachment:
+        alone = timed(lambda: attachment.prefill(ids), ids), timed(lambda: attachment.prefill(ids), ids)
+        with torch.profiler.profile(activities=kinds) as found:
+            watched = timed(lambda: attachment.prefill(ids), ids)
+    print(f"first {alone[0]:.3f} s, second {alone[1]:.3f} s, watched {watched:.3f} s")
+    events = found.key_averages()
+    device = [(e.self_device_time_total, e) for e in events if str(e.device_type).endswith("CUDA")]
+    host = [(e.self_cpu_time_total, e) for e in events if str(e.device_type).endswith("CPU")]
+    for name, times in (("device", device), ("host", host)):
+        print(f"{name}: {sum(t for t, _ in times) / 1e6:.3f} s in {sum(e.count for _, e in times)} events")
+        for taken, e in sorted(times, key=lambda x: -x[0])[:17]:
+            print(f"{taken / 1e3:9.1f} ms {e.count:7}  {e.key[:80]}")
+
+
 def fastest(model: Any, length: int) -> Any:
     """A context in which torch reads a prompt by its fastest kernel, as one layer of it tells."""
     if model.device.type == "cpu":
@@ -162,6 +183,9 @@ def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, 
         def keep(name: str, value: float) -> None:
             ROWS.append(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]]))  # noqa: B023
 
+        if options.profile:
+            profile(model, how_of(method, trained, sizes), ids)
+            continue
         try:
             with fastest(model, length) if method == "dense" else contextlib.nullcontext():
                 for name, seconds in prompt(model, how_of(method, trained, sizes), ids):
@@ -328,6 +352,9 @@ def sweep(dtype: torch.dtype, device: str) -> None:
              (64, 4, 528), (64, 8, 528))]),
         ("completion: rows, warps", rest, add,
          [{"ROWS": n, "WARPS": w} for n, w in ((rest.ROWS, rest.WARPS), (32, 4), (64, 4), (128, 8))]),
+        ("features of queries: rows, warps, hidden units at once", rest, add,
+         [{"MAP_ROWS": n, "MAP_WARPS": w, "INNER": i} for n, w, i in (
+             (rest.MAP_ROWS, rest.MAP_WARPS, rest.INNER), (64, 8, 32), (128, 8, 32), (128, 8, 64), (128, 16, 64))]),
     ]
     for title, module, work, ways in tried:
         print(title)
@@ -377,6 +404,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), type=known, metavar="METHOD",
                         help=f"{', '.join(METHODS)}, or sparse and sparse_phi with @SHARE[:FIELD=TOKENS …]")
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
+    parser.add_argument("--profile", action="store_true", help="tell what takes time instead")
     parser.add_argument("--sweep", action="store_true", help="and how they are launched instead of every length")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
     standard = SparsePrompts()
