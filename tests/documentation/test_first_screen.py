@@ -21,7 +21,8 @@ METHODS = {"full attention": "full", "exact top-k": "topk", "sketch": "sketch",
 EXPLAINED = {
     "60 points": "docs/results/real.md", "8B": "docs/runtime.md",
     "1.5B": "docs/results/phi.md", "3.11": "pyproject.toml", "9 minutes": "docs/start.md",
-    "1, 2 and 5 %": "docs/how-to/budget.md", "30k tokens": "docs/results/generate.md"}
+    "1, 2 and 5 %": "docs/how-to/budget.md", "30k tokens": "docs/results/generate.md",
+    "128k tokens": "docs/serving.md", "8.1 ms": "docs/serving.md", "12.3 ms": "docs/serving.md"}
 """Figures of README's prose, and the page that has them too."""
 
 
@@ -120,6 +121,12 @@ def test_differences_are_in_the_rows() -> None:
         assert any(shown(points) == pytest.approx(r["value"], abs=0.051) and low == pytest.approx(r["low"], abs=0.051)
                    and high == pytest.approx(r["high"], abs=0.051) for r in found), (method, against, points)
         assert says == ("higher" if low > 0 else "lower" if high < 0 else "not significant")
+
+
+def test_the_times_of_a_server_are_of_its_rows() -> None:
+    times = {r["method"]: r["value"] for r in rows("serving") if r["case"] == "8b-128k-b1" and r["metric"] == "token_ms"}
+    words = README.partition("vLLM serves with")[2].partition("\n\n")[0]
+    assert f"{times['vllm_sparsekv']:.1f} ms" in words and f"{times['vllm_fa3']:.1f} ms" in words
 
 
 def test_no_other_figure_stands_in_readme_that_no_page_explains() -> None:
