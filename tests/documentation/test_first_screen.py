@@ -124,7 +124,8 @@ def test_differences_are_in_the_rows() -> None:
 
 
 def test_the_times_of_a_server_are_of_its_rows() -> None:
-    times = {r["method"]: r["value"] for r in rows("serving") if r["case"] == "8b-128k-b1" and r["metric"] == "token_ms"}
+    times = {r["method"]: r["value"] for r in rows("serving")
+             if r["case"] == "8b-128k-b1" and r["metric"] == "token_ms"}
     words = README.partition("vLLM serves with")[2].partition("\n\n")[0]
     assert f"{times['vllm_sparsekv']:.1f} ms" in words and f"{times['vllm_fa3']:.1f} ms" in words
 
