@@ -155,8 +155,9 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         "All layers, RULER's 13 tasks at 16k and 12 windows of text ([how](real.md)). Router and codes were trained on "
         "the same text as the maps. `sketch+centroid` is a trained router with untrained completion. A training's "
         "commit is in parentheses.", of_models,
-        "Rows of e2aef9d and 115e7ca are of trainings without made-up windows and with GELU units in the maps of keys; "
-        "the default recipe of now has both. [How φ stands to untrained centroids](real.md#in-short-16k-tokens).",
+        "Trainings e2aef9d and 115e7ca have no synthetic windows, and GELU units in the maps of keys. The default "
+        "recipe has synthetic windows and ReLU units. "
+        "[How φ stands to untrained centroids](real.md#in-short-16k-tokens).",
         "## Seconds of a training", "`sparsekv train` on one H100 with GPU tests at work on the same machine, beside "
         "its own estimate. Seconds are those of a stage's bar, validation included; loading and quality cards are not "
         "in them.", took]

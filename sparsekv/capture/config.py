@@ -42,7 +42,7 @@ class CaptureConfig:
         0, group=TEXT, min=0, help="The first so many windows are text that the model writes itself, from random first "
                                    "tokens: for feature maps that serve texts unlike the corpus [windows].")
     synthetic_documents: int = option(
-        0, group=TEXT, min=0, help="So many windows are made-up text of the corpus's words: records, tables, logs, "
+        0, group=TEXT, min=0, help="So many windows are synthetic text of the corpus's words: records, tables, logs, "
                                    "repeated passages; for feature maps that serve texts unlike the corpus [windows].")
     rope_scaling: str | None = option(
         None, group=TEXT, help='Replace rotary parameters, as JSON: {"rope_type": "yarn", "factor": 4.0}; for contexts '

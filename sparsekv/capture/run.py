@@ -82,8 +82,8 @@ def _capture(
             model, tokenizer, generator, length=config.context_length, count=config.generated_documents,
             seed=config.seed)) + windows
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
-    ranks.all_do(_told(store)(lambda: capture_documents(config, ropes, model, windows, store, ranks)))
-    ranks.first_does(_told(store)(lambda: complete_store(config, store, fingerprint, skipped)))
+    ranks.all_do(_in_a_sentence(store)(lambda: capture_documents(config, ropes, model, windows, store, ranks)))
+    ranks.first_does(_in_a_sentence(store)(lambda: complete_store(config, store, fingerprint, skipped)))
     return CaptureStore.open(config.output)
 
 
@@ -102,7 +102,7 @@ def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[TokenWindow]:
 
 
 @contextlib.contextmanager
-def _told(store: Place) -> Iterator[None]:
+def _in_a_sentence(store: Place) -> Iterator[None]:
     """An error of the disk or of the network as one sentence."""
     try:
         yield

@@ -71,7 +71,7 @@ class TrainConfig:
     context_length: int | None = option(None, help="Length of every window, best that of the contexts that will be "
                                                    "decoded; without it 16384, on a CPU 2048, at most the model's own "
                                                    "[tokens].", group="Sizes", min=64)
-    synthetic_documents: int | None = option(None, help="Windows of them that are made-up text of the corpus's words: "
+    synthetic_documents: int | None = option(None, help="Windows of them with synthetic text of the corpus's words: "
                                                         "records, tables, logs, repeated passages; without it a "
                                                         "quarter [windows].", group="Sizes", min=0)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
@@ -295,7 +295,7 @@ def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Size
     rows = {
         "model": f"{config.model}, {shape.parameters / 1e9:.2f} B parameters, {shape.layers} of {shape.all_layers} "
                  "layers",
-        "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.synthetic} of them made up, "
+        "sizes": f"{plan.documents} windows of {plan.context_length} tokens, {plan.synthetic} of them synthetic, "
                  f"{plan.queries} queries each; {at_once} "
                  f"layers at once; {sizes.measured}",
         "disk": f"{_bytes(found.store)} for the capture, {_bytes(found.artifacts)} for the artifacts; "

@@ -41,7 +41,7 @@ def _capture(plan: Plan) -> Tensor:
         try:
             graph, logits = _graph_of(plan)
         except Exception as error:  # whatever the driver raises; this step's answer is there
-            _told(error)
+            _raise_the_users(error)
             plan.layers.not_captured = f"its step could not be captured: {first_line(error)}"
             warnings.warn(f"this model decodes without CUDA graphs, {plan.layers.not_captured}", stacklevel=2)
             here.wait_stream(stream)
@@ -69,7 +69,7 @@ def _graph_of(plan: Plan) -> tuple[Any, Tensor]:
             gc.enable()
 
 
-def _told(error: Exception) -> None:
+def _raise_the_users(error: Exception) -> None:
     """Raise what a user raised inside a step: an error, or one that torch has wrapped."""
     raised = raised_by_user(error)
     if raised is not None:

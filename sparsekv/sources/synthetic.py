@@ -1,4 +1,4 @@
-"""Windows of made-up text: records, tables, logs, lists of terms, repeated passages and shuffled ones, whose words are
+"""Synthetic windows: records, tables, logs, lists of terms, repeated passages and shuffled ones, whose words are
 the corpus's own. Feature maps that have only seen running text estimate attention in such contexts badly (ours, not in
 the papers; docs/log/maps.md has the errors)."""
 

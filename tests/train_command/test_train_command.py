@@ -134,7 +134,7 @@ def test_windows_are_24_where_100_gb_hold_them(shape: ModelShape, documents: int
 def test_a_resumed_training_keeps_its_sizes(place: Path) -> None:
     kept = TrainingPlan(5, 1, 100, 50, 2, {}, {"max_steps": 3})
     plan, said = plan_training(config(place, "whole"), kept)
-    assert plan == kept and "5 windows of 100 tokens, 1 of them made up" in said and "2 layers at once" in said
+    assert plan == kept and "5 windows of 100 tokens, 1 of them synthetic" in said and "2 layers at once" in said
 
 
 def test_what_is_finished_is_kept(place: Path) -> None:
