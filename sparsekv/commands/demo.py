@@ -32,12 +32,12 @@ class DemoConfig:
                                            "and addresses to Congress are trained on, and other addresses measured.")
     output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
     context_length: int = option(2048, group="Sizes", help="Length of every window and prompt [tokens].", min=256)
-    num_documents: int = option(19, group="Sizes", help="Windows captured for training [windows].", min=4)
+    num_documents: int = option(20, group="Sizes", help="Windows captured for training [windows].", min=4)
     num_heldout: int = option(4, group="Sizes", help="Held-out windows continued for error and perplexity [windows].",
                               min=1)
     num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
     num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
-    phi_steps: int = option(160, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
+    phi_steps: int = option(200, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
                             max=MOST_STEPS)
     phi_width: int = option(64, group="Sizes", help="Hidden width of a feature map [units].", min=8)
     dtype: str = option("auto", group="Running", help="Arithmetic: auto, float32, bfloat16 or float16.")
@@ -117,7 +117,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     train_router(RouterConfig(**where, output=str(out / "router"), num_buckets=config.num_buckets))
     # Muon needs thousands of steps, and on a CPU each costs more than the gradient
     train_phi(PhiConfig(**where, output=str(out / "phi"), max_steps=config.phi_steps, width=config.phi_width,
-                        batch_size=48, keys_per_step=352, optimizer="adam", lr=6e-3))
+                        batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
     numbers = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
@@ -153,7 +153,7 @@ def _demo_output() -> OutputKind:
 
 def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path) -> list[str]:
     """Cells of the table's methods on held-out windows of token ids and on needle prompts, and of the figure's other
-    budgets on the first window. Returns the hidden numbers."""
+    budgets on the first two windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.commands.demo_report import BUDGETS, shown
@@ -167,8 +167,8 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[i
     curves = [m for m in parse_methods(usual_methods(("router", "sketches", "phi")), BUDGETS) if m not in table]
     texts = continuations(windows)
     router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
-    parts: list[tuple[str, list[Any], list[Method]]] = [  # the first window is prefilled once for table and figure
-        ("", texts[1:] + needles, table), ("-curves", texts[:1], table + curves)]
+    parts: list[tuple[str, list[Any], list[Method]]] = [
+        ("", texts + needles, table), ("-curves", texts[:2], curves)]
     with progress("decode", sum(len(requests) * len(methods) for _, requests, methods in parts), "runs") as advance:
         for part, requests, methods in parts:
             Evaluator(model, tokenizer, requests, output=out, part=part, router=router, phi=phi).run(methods, advance)
