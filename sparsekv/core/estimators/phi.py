@@ -155,23 +155,24 @@ class PhiEstimator(Estimator):
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
 
     def map_for(self, view: LayerView) -> KeyMap:
-        """The map of keys in the precision of a view's, made once, and with it whether the kernels run it there."""
+        """The map of keys in the precision of a view's and on its device, made once, and with it that of queries, and
+        whether the kernels run the first there."""
         if self.key_map is None:
             dtype = product_dtype(torch.empty(0, dtype=view.keys.dtype, device=view.device))
             if dtype not in self.of_keys:
-                self.of_keys[dtype] = self.layer.of_keys(dtype)
+                self.of_keys[dtype] = KeyMap(*(w.to(view.device) for w in self.layer.of_keys(dtype)))
             self.key_map = self.of_keys[dtype]
+        self._query_maps(view.keys.dtype)  # here, so that the first step does not wait for them
         self.in_place = view.keys_on_device and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
         return self.key_map
 
     def stacks_by(self, view: LayerView) -> Hashable | None:
-        if type(self) is not PhiEstimator:
-            return None
         return self.layer.centred, self.layer.capped, tuple(x.shape for x in self.map_for(view))
 
     def build_together(self, views: Sequence[LayerView], others: Sequence[PhiEstimator]) -> None:
         each = self, *others
         whole = PhiEstimator(self.layer)
+        whole.of_queries = self.of_queries
         whole.key_map = KeyMap(*map(torch.cat, zip(*(e.map_for(v) for e, v in zip(each, views, strict=True)),
                                                    strict=True)))
         whole.build(heads_side_by_side(views))
@@ -317,10 +318,12 @@ class PhiEstimator(Estimator):
         return self.built_equal is not None and described and size > 2 * self.built_equal
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
-        """The maps of queries in the precision of queries."""
+        """The maps of queries in their precision, where the offset lies: the trained ones may lie elsewhere."""
         if self.weights is None:
             if dtype not in self.of_queries:
-                self.of_queries[dtype] = FeatureMapWeights(*(w.to(dtype).contiguous() for w in self.layer.query_map))
+                device = self.layer.offset.device
+                self.of_queries[dtype] = FeatureMapWeights(
+                    *(w.to(device).to(dtype).contiguous() for w in self.layer.query_map))
             self.weights = self.of_queries[dtype]
         return self.weights
 
