@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_buckets", "length"])
 def sums_kernel(
     x, order, offsets, sums, heads, num_buckets, length, x_row, x_head, x_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -32,7 +32,7 @@ def sums_kernel(
     tl.store(sums + (at * num_buckets + bucket) * DIM + width, total, mask=width < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_buckets", "length"])
 def rows_kernel(
     x, table, bucket, out, heads, num_buckets, length, x_row, x_head, x_token, t_row, t_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr,

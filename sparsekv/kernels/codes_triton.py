@@ -19,7 +19,7 @@ def rounded(total, centre, channel, top, RANK: tl.constexpr):
     return tl.minimum(tl.maximum(tl.floor(total - middle[None, :] + 0.5), -top), top).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"])
 def encode_kernel(
     keys, maps, centre, codes, heads, length, dim, k_row, k_head, k_token, m_row, c_row,
     RANK: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,

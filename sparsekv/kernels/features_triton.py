@@ -39,7 +39,7 @@ def every_row(bias, BLOCK: tl.constexpr):
     return tl.broadcast_to(bias[None, :], [BLOCK, bias.shape[0]])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "per_row", "length"])
 def sums_kernel(
     k, v, maps, firsts, lasts, cache, heads, per_row, length, dim, units, features,
     EDGED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr,
@@ -182,7 +182,7 @@ def left_kernel(whole, parts, z, means, splits, dim, features, EPS: tl.constexpr
              tl.where(live[:, None], mean, 0.0).to(means.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "per_row"])
 def features_kernel(
     k, maps, out, heads, length, per_row, dim, units, features,
     BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length", "num_buckets"])
 def assign_kernel(
     keys, centroids, assigned, heads, length, num_buckets, dim, k_row, k_head, k_token, c_row, c_head,
     BLOCK: tl.constexpr, BUCKETS: tl.constexpr, DIM: tl.constexpr,
@@ -35,7 +35,7 @@ def assign_kernel(
     tl.store(assigned + (row * heads + head) * length + token, which, mask=token < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_buckets"])
 def count_kernel(keyed, counts, length, num_buckets, STRETCH: tl.constexpr):
     """How many places of a stretch are of every bucket."""
     # grid: (rows, stretches)
@@ -49,7 +49,7 @@ def count_kernel(keyed, counts, length, num_buckets, STRETCH: tl.constexpr):
                   sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "num_buckets"])
 def place_kernel(keyed, first, order, length, num_buckets, STRETCH: tl.constexpr, BLOCK: tl.constexpr):
     """The places of a stretch in the order of their buckets, BLOCK after BLOCK."""
     # grid: (rows, stretches)
