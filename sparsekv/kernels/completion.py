@@ -18,6 +18,7 @@ from sparsekv.kernels.launch import (
     dense_last,
     finite,
     on_device,
+    overlaps,
     padded,
     power_of_two,
     seats_or,
@@ -27,13 +28,15 @@ from sparsekv.kernels.types import CompletionQuery, FeatureMapWeights, PhiCache,
 
 RANK = 16
 """Rows in which the covariance of the keys is kept."""
-QUERY_PROGRAMS, QUERY_ROWS, QUERY_WARPS = 128, 16, 8
-"""Programs wanted, the most queries of one of them, and its warps: they run beside the selection and must leave it
-room."""
+QUERY_ROWS, BLOCK_SLICE, BLOCK_WARPS = 16, 64, 8
+"""The most queries of a program, and of `block_kernel` the units of one and its warps. A head's matrices are read by
+four programs of a width of 256: one alone would wait for its 384 KiB longer than the selection takes."""
+QUERY_PROGRAMS, QUERY_COLUMNS, QUERY_WARPS = 264, 32, 8
+"""Of `query_kernel`: programs wanted, columns of the sums of one, and its warps."""
 FACTOR_WARPS = 4
 LN_2 = 0.6931471805599453
-BESIDE_BYTES = 10_240
-"""Shared memory that the query kernel wants beside the widest matrix of a map, which it holds whole."""
+BESIDE_BYTES = 16_384
+"""Shared memory that the query's kernels want beside the widest matrix that a program holds whole."""
 
 
 def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
@@ -81,18 +84,19 @@ def phi_query(
 ) -> CompletionQuery:
     """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
     `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. seats `[Q]` int64: the rows of state and offset `[B, Hq]`
-    that are the queries', where these are kept by seat. One launch on CUDA, all layers of a head's map in one
-    program."""
+    that are the queries', where these are kept by seat. Two launches on CUDA, a block of the maps and all that comes
+    after it; one more a block more."""
     if on_device(q) and maps.w_in.dtype == q.dtype and fits(q, maps):
         return launch_query(q, maps, offset, state, seats)
     return phi_query_reference(q, maps, offset, state, seats)
 
 
 def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
-    """Whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half precision:
-    sm_86 and sm_89 have 99."""
+    """Whether the query's kernels can hold a map's first matrix, or its last one, whole, and where numbers are wide a
+    program's share of the block's two beside it. Of width 256 they take 72 KiB in half precision."""
     width, features = (padded(n) for n in maps.w_out.shape[-2:])
-    whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
+    beside = 0 if q.element_size() == 2 else 2 * BLOCK_SLICE
+    whole = width * (max(features, padded(q.shape[-1])) + beside) * q.element_size() + BESIDE_BYTES
     return max(width, features) * q.element_size() <= WIDEST and whole <= shared_bytes(q.device)
 
 
@@ -140,6 +144,44 @@ def launch_query(
     q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState, seats: Tensor | None = None,
 ) -> CompletionQuery:
     """`phi_query` through Triton."""
+    maps = FeatureMapWeights(*(w.contiguous() for w in maps))
+    return launch_sums(q, maps, launch_blocks(q, maps), offset, state, seats)
+
+
+def launch_blocks(q: Tensor, maps: FeatureMapWeights, apart: bool = False) -> Tensor:
+    """Stem and blocks of the maps, dense, of queries `[Q, Hq, d]` through Triton, a launch a block: the last hidden
+    layer in parts whose sum it is, `[Hq, Q, slices, w]` float32. apart: q was there before the kernel ahead of the
+    first launch began; that launch is then prepared while it runs."""
+    from sparsekv.kernels.completion_triton import block_kernel
+
+    q = dense_last(q)
+    count, heads_q, dim = q.shape
+    width, blocks, overlap = maps.b_in.shape[-1], maps.alpha.shape[-1], overlaps(q.device)
+    slices = max(1, -(-width // BLOCK_SLICE) if blocks else 1)
+    together = -(-count // -(-count // QUERY_ROWS))
+    parts = before = torch.empty(heads_q, count, slices, width, dtype=torch.float32, device=q.device)
+    for step in range(max(1, blocks)):
+        if step:
+            parts, before = torch.empty_like(parts), parts
+        block_kernel[(-(-count // together) * heads_q, slices)](
+            as_heads(q), maps, before, parts, step, count, heads_q, together, dim, width, BLOCKS=blocks,
+            FIRST=step == 0, ROWS=QUERY_ROWS, SLICES=slices, PADDED=power_of_two(slices), SLICE=BLOCK_SLICE,
+            DIM=padded(dim), WIDTH=padded(width), AHEAD=ahead_of(q), APART=apart and step == 0, OVERLAP=overlap,
+            num_warps=BLOCK_WARPS,
+            **({"launch_pdl": True} if overlap and (step or apart) else {}))
+    return parts
+
+
+def ahead_of(q: Tensor) -> bool:
+    """Whether a program asks for all of its matrices at once: their numbers go in pairs to a register."""
+    return q.is_cuda and q.element_size() == 2
+
+
+def launch_sums(
+    q: Tensor, maps: FeatureMapWeights, parts: Tensor, offset: Tensor, state: PhiState, seats: Tensor | None = None,
+    apart: bool = False,
+) -> CompletionQuery:
+    """What `launch_blocks` leaves of `phi_query`. apart: as there, of the parts."""
     from sparsekv.kernels.completion_triton import query_kernel
 
     q, offset = dense_last(q), offset.contiguous()
@@ -154,17 +196,19 @@ def launch_query(
     cap = None if state.moments is None else fresh()
     moments = ScoreMoments(*((mass,) * 5 if state.moments is None else (x.contiguous() for x in state.moments)))
     rank = 1 if state.moments is None else state.moments.factors.shape[2]
-    together = min(QUERY_ROWS, max(1, -(-count * heads_q // QUERY_PROGRAMS)))
+    columns, overlap = -(-dim // QUERY_COLUMNS), overlaps(q.device)
+    together = min(QUERY_ROWS, max(1, -(-count * heads_q * columns // QUERY_PROGRAMS)))
     outputs = QueryOutputs(found, log_scale, mass, numerator, mass if cap is None else cap)
-    query_kernel[(-(-count // together) * heads_q,)](
-        as_heads(q), FeatureMapWeights(*(w.contiguous() for w in maps)), offset,
-        PhiCache(*(x.contiguous() for x in state[:3])), state.m if state.centre is None else state.centre.contiguous(),
-        moments, seats_or(seats, mass), outputs, count, heads_q, state.m.shape[1],
-        1 if seats is not None else count // state.m.shape[0], together,
+    query_kernel[(-(-count // together) * heads_q, columns + (cap is not None))](
+        as_heads(q), maps, parts, offset, PhiCache(*(x.contiguous() for x in state[:3])),
+        state.m if state.centre is None else state.centre.contiguous(), moments, seats_or(seats, mass), outputs, count,
+        heads_q, state.m.shape[1], 1 if seats is not None else count // state.m.shape[0], together,
         heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
-        BLOCKS=maps.alpha.shape[-1], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features),
-        SEATED=seats is not None, num_warps=QUERY_WARPS)
+        SLICES=parts.shape[2], PADDED=power_of_two(parts.shape[2]), DIM=padded(dim), WIDTH=padded(width),
+        FEATURES=padded(features), COLUMNS=QUERY_COLUMNS,
+        SEATED=seats is not None, AHEAD=ahead_of(q), APART=apart, OVERLAP=overlap, num_warps=QUERY_WARPS,
+        **({"launch_pdl": True} if overlap else {}))
     return CompletionQuery(found, log_scale, mass, numerator, cap, seats=seats)
 
 

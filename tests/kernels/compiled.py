@@ -147,9 +147,12 @@ STRUCTS: dict[Any, dict[str, Any]] = {
         "edges": attend.Edges(*["*i64"] * 3), "pages": attend.PageArguments(*["*i32"] * 3, "i32", "i32"),
         "partial": attend.Partial(*["*fp32"] * 4),
     } for kernel in (a.split_kernel, a.completed_kernel)},
+    c.block_kernel: {"q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "before": "*fp32",
+                     "parts": "*fp32"},
     c.query_kernel: {
         "q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "cache": PhiCache(*["*fp32"] * 3),
-        "moments": ScoreMoments(*["*fp32"] * 5), "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
+        "moments": ScoreMoments(*["*fp32"] * 5), "parts": "*fp32",
+        "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
     se.follow_kernel: {"seats": seating.SeatState(*["*i64"] * 4, "*i32", "*i32"),
                        "found": seating.SeatOutputs("*i1", "*i64", "*i1", "*i64", "*i1")},
     lo.kl_huber_kernel: {"terms": losses.Terms(*["*fp32"] * 6), "weights": losses.Weights(*["fp32"] * 7)},
@@ -194,9 +197,10 @@ def check(
         every = {**constants, **{n: capability >= 90 for n in ("OVERLAP", "WAITS", "SEATED")}}
         known = {n: v for n, v in every.items() if n in kernel.arg_names}
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
+        whole = ("q", "k", "v", "units", "dim", "width", "features")
         known_of = {} if spill is None else {
             place: how for i, n in enumerate(kernel.arg_names) if n not in known
-            for place, how in aligned(signature[n], (i,), n in ("q", "k", "v", "units")).items()}
+            for place, how in aligned(signature[n], (i,), n in whole).items()}
         # sm_89 runs what sm_80 does, in less shared memory
         binary = triton.compile(ASTSource(kernel, signature, known, known_of), target=GPUTarget("cuda", capability, 32),
                                 options={"num_warps": warps, "num_stages": stages})
@@ -253,10 +257,20 @@ def main() -> None:
           routing.rank_warps(16 * 4096), "bf16", (80,))
     check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
-    maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "BLOCKS": 1, "DIM": 128, "WIDTH": 128,
-            "FEATURES": 128}
-    check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
-    check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
+    maps = {"ROWS": completion.QUERY_ROWS, "DIM": 128, "SLICES": 4, "PADDED": 4, "AHEAD": True,
+            "APART": False}
+    blocks = {**maps, "BLOCKS": 1, "FIRST": True, "SLICE": completion.BLOCK_SLICE}
+    sums = {**maps, "CENTRED": True, "CAPPED": True, "RANK": 16, "FEATURES": 128,
+            "COLUMNS": completion.QUERY_COLUMNS}
+    most = 2 * 256 * 128 + completion.BESIDE_BYTES
+    check(c.block_kernel, {**blocks, "WIDTH": 256}, completion.BLOCK_WARPS, "bf16", SHARED, most=most, spill=0)
+    check(c.block_kernel, {**blocks, "WIDTH": 256, "BLOCKS": 2, "FIRST": False}, completion.BLOCK_WARPS, "bf16", (90,))
+    check(c.query_kernel, {**sums, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", SHARED, most=most, spill=0)
+    wide = 4 * 128 * (128 + 2 * completion.BLOCK_SLICE) + completion.BESIDE_BYTES
+    check(c.block_kernel, {**blocks, "WIDTH": 128, "SLICES": 2, "PADDED": 2, "AHEAD": False}, completion.BLOCK_WARPS,
+          "fp32", (90,), most=wide)
+    check(c.query_kernel, {**sums, "WIDTH": 128, "SLICES": 2, "PADDED": 2, "AHEAD": False}, completion.QUERY_WARPS,
+          "fp32", (90,), most=wide)
     check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
         of_keys = {"SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}

@@ -19,6 +19,8 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "COMPLETED", attend.COMPLETED._replace(programs=8))
     monkeypatch.setattr(features, "PROGRAMS", 18)
     monkeypatch.setattr(completion, "QUERY_PROGRAMS", 9)
+    monkeypatch.setattr(completion, "BLOCK_SLICE", 16)
+    monkeypatch.setattr(completion, "QUERY_COLUMNS", 16)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
@@ -143,7 +145,8 @@ def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("shape", "dtype"), [
     ((4, 2, 16, 24, 16, 1), torch.float16), ((3, 3, 80, 32, 48, 2), torch.float32),
     ((6, 1, 24, 16, 100, 3), torch.float16), ((4, 2, 16, 24, 16, 2, 0), torch.float16),
-    ((3, 1, 24, 40, 20, 1, 2), torch.float32)], ids=str)
+    ((3, 1, 24, 40, 20, 1, 2), torch.float32), ((2, 1, 17, 33, 7, 12), torch.float16),
+    ((2, 2, 33, 50, 18, 9, 2), torch.float16)], ids=str)
 def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_query(shape, dtype, "cpu")
 
