@@ -79,6 +79,7 @@ DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH, KEY_UNITS = DIM, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
 SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
+DEVICE, DTYPE = "cuda", torch.bfloat16
 ALL_UP_TO = 131_072
 """Keys up to which a step by all codes is timed beside one by candidates."""
 SHAPES = [  # case, query heads, KV heads, tokens, batch
@@ -95,10 +96,10 @@ def random_maps(heads: int) -> FeatureMapWeights:
     """Maps of `heads` heads as wide as the recipe trains them, with random weights."""
 
     def matrix(i: int, o: int) -> torch.Tensor:
-        return torch.randn(heads, i, o, device="cuda", dtype=torch.bfloat16) * i**-0.5
+        return torch.randn(heads, i, o, device=DEVICE, dtype=DTYPE) * i**-0.5
 
     def bias(o: int) -> torch.Tensor:
-        return torch.randn(heads, o, device="cuda", dtype=torch.bfloat16) * 0.1
+        return torch.randn(heads, o, device=DEVICE, dtype=DTYPE) * 0.1
 
     return FeatureMapWeights(matrix(DIM, MAP_WIDTH), bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(MAP_WIDTH),
                              matrix(MAP_WIDTH, MAP_WIDTH), bias(1), matrix(MAP_WIDTH, FEATURES), bias(FEATURES))
@@ -108,11 +109,11 @@ def random_key_map(batch: int, heads: int) -> KeyFeatures:
     """The map of keys of `batch` requests, as large as the recipe trains it, with random weights."""
 
     def random(*size: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(*size, device="cuda") * scale
+        return torch.randn(*size, device=DEVICE) * scale
 
-    return KeyFeatures(random(heads, DIM, KEY_UNITS, scale=DIM**-0.5).bfloat16(), random(batch, heads, KEY_UNITS),
-                       random(heads, KEY_UNITS, FEATURES, scale=KEY_UNITS**-0.5).bfloat16(), random(heads, FEATURES),
-                       torch.zeros(batch, heads, FEATURES, device="cuda"))
+    return KeyFeatures(random(heads, DIM, KEY_UNITS, scale=DIM**-0.5).to(DTYPE), random(batch, heads, KEY_UNITS),
+                       random(heads, KEY_UNITS, FEATURES, scale=KEY_UNITS**-0.5).to(DTYPE), random(heads, FEATURES),
+                       torch.zeros(batch, heads, FEATURES, device=DEVICE))
 
 
 @functools.cache
@@ -126,32 +127,32 @@ class Buffers:
     """One buffer set of a shape: KV cache, index with log-normal bucket sizes, both kinds of router scores, query."""
 
     def __init__(self, heads_q: int, heads: int, length: int, batch: int, seed: int):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        dtype = torch.bfloat16
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        dtype = DTYPE
 
         def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
-            return (torch.randn(*shape, device="cuda", dtype=dtype, generator=generator) * scale)
+            return (torch.randn(*shape, device=DEVICE, dtype=dtype, generator=generator) * scale)
 
         self.q = normal(batch, heads_q, DIM)
         self.k, self.v = (normal(batch, heads, length, DIM) for _ in range(2))
         self.model = QueryModel(normal(heads, DIM, HIDDEN, scale=DIM**-0.5), normal(heads, HIDDEN),
                                 normal(heads, HIDDEN, BUCKETS, scale=HIDDEN**-0.5), normal(heads, BUCKETS))
-        spread = torch.rand(batch, heads, BUCKETS, device="cuda", generator=generator)
+        spread = torch.rand(batch, heads, BUCKETS, device=DEVICE, generator=generator)
         self.means = BucketMeans(*round_means(
             normal(batch, heads, BUCKETS, DIM).float(), torch.ones_like(spread)), DIM**-0.5, spread)
         self.mid = mid = max(length - SINK - TAIL, 0)
-        share = torch.exp(0.5 * torch.randn(batch, heads, BUCKETS, device="cuda", generator=generator))
+        share = torch.exp(0.5 * torch.randn(batch, heads, BUCKETS, device=DEVICE, generator=generator))
         sizes = (share / share.sum(-1, keepdim=True) * mid).floor().long()
         sizes[..., -1] += mid - sizes.sum(-1)
         self.offsets = torch.nn.functional.pad(sizes.cumsum(-1), (1, 0)).to(torch.int32)
-        keys = torch.rand(batch, heads, mid, device="cuda", generator=generator)
+        keys = torch.rand(batch, heads, mid, device=DEVICE, generator=generator)
         self.order = (keys.argsort(-1) + SINK).to(torch.int32)
         self.counts = self.offsets.diff(dim=-1)
-        self.starts = torch.zeros(batch, dtype=torch.long, device="cuda")
-        self.lengths = torch.full((batch,), length, dtype=torch.long, device="cuda")
+        self.starts = torch.zeros(batch, dtype=torch.long, device=DEVICE)
+        self.lengths = torch.full((batch,), length, dtype=torch.long, device=DEVICE)
         self.tails = (self.lengths - TAIL).clamp(min=0)
         widest = -(-mid * PROBES // BUCKETS)
-        self.budget = (torch.full((batch,), widest, dtype=torch.long, device="cuda"), widest)
+        self.budget = (torch.full((batch,), widest, dtype=torch.long, device=DEVICE), widest)
         regions = Regions(self.starts, self.tails, length, SINK)
         self.first = regions.mid_first
         self.view = LayerView(self.k, self.v, regions, DIM**-0.5, heads_q)
@@ -206,7 +207,7 @@ class Buffers:
             mean = rows.mean(2)
             spread = rows - mean[:, :, None]
             covariance = spread.mT @ spread / rows.shape[2]
-            moment = torch.eye(DIM, device="cuda").expand_as(covariance)
+            moment = torch.eye(DIM, device=DEVICE).expand_as(covariance)
             self.sketch = fit_sketch(moment, mean, covariance, SKETCH_BYTES, SKETCH_WIDE)
             self.codes = encode_keys(self.k, self.sketch, SKETCH_BYTES)
             self.widest = [-(-self.mid // round(1 / share)) for share in (SKETCH_BUDGET, CANDIDATES)]
@@ -237,10 +238,10 @@ class Buffers:
             cache = phi_sums(self.k, self.v, self.starts + SINK, self.tails, of_keys)
             mean = keys.mean(2, dtype=torch.float32) * DIM**-0.5
             covariance = (keys.mT @ keys).float() / (DIM * max(keys.shape[2], 1))
-            size = torch.full((batch,), float(keys.shape[2]), device="cuda")
+            size = torch.full((batch,), float(keys.shape[2]), device=DEVICE)
             moments = ScoreMoments(mean, *factored(covariance), size, read_bound(self.budget[0] / size.clamp(min=1)))
             state = PhiState(*cache, mean, moments)
-            maps, offset = random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda")
+            maps, offset = random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device=DEVICE)
             self.phi = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))  # type: ignore[arg-type]
             self.phi.state, self.phi.bias, self.phi.in_place = state, of_keys.bias, True
             self.phi.key_map = KeyMap(of_keys.w_in, of_keys.bias[0], of_keys.w_in, of_keys.w_out, of_keys.b_out)
