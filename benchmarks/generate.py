@@ -263,6 +263,8 @@ def ours(
         finally:
             attachment.__exit__(None, None, None)
             cache.reset()
+            del attachment, cache  # what it placed is not the next answer's
+            gc.collect()
         if drawn:
             for name in ("first_token_s", "cold_first_token_s", "prefill_s"):
                 found.pop(name, None)

@@ -119,8 +119,8 @@ class Decoding:
             return None if self.estimator is None else self.estimator.fork()
         key = "estimator", layer_idx, device
         if key not in self.placed:
-            maps = gated_maps(self._on("phi", self.phi, device), layer_idx, self.layers)
-            self.placed[key] = None if maps is None else self.maps_kind(maps)
+            maps = gated_maps(self.phi, layer_idx, self.layers)
+            self.placed[key] = None if maps is None else self.maps_kind(maps.run_on(device))
         made: Estimator | None = self.placed[key]
         return None if made is None else made.fork()
 

@@ -11,6 +11,8 @@ from views import make_view
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.estimators import phi as estimators
+from sparsekv.core.layer import LayerView
+from sparsekv.core.regions import Regions
 from sparsekv.kernels import for_request, key_features, log_phi_key, products
 from sparsekv.kernels.features import LOG2_E, log_features
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
@@ -87,3 +89,22 @@ def test_sums_of_half_precision_are_close(centred: bool, dtype: torch.dtype, mon
     spread = (half.covariance - whole.covariance).norm() / whole.covariance.norm()
     assert float(spread) < 1e-3
     assert products(made, view.values).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))])
+def test_trained_maps_stay_where_they_are(device: str) -> None:
+    """Only what is run comes to the device, in the precision of the cache, once for all forks and before a step."""
+    keys = drawn(700).to(device, torch.float16)
+    trained = layer(keys.float().cpu(), centred=True)
+    estimators_of = [PhiEstimator(one) for one in (trained.run_on(device), trained.to(device))]
+    nowhere = torch.zeros(2, dtype=torch.long, device=device)
+    for estimator in estimators_of:
+        estimator.build(LayerView(keys, keys, Regions(nowhere, nowhere + 650, 700, 3), DIM**-0.5, 2 * HEADS))
+    elsewhere, there = estimators_of
+    assert all(w.device.type == "cpu" and w.dtype == torch.float32 for w in elsewhere.layer.query_map)
+    made = [(*x.weights, *x.state[:3]) for x in (elsewhere, there) if x.weights is not None]
+    for mine, theirs in zip(*made, strict=True):
+        assert mine.device == theirs.device == keys.device and torch.equal(mine, theirs)
+    assert elsewhere.weights is not None and all(w.dtype == torch.float16 for w in elsewhere.weights)
+    assert elsewhere.fork()._query_maps(torch.float16)[0] is elsewhere.weights[0]

@@ -130,8 +130,9 @@ class PhiEstimator(Estimator):
         if self.key_map is None:
             dtype = product_dtype(mean.new_empty(0, dtype=view.keys.dtype))
             if dtype not in self.of_keys:
-                self.of_keys[dtype] = self.layer.of_keys(dtype)
+                self.of_keys[dtype] = KeyMap(*(w.to(mean.device) for w in self.layer.of_keys(dtype)))
             self.key_map = self.of_keys[dtype]
+        self._query_maps(view.keys.dtype)  # here, so that the first step does not wait for them
         self.in_place = view.keys_on_device and (fused(self.key_map) or not mean.is_cuda)
         made = for_request(self.key_map, mean)
         self.bias = made.bias
@@ -316,10 +317,12 @@ class PhiEstimator(Estimator):
         return self.built_equal is not None and self.layer.centred and size > 2 * self.built_equal
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
-        """The maps of queries in the precision of queries."""
+        """The maps of queries in their precision, where the offset lies: the trained ones may lie elsewhere."""
         if self.weights is None:
             if dtype not in self.of_queries:
-                self.of_queries[dtype] = FeatureMapWeights(*(w.to(dtype).contiguous() for w in self.layer.query_map))
+                device = self.layer.offset.device
+                self.of_queries[dtype] = FeatureMapWeights(
+                    *(w.to(device).to(dtype).contiguous() for w in self.layer.query_map))
             self.weights = self.of_queries[dtype]
         return self.weights
 
