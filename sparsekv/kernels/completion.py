@@ -165,8 +165,8 @@ def launch_blocks(q: Tensor, maps: FeatureMapWeights, apart: bool = False) -> Te
             parts, before = torch.empty_like(parts), parts
         block_kernel[(-(-count // together) * heads_q, slices)](
             as_heads(q), maps, before, parts, step, count, heads_q, together, dim, width, BLOCKS=blocks,
-            FIRST=step == 0, ROWS=QUERY_ROWS, SLICES=slices, PADDED=power_of_two(slices), SLICE=BLOCK_SLICE,
-            DIM=padded(dim), WIDTH=padded(width), AHEAD=ahead_of(q), APART=apart and step == 0, OVERLAP=overlap,
+            FIRST=step == 0, ROWS=QUERY_ROWS, SLICES=slices, SLICE=BLOCK_SLICE, DIM=padded(dim),
+            WIDTH=padded(width), AHEAD=ahead_of(q), APART=apart and step == 0, OVERLAP=overlap,
             num_warps=BLOCK_WARPS,
             **({"launch_pdl": True} if overlap and (step or apart) else {}))
     return parts
@@ -205,8 +205,7 @@ def launch_sums(
         heads_q, state.m.shape[1], 1 if seats is not None else count // state.m.shape[0], together,
         heads_q if offset.dim() == 2 else 0, dim, width, features, rank,
         CENTRED=state.centre is not None, CAPPED=cap is not None, RANK=power_of_two(rank), ROWS=QUERY_ROWS,
-        SLICES=parts.shape[2], PADDED=power_of_two(parts.shape[2]), DIM=padded(dim), WIDTH=padded(width),
-        FEATURES=padded(features), COLUMNS=QUERY_COLUMNS,
+        SLICES=parts.shape[2], DIM=padded(dim), WIDTH=padded(width), FEATURES=padded(features), COLUMNS=QUERY_COLUMNS,
         SEATED=seats is not None, AHEAD=ahead_of(q), APART=apart, OVERLAP=overlap, num_warps=QUERY_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return CompletionQuery(found, log_scale, mass, numerator, cap, seats=seats)

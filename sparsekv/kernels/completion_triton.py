@@ -55,21 +55,23 @@ def product(x, weight):
 
 
 @triton.jit
-def summed(parts, at, unit, width, slot, used, SLICES: tl.constexpr, PADDED: tl.constexpr):
-    """Hidden layers `[slot, unit]` from their SLICES parts, which lie in the first dimension so that a thread adds its
-    own."""
-    part = tl.arange(0, PADDED)
-    each = tl.load(parts + ((at + slot)[None, :, None] * SLICES + part[:, None, None]) * width + unit[None, None, :],
-                   mask=used[None, :, None] & (part < SLICES)[:, None, None] & (unit < width)[None, None, :], other=0.0)
-    return tl.sum(each, 0)
+def summed(parts, at, unit, width, slot, used, SLICES: tl.constexpr, AHEAD: tl.constexpr):
+    """Hidden layers `[slot, unit]` from their parts, added in one order."""
+    place = parts + (at + slot)[:, None] * SLICES * width + unit[None, :]
+    inside = used[:, None] & (unit < width)[None, :]
+    h = tl.load(place, mask=inside, other=0.0)
+    for i in tl.static_range(1, SLICES):
+        h += tl.load(place + i * width, mask=inside, other=0.0)
+    if AHEAD:  # else every part by itself changes hands on its way to the product
+        h = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [h], dtype=tl.float32, is_pure=False, pack=1)
+    return h
 
 
 @triton.jit
 def block_kernel(
     q, maps, before, parts, step, count, heads_q, together, dim, width,
-    BLOCKS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
-    SLICE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCKS: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """One block of the maps of queries, for `together` queries of one head and SLICE of the block's units: their part
     of the next hidden layer, which is the sum of the parts. All weights are asked for before any is used."""
@@ -98,12 +100,12 @@ def block_kernel(
                     mask=used[:, None] & (place < dim)[None, :], other=0.0)
         if AHEAD:
             tl.debug_barrier()
-        h = gelu(product(x, asked_for(stem, AHEAD=AHEAD))
+        h = gelu(product(asked_for(x, AHEAD=AHEAD), asked_for(stem, AHEAD=AHEAD))
                  + tl.load(maps.b_in + head * width + unit, mask=unit < width, other=0.0).to(tl.float32)[None, :])
     else:
         if OVERLAP and not APART:
             gdc_wait()
-        h = summed(before, head * count + first, unit, width, slot, used, SLICES=SLICES, PADDED=PADDED)
+        h = summed(before, head * count + first, unit, width, slot, used, SLICES=SLICES, AHEAD=AHEAD)
         if AHEAD:
             tl.debug_barrier()
     out = tl.where(tl.program_id(1) == 0, h, 0.0)
@@ -162,8 +164,8 @@ def query_kernel(
     q, maps, parts, offset, cache, centre, moments, seats, found, count, heads_q, heads_kv, per_row, together, o_row,
     dim, width, features, rank,
     CENTRED: tl.constexpr, CAPPED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr,
-    PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr,
-    SEATED: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr, COLUMNS: tl.constexpr, SEATED: tl.constexpr,
+    AHEAD: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """`log φ_q + offset + m` of `together` queries of one head, at most ROWS, as largest value and features relative to
     it, and what they make of COLUMNS of the cache. Every program of a head makes all of its features; the first of them
@@ -211,7 +213,7 @@ def query_kernel(
                 mask=used[:, None] & (place < dim)[None, :], other=0.0)
     if OVERLAP and not APART:
         gdc_wait()
-    h = summed(parts, head * count + first, unit, width, slot, used, SLICES=SLICES, PADDED=PADDED)
+    h = summed(parts, head * count + first, unit, width, slot, used, SLICES=SLICES, AHEAD=AHEAD)
     if AHEAD:
         tl.debug_barrier()
     logs = product(h, asked_for(weight, AHEAD=AHEAD)) + bias[None, :]

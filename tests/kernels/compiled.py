@@ -257,7 +257,7 @@ def main() -> None:
           routing.rank_warps(16 * 4096), "bf16", (80,))
     check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
-    maps = {"ROWS": completion.QUERY_ROWS, "DIM": 128, "SLICES": 4, "PADDED": 4, "AHEAD": True,
+    maps = {"ROWS": completion.QUERY_ROWS, "DIM": 128, "SLICES": 4, "AHEAD": True,
             "APART": False}
     blocks = {**maps, "BLOCKS": 1, "FIRST": True, "SLICE": completion.BLOCK_SLICE}
     sums = {**maps, "CENTRED": True, "CAPPED": True, "RANK": 16, "FEATURES": 128,
@@ -267,9 +267,9 @@ def main() -> None:
     check(c.block_kernel, {**blocks, "WIDTH": 256, "BLOCKS": 2, "FIRST": False}, completion.BLOCK_WARPS, "bf16", (90,))
     check(c.query_kernel, {**sums, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", SHARED, most=most, spill=0)
     wide = 4 * 128 * (128 + 2 * completion.BLOCK_SLICE) + completion.BESIDE_BYTES
-    check(c.block_kernel, {**blocks, "WIDTH": 128, "SLICES": 2, "PADDED": 2, "AHEAD": False}, completion.BLOCK_WARPS,
+    check(c.block_kernel, {**blocks, "WIDTH": 128, "SLICES": 2, "AHEAD": False}, completion.BLOCK_WARPS,
           "fp32", (90,), most=wide)
-    check(c.query_kernel, {**sums, "WIDTH": 128, "SLICES": 2, "PADDED": 2, "AHEAD": False}, completion.QUERY_WARPS,
+    check(c.query_kernel, {**sums, "WIDTH": 128, "SLICES": 2, "AHEAD": False}, completion.QUERY_WARPS,
           "fp32", (90,), most=wide)
     check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
