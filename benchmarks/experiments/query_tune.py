@@ -87,9 +87,9 @@ def form_of(name: str) -> Iterator[None]:
 
 
 def clone(x: Any) -> Any:
-    """Every tensor of named tuples anew."""
+    """Every tensor of tuples anew."""
     if isinstance(x, tuple):
-        return type(x)(*map(clone, x))
+        return type(x)(*map(clone, x)) if hasattr(x, "_fields") else tuple(map(clone, x))
     return x.clone() if isinstance(x, Tensor) else x
 
 
