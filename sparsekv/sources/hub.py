@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from unittest.mock import patch
 
 from safetensors import SafetensorError
 
@@ -230,9 +229,14 @@ def _read_once(gguf: bool) -> Iterator[None]:
         return
     import gguf as library
 
-    with (patch.object(library, "GGUFReader", functools.cache(library.GGUFReader)),
-          patch.object(library, "get_tensor_name_map", functools.cache(library.get_tensor_name_map))):
+    own = {name: getattr(library, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, call in own.items():
+            setattr(library, name, functools.cache(call))
         yield
+    finally:
+        for name, call in own.items():
+            setattr(library, name, call)
 
 
 def _unloaded(spec: str, error: Exception) -> SparseKVError:
