@@ -137,7 +137,7 @@ def page(rows: Rows, quality: Rows) -> str:
              if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
     parts = [
         "# How fast and how good is it inside vLLM?",
-        "vLLM 0.26, the default settings: sketches at 1 % of the context, completed by φ.",
+        "vLLM 0.26, with the default settings but for the budget, which every line names.",
         "![Time of a token inside vLLM](served.png)",
         "## Speed and quality side by side",
         "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
