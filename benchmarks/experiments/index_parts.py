@@ -120,7 +120,8 @@ def main() -> None:
                 print(lines[-1])
                 print_kernels(lambda name=name, views=views, trained=trained: made(views, trained, name, True), 2)
         groups = [len(g) for g in stacked.alike(views, [SELECTORS["sketch"](token_budget=BUDGET, layer=t)
-                                                        for t in trained])]
+                                                        for t in trained],
+                                                stacked.STACKED_BYTES)]
         lines.append(f"{shape:14} groups of {groups} layers")
         del views, trained
     add_rows("index-parts", rows, options.output)

@@ -57,20 +57,22 @@ def _grid(shares: tuple[float, ...], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(shares, dtype=dtype, device=device)
 
 
+def _bracket(grid: tuple[float, ...], share: float) -> tuple[int, int, float]:
+    """The places of the grid below and above a share, and the part of the way between them. A share of the grid, or
+    outside, has one place twice: 0 times a closed gate's -inf would be no number."""
+    after = bisect_right(grid, share)
+    low, high = max(after - 1, 0), min(after, len(grid) - 1)
+    if low == high or grid[low] >= share:
+        return low, low, 0.5
+    return low, high, (share - grid[low]) / (grid[high] - grid[low])
+
+
 @functools.lru_cache(maxsize=256)
 def _between(
     grid: tuple[float, ...], shares: tuple[float, ...], dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every share the rows of the grid's table below and above it and the part `[B, 1]` of the way between them;
-    where it is one of the grid, or outside, that row twice: 0 times a closed gate's -inf would be no number."""
-    low, high, part = [], [], []
-    for share in shares:
-        after = bisect_right(grid, share)
-        a, b = max(after - 1, 0), min(after, len(grid) - 1)
-        alone = a == b or grid[a] >= share
-        low.append(a)
-        high.append(a if alone else b)
-        part.append(0.5 if alone else (share - grid[a]) / (grid[b] - grid[a]))
+    """`_bracket` of every share: places `[B]` twice, and parts `[B, 1]`."""
+    low, high, part = zip(*(_bracket(grid, share) for share in shares), strict=True)
     return (torch.tensor(low, device=device), torch.tensor(high, device=device),
             torch.tensor(part, dtype=dtype, device=device)[:, None])
 
@@ -97,13 +99,9 @@ class PhiLayer(NamedTuple):
             return self._at_each(share)
         if isinstance(share, Tensor):
             return self._at_rows(share)
-        after = bisect_right(self.shares, share)
-        low, high = max(after - 1, 0), min(after, len(self.shares) - 1)
-
-        table = self.offsets
-        if low == high or self.shares[low] >= share:  # 0 times a closed gate's -inf would be no number
+        table, (low, high, part) = self.offsets, _bracket(self.shares, share)
+        if low == high:
             return self._replace(offsets=table[low:low + 1], shares=(share,))
-        part = (share - self.shares[low]) / (self.shares[high] - self.shares[low])
         between = (1 - part) * table[low:low + 1] + part * table[high:high + 1]
         return self._replace(offsets=between, shares=(share,))
 

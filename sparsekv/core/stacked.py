@@ -52,7 +52,7 @@ def queries_of(view: LayerView) -> Tensor:
 
 def build_selectors(views: Sequence[LayerView], selectors: Sequence[Selector]) -> None:
     """The state of every layer's selector over its view, of layers that are built alike in one go."""
-    for group in alike(views, selectors):
+    for group in alike(views, selectors, STACKED_BYTES):
         some, chosen = [views[i] for i in group], [selectors[i] for i in group]
         view, selector = some[0], chosen[0]
         if len(group) > 1:
@@ -75,9 +75,9 @@ def build_estimators(views: Sequence[LayerView], estimators: Sequence[Estimator]
 
 
 def alike(
-    views: Sequence[LayerView], parts: Sequence[Selector | Estimator], at_once: int | None = None,
+    views: Sequence[LayerView], parts: Sequence[Selector | Estimator], at_once: int,
 ) -> Iterator[list[int]]:
-    """Which layers are built together: those of one kind, as many as `at_once` bytes of keys, or `STACKED_BYTES`."""
+    """Which layers are built together: those of one kind, as many as `at_once` bytes of keys."""
     groups: dict[object, list[int]] = {}
     for i, (view, part) in enumerate(zip(views, parts, strict=True)):
         kind = part.stacks_by(view) if len(views) > 1 else None
@@ -88,7 +88,7 @@ def alike(
         groups.setdefault(same, []).append(i)
     for group in groups.values():
         keys = views[group[0]].keys
-        most = max(1, (at_once or STACKED_BYTES) // max(1, keys.numel() * keys.element_size()))
+        most = max(1, at_once // max(1, keys.numel() * keys.element_size()))
         pieces = -(-len(group) // most)
         for first in range(pieces):  # of nearly one size
             yield group[first * len(group) // pieces:(first + 1) * len(group) // pieces]

@@ -14,11 +14,11 @@ from sparsekv.kernels.types import FeatureMapWeights, PhiCache, PhiState, ScoreM
 ROWS, WARPS = 64, 8
 """Queries of a program, and its warps."""
 COLUMNS = 64
+"""Columns of the values that a program takes at once."""
 MAP_ROWS, MAP_WARPS, INNER = 64, 8, 64
 """Queries of a program that makes their features, its warps, and hidden units of a block at once."""
 MAP_BYTES = 8192
 """Shared memory that it wants beside what a program holds of its weights and queries."""
-"""Columns of the values that a program takes at once."""
 
 
 def add_rest(

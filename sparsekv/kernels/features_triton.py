@@ -34,6 +34,22 @@ def log_features(key, w_in, bias, w_out, b_out):
 
 
 @triton.jit
+def no_tokens(FEATURES: tl.constexpr, DIM: tl.constexpr):
+    """`(m, z, S)` of so many features over no tokens."""
+    return (tl.full([FEATURES], float("-inf"), tl.float32), tl.zeros([FEATURES], tl.float32),
+            tl.zeros([FEATURES, DIM], tl.float32))
+
+
+@triton.jit
+def put(cache, at, top, mass, sums, dim, kept, DIM: tl.constexpr):
+    """Write `(m, z, S)` of the features at places `at`, those that are kept."""
+    width = tl.arange(0, DIM)
+    tl.store(cache.m + at, top, mask=kept)
+    tl.store(cache.z + at, mass, mask=kept)
+    tl.store(cache.s + at[:, None] * dim + width[None, :], sums, mask=kept[:, None] & (width < dim)[None, :])
+
+
+@triton.jit
 def every_row(bias, BLOCK: tl.constexpr):
     """A bias `[N]` in each of BLOCK rows."""
     return tl.broadcast_to(bias[None, :], [BLOCK, bias.shape[0]])
@@ -68,9 +84,7 @@ def sums_kernel(
                                               DIM=DIM, UNITS=UNITS, FEATURES=FEATURES)
     keys = k.base + row * k.row + head * k.head
     values = v.base + row * v.row + head * v.head
-    top = tl.full([FEATURES], float("-inf"), tl.float32)
-    mass = tl.zeros([FEATURES], tl.float32)
-    sums = tl.zeros([FEATURES, DIM], tl.float32)
+    top, mass, sums = no_tokens(FEATURES, DIM)
     for at in range(first, last, BLOCK):
         token = at + tl.arange(0, BLOCK)
         valid = token < last
@@ -87,10 +101,7 @@ def sums_kernel(
         sums = sums * keep[:, None] + tl.dot(tl.trans(rounded), value.to(stem.dtype), input_precision="ieee")
         top = higher
     at = (row * heads + head) * SPLITS + tl.program_id(1)
-    kept = feature < features
-    tl.store(cache.m + at * features + feature, top, mask=kept)
-    tl.store(cache.z + at * features + feature, mass, mask=kept)
-    tl.store(cache.s + (at * features + feature)[:, None] * dim + width[None, :], sums, mask=kept[:, None] & wide)
+    put(cache, at * features + feature, top, mass, sums, dim, feature < features, DIM=DIM)
 
 
 @triton.jit
@@ -125,29 +136,20 @@ def join_kernel(
     # found  `PhiCache` [B, n, Hkv, r(, d)]            written; n + 1 if STARTED, the first as it was
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
-    feature, width = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = feature < features
-    mask = kept[:, None] & (width < dim)[None, :]
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    sums = tl.zeros([BLOCK, DIM], tl.float32)
+    top, mass, sums = no_tokens(BLOCK, DIM)
     to = row * chunks * heads + head
     if STARTED:
         top, mass, sums = joined(start, (row * heads + head) * features + feature, 1, 0, top, mass, sums, dim, kept,
                                  DIM=DIM)
         to += row * heads
-        at = to * features + feature
-        tl.store(found.m + at, top, mask=kept)
-        tl.store(found.z + at, mass, mask=kept)
-        tl.store(found.s + at[:, None] * dim + width[None, :], sums, mask=mask)
+        put(found, to * features + feature, top, mass, sums, dim, kept, DIM=DIM)
         to += heads
     for chunk in range(chunks):
         at = ((row * chunks + chunk) * heads + head) * splits * features + feature
         top, mass, sums = joined(parts, at, splits, features, top, mass, sums, dim, kept, DIM=DIM)
-        at = to * features + feature
-        tl.store(found.m + at, top, mask=kept)
-        tl.store(found.z + at, mass, mask=kept)
-        tl.store(found.s + at[:, None] * dim + width[None, :], sums, mask=mask)
+        put(found, to * features + feature, top, mass, sums, dim, kept, DIM=DIM)
         to += heads
 
 
@@ -164,9 +166,7 @@ def left_kernel(whole, parts, z, means, splits, dim, features, EPS: tl.constexpr
     feature, width = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
     kept = feature < features
     mask = kept[:, None] & (width < dim)[None, :]
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    sums = tl.zeros([BLOCK, DIM], tl.float32)
+    top, mass, sums = no_tokens(BLOCK, DIM)
     top, mass, sums = joined(parts, pair * splits * features + feature, splits, features, top, mass, sums, dim, kept,
                              DIM=DIM)
     at = pair * features + feature

@@ -53,6 +53,14 @@ def layers_of(count: int, pads: tuple[int, ...], space: str, scores: str, sketch
     return [replace(v, keys=v.keys[:, :, :LENGTH], values=v.values[:, :, :LENGTH]) for v in views], views, trained
 
 
+def lengthened(view: LayerView, step: LayerView):
+    """A view's regions with one more token, and then with the border moved: those before it, first none."""
+    step.regions = view.regions.grown(LENGTH + 1)
+    yield None
+    old, step.regions = step.regions, step.regions.moved(LENGTH - 4)
+    yield old
+
+
 def same(a: object, b: object, name: str) -> None:
     if isinstance(a, tuple):
         for x, y in zip(a, b, strict=True):
@@ -97,13 +105,10 @@ def test_layers_side_by_side_are_each_by_itself(monkeypatch, name, options, scor
             assert one.layer is other.layer
         # chosen alike, and grown alike
         queries = Queries.last(torch.randn(len(pads), 2 * HEADS, 1, DIM, dtype=torch.float64), LENGTH + 1, view.rope)
-        step.regions = view.regions.grown(LENGTH + 1)
-        for at in (None, LENGTH - 4):
-            if at is not None:
-                old, step.regions = step.regions, step.regions.moved(at)
-                for x in (one, other):
-                    x.prepare(step)
-                    x.extend(step, old)
+        for old in lengthened(view, step):
+            for x in (one, other) if old else ():
+                x.prepare(step)
+                x.extend(step, old)
             found, wanted = (sparse_step(step, queries, x, None) for x in (one, other))
             torch.testing.assert_close(found.out, wanted.out)
             assert torch.equal(found.selection.as_tokens(), wanted.selection.as_tokens())
@@ -141,12 +146,9 @@ def test_layers_summarised_at_once_are_each_by_itself(monkeypatch, centred, capp
         same(one.key_map, other.key_map, "key_map")
         assert one.layer.maps is other.layer.maps and all(x.is_contiguous() for x in one.state[:3])
         queries = Queries.last(torch.randn(len(pads), 2 * HEADS, 1, DIM, dtype=torch.float64), LENGTH + 1, view.rope)
-        step.regions = view.regions.grown(LENGTH + 1)
-        for at in (None, LENGTH - 4):
-            if at is not None:
-                old, step.regions = step.regions, step.regions.moved(at)
-                for x in (one, other):
-                    x.extend(step, old)
+        for old in lengthened(view, step):
+            for x in (one, other) if old else ():
+                x.extend(step, old)
             found, wanted = (sparse_step(step, queries, selector, x) for x in (one, other))
             torch.testing.assert_close(found.out, wanted.out)
 
@@ -166,6 +168,6 @@ def test_layers_that_differ_are_built_apart() -> None:
     views, _, trained = layers_of(4, (0,), "rot", "mean_key", False)
     selectors = [SELECTORS["router"](token_budget=budget, layer=layer)
                  for budget, layer in zip((0.1, 0.2, 0.1, 0.2), trained, strict=True)]
-    assert sorted(map(tuple, stacked.alike(views, selectors))) == [(0, 2), (1, 3)]
+    assert sorted(map(tuple, stacked.alike(views, selectors, stacked.STACKED_BYTES))) == [(0, 2), (1, 3)]
     views[2].scale = 1.0
-    assert sorted(map(tuple, stacked.alike(views, selectors))) == [(0,), (1, 3), (2,)]
+    assert sorted(map(tuple, stacked.alike(views, selectors, stacked.STACKED_BYTES))) == [(0,), (1, 3), (2,)]
