@@ -61,7 +61,7 @@ def bucket_slots(offsets, buckets, row, head, cache_row, PROBES: tl.constexpr, P
     return begin, end, from_token - begin, tl.sum(size, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_listed"])
 def split_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, edges, pages, partial, scale, num_listed, sink_size, heads, per_row,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
@@ -202,7 +202,7 @@ def bias_rows(bias, dtype: tl.constexpr):
     return tl.where(part < 3, rows, 0.0).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_listed"])
 def completed_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, maps, features, seats, edges, pages, partial, scale, num_listed,
     sink_size, heads, per_row, units,

@@ -305,6 +305,12 @@ class Binned(NamedTuple):
     histogram: Tensor
 
 
+def coarse(count: int, most: int) -> int:
+    """How many numbers a program looks at together where there are `count`: `most`, or a quarter of it where that is
+    all of them. A kernel is compiled twice, not for every power of two."""
+    return most // 4 if count <= most // 4 else most
+
+
 def select_blocks(width: int, widest: int) -> int:
     """Blocks of `select_kernel` for `width` candidates of which at most `widest` are chosen."""
     return -(-max(width, widest) // SELECTED_AT_ONCE)
@@ -329,7 +335,7 @@ def launch_histogram(scored: Scored, budget: Tensor, widest: int, seats: Tensor 
         histogram_kernel[(count * heads, -(-width // BINNED_AT_ONCE))](
             scores, tops, masses, histogram if counts is None else counts, budget.contiguous(),
             seats_or(seats, histogram), bins, histogram, heads, width, parts, widest, histogram.shape[2], GROUP=group,
-            HEADS=power_of_two(group), PARTS=min(BINNED_PARTS, power_of_two(parts)), SCORED=SCORED_AT_ONCE,
+            HEADS=power_of_two(group), PARTS=coarse(parts, BINNED_PARTS), SCORED=SCORED_AT_ONCE,
             BLOCK=BINNED_AT_ONCE, LISTED=counts is not None, SEATED=seats is not None, OVERLAP=overlap,
             num_warps=BINNED_WARPS, **({"launch_pdl": True} if overlap else {}))
     return Binned(bins, tokens, counts, histogram)
@@ -341,14 +347,16 @@ def launch_select(binned: Binned, widest: int) -> Tensor:
 
     bins, tokens, counts, histogram = binned
     count, heads, width = bins.shape
-    out = torch.empty(count, heads, widest, dtype=torch.int32, device=bins.device)
+    # lists begin at aligned places whatever their length, so that what reads them is compiled once
+    room = ALIGNED * -(-widest // ALIGNED)
+    out = torch.empty(count, heads, room, dtype=torch.int32, device=bins.device)[..., :widest]
     if not width or not widest:
         return out.fill_(-1)
     overlap = overlaps(bins.device)
     blocks = select_blocks(width, widest)
     select_kernel[(count * heads, blocks)](
         bins, bins if tokens is None else tokens, histogram, histogram if counts is None else counts, out, width,
-        widest, histogram.shape[2], LISTED=tokens is not None, BLOCK=SELECTED_AT_ONCE,
-        LOOK_BACK=min(LOOK_BACK, power_of_two(blocks)), OVERLAP=overlap, num_warps=SELECT_WARPS,
+        widest, room, histogram.shape[2], LISTED=tokens is not None, BLOCK=SELECTED_AT_ONCE,
+        LOOK_BACK=coarse(blocks, LOOK_BACK), OVERLAP=overlap, num_warps=SELECT_WARPS,
         **({"launch_pdl": True} if overlap else {}))
     return out

@@ -35,7 +35,7 @@ def channels(q, maps, channel, used, dim, RANK: tl.constexpr, DIM: tl.constexpr)
     return tl.sum(query.to(tl.float32)[:, None] * weights.to(tl.float32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lists", "listed"])
 def prepare_kernel(
     run, q, maps, planes, steps, histogram, scale, lists, heads, per_row, num_buckets, listed, dim, m_row, h_row,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr, BYTES: tl.constexpr,
@@ -139,7 +139,7 @@ def scores_of(
     return tl.maximum((256 * upper + lower).to(tl.float32) * (step * LOG2E)[None, :], LEAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["o_row", "o_head"])
 def score_kernel(
     planes, steps, codes, order, runs, counts, tokens, scores, tops, masses, heads, per_row, count, c_row, c_head,
     o_row, o_head,
@@ -202,7 +202,7 @@ def side_of(side, query, maps, channel, used, width, dim, RANK: tl.constexpr):
     return tl.dot(weights.to(tl.float32), query, side, input_precision="tf32")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["asking", "length"])
 def score_all_kernel(
     q, maps, codes, first, last, scores, tops, masses, histogram, scale, heads, per_row, asking, length, count, size,
     dim, c_row, c_head, m_row, h_row,
@@ -296,7 +296,7 @@ def publish_counts(histogram, many, allowed, width, programs):
         tl.store(header + TIES, wanted - tl.where(threshold > 1, tl.sum(tl.where(here, higher, 0), 0), total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "width"])
 def histogram_kernel(
     scores, tops, masses, counts, budget, seats, bins, histogram, heads, count, parts, width, h_row,
     GROUP: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SCORED: tl.constexpr, BLOCK: tl.constexpr,
@@ -353,9 +353,9 @@ def histogram_kernel(
     publish_counts(histogram + at * h_row, many, allowed, width, tl.cdiv(there, BLOCK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def select_kernel(
-    bins, tokens, histogram, counts, out, count, width, h_row,
+    bins, tokens, histogram, counts, out, count, width, out_head, h_row,
     LISTED: tl.constexpr, BLOCK: tl.constexpr, LOOK_BACK: tl.constexpr, OVERLAP: tl.constexpr,
 ):
     """The chosen tokens of BLOCK candidates in their places, and -1 in the places behind the last. A block's first
@@ -366,7 +366,7 @@ def select_kernel(
     # tokens     [Q, Hkv, K] int32          if LISTED; else candidate i is token i
     # histogram  [Q, Hkv, h_row] int32      header of `histogram_kernel`; ticket and block numbers zeros before
     # counts     [Q, Hkv] int32             candidates, if LISTED
-    # out        [Q, Hkv, width] int32      written
+    # out        [Q, Hkv, width] int32      written; stride out_head from list to list
     at = tl.program_id(0).to(tl.int64)
     header = histogram + at * h_row + BINS
     # CUDA promises no order of programs: a program takes the next block, so that whoever has one ahead runs already.
@@ -400,5 +400,5 @@ def select_kernel(
         token = tl.load(tokens + at * count + place, mask=chosen, other=-1)
     else:
         token = place
-    tl.store(out + at * width + slot, token, mask=chosen)
-    tl.store(out + at * width + place, -1, mask=(place >= wanted) & (place < width))
+    tl.store(out + at * out_head + slot, token, mask=chosen)
+    tl.store(out + at * out_head + place, -1, mask=(place >= wanted) & (place < width))
