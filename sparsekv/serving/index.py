@@ -32,8 +32,9 @@ from sparsekv.serving.summaries import Summaries, bytes_in
 LATER = 64
 """New keys of a step up to which their codes wait."""
 KEYS_AT_ONCE, WARM = 8192, 64
-MEMORY_PART = 80
-"""A request's layers have as many bytes of keys side by side as a device has memory, over this: 1 GiB of 80."""
+MEMORY_PART = 128
+"""A request's layers have as many bytes of keys side by side as a device has memory, over this; what is made of them
+takes as much again, and half."""
 
 
 class Lanes(NamedTuple):
@@ -285,7 +286,7 @@ def warm(indices: Sequence[LayerIndex], sink_size: int) -> None:
 
 
 def at_once(device: torch.device) -> int:
-    """Bytes of keys that a request's layers have side by side: vLLM has taken most of the device's memory."""
+    """Bytes of keys that a request's layers have side by side: vLLM has taken most of the memory."""
     return min(STACKED_BYTES, memory_of(str(device)) // MEMORY_PART)
 
 

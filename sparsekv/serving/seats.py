@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
+from sparsekv.serving.clock import Clock
 from sparsekv.serving.index import Lanes, LayerIndex, Unsorted, build_seat, extend_seat
 from sparsekv.serving.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 
@@ -109,6 +110,7 @@ class Seats:
         self.rows = 0
         self.taken, self.idle = False, 0
         self.unsorted: Unsorted | None = None
+        self.clock = Clock(device)
 
     def empty(self, short: bool) -> bool:
         """Whether a batch needs no seats: its requests are too short for one, and nobody has one. After some such
@@ -293,7 +295,8 @@ class Seats:
         tail = max(0, past - self.places.window_size)
         slots = self._slots(table, tail)
         self.taken = True
-        build_seat(indices, seat, slots, self._regions(past, tail))
+        with self.clock.timed():
+            build_seat(indices, seat, slots, self._regions(past, tail))
         self._seated(seat, table, tail, slots)
         self.outgrows[seat] = self.steps + max(1, tail + self.places.room - past)
 
