@@ -227,7 +227,7 @@ class LayerIndex:
         pool = index.pool if made.buckets is not None else keys.regions.mid_sizes
         copied += [(self.spent[0, seat], index.budget[0]), (self.spent[1, seat], pool[0])]
         if self.codes is not None:
-            made.codes = self.codes
+            made.codes = self.codes  # type: ignore[attr-defined]
         if self.summaries is not None and summary is not None:
             copied += self.summaries.put(seat, summary)
         self.made[seat] = made, summary
@@ -251,7 +251,7 @@ def build_seat(
         selectors = [copy.copy(index.selector) for index, _ in some]
         for made in selectors:
             if routed and made.reads_codes:
-                made.candidates = 0.5  # type: ignore[attr-defined]
+                made.candidates = 0.5
         summaries = [None if index.summaries is None else index.summaries.fresh() for index, _ in some]
         build_layers([view for _, view in some], selectors, summaries)
         copy_all([pair for (index, view), made, summary in zip(some, selectors, summaries, strict=True)
