@@ -15,6 +15,8 @@ where they are named. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases 
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
   means are made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without
   asynchronous scheduling in `second_s`.
+- `index_s`: making one request's index, summary and means in all layers, the median of the case's rows, where the
+  engine has one device.
 - `peak_gb`: most memory of the first device held so far, the pages that all methods get included; `beside_gb`: what
   sparsekv keeps beside them, where the engine has one device.
 - `same_tokens`: of a case of two devices (`tp2-…`) by how many tokens its first row begins as on one, where the run
@@ -265,6 +267,9 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             if case.ranks == 1:
                 found["beside_gb"] = beside(engine) / 1e9
+        made = index_seconds(engine, rows) if case.ranks == 1 else []
+        if made:
+            found["index_s"] = statistics.median(made)
         print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
 
 
@@ -276,9 +281,20 @@ def same(tokens: list[int], others: list[int]) -> int:
 def beside(engine: Any) -> int:
     """Bytes of all indices and summaries, 0 for another backend. By the layers: vLLM freezes the collector's list of
     objects."""
+    return sum(home.index.nbytes for home in homes_of(engine) if home.index is not None)
+
+
+def index_seconds(engine: Any, rows: int) -> list[float]:
+    """How long the indices of the last rows took, in the layers of all groups of pages; none where no row decodes
+    sparsely, and for another backend."""
+    seats = {id(home.builder): home.builder.seats for home in homes_of(engine)}.values()
+    return [sum(times) for times in zip(*(one.clock.seconds()[-rows:] for one in seats), strict=False)]
+
+
+def homes_of(engine: Any) -> list[Any]:
+    """What the engine's layers that decode sparsely have."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    homes = [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "home", None)) is not None]
-    return sum(home.index.nbytes for home in homes if home.index is not None)
+    return [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "home", None)) is not None]
 
 
 def main() -> None:

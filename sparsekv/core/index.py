@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, Moves, fit_buckets
 from sparsekv.core.layer import choose_rows
-from sparsekv.core.moments import all_of, edges_of, key_covariance, key_mean
+from sparsekv.core.moments import all_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
@@ -267,8 +267,8 @@ class Spaced(NamedTuple):
 
 def spaced_by(regions: Regions, spacing: Callable[[Any], Any]) -> Spaced:
     """spacing: how far apart keys are taken of a number of tokens, rising with it; of less than 1, all. Waits for the
-    device once."""
-    low, latest, earliest, end = edges_of(regions.starts, regions.mid_last)
+    device once, where nobody has for these regions."""
+    low, latest, earliest, end = regions.spans
     low = min(low, end)
     stride = max(1, int(spacing(end - low)))
     if stride == 1 or (low == latest and earliest == end):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -139,6 +139,9 @@ class LayerView:
 
     keys_on_device = True
     """Whether keys lie where decoding happens: a kernel may read any of them."""
+    stacks_as: ClassVar[Any] = None
+    """What layers with such views are seen as side by side (`core/stacked.py: StackedView`, and for these alone
+    without a word); None: a layer is built by itself."""
 
     @property
     def device(self) -> torch.device:
@@ -156,6 +159,11 @@ class LayerView:
     @property
     def length(self) -> int:
         return self.regions.length
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose keys `keys_at` gives."""
+        return self.keys.shape[2]
 
     def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
         """Keys of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]` (this and what follows:
@@ -302,7 +310,10 @@ def row_part(value: Any, index: int, count: int) -> Any:
     None."""
     if isinstance(value, tuple):
         return type(value)(*(row_part(x, index, count) for x in value))
-    return None if value is None else value.chunk(count)[index]
+    if value is None:
+        return None
+    rows = value.shape[0] // count
+    return value[index * rows:(index + 1) * rows]
 
 
 def heads_apart(value: Any, count: int) -> list[Any]:
@@ -319,6 +330,18 @@ def heads_apart(value: Any, count: int) -> list[Any]:
 def heads_side_by_side(views: Sequence[LayerView]) -> LayerView:
     """Views of layers with the same regions, shapes and scale as one layer of all their heads, in that order."""
     one, count = views[0], len(views)
-    keys, values = (torch.cat(xs, dim=1) for xs in ([v.keys for v in views], [v.values for v in views]))
+    keys, values = (joined(part, count, 1) for part in (
+        (v.keys_at(0, v.stored) for v in views), (v.values_at(0, v.stored) for v in views)))
     return LayerView(keys, values, one.regions, one.scale, count * one.num_query_heads, one.layer_idx, one.num_layers,
                      one.rope)
+
+
+def joined(parts: Iterable[Tensor], count: int, dim: int) -> Tensor:
+    """So many tensors of one shape side by side; each is made when its place is written, and let go then."""
+    whole: list[Tensor] = []
+    for i, part in enumerate(parts):
+        if not i:
+            size = part.shape[dim]
+            whole.append(part.new_empty(*part.shape[:dim], count * size, *part.shape[dim + 1:]))
+        whole[0].narrow(dim, i * size, size).copy_(part)
+    return whole[0]

@@ -42,7 +42,13 @@ class Regions:
         made = cls.at_prefill_end(starts, length, sink_size, window_size)
         last = max(length - window_size, 0)
         first = min(sink_size, last)
-        made.__dict__["edges"] = [first, first, last, last]
+        made.__dict__["edges"], made.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
+        return made
+
+    def repeated(self, count: int) -> Regions:
+        """Of so many batches of these rows, one behind the other; what is known without a wait stays known."""
+        made = replace(self, starts=self.starts.repeat(count), tail_starts=self.tail_starts.repeat(count))
+        made.__dict__.update({name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__})
         return made
 
     @property
@@ -67,6 +73,11 @@ class Regions:
         """`edges_of` the mid region, read once for all layers that have these regions, so that what follows is queued
         without a wait."""
         return edges_of(self.mid_first, self.mid_last)
+
+    @cached_property
+    def spans(self) -> list[int]:
+        """`edges_of` all from a row's first token to the end of its mid region, read once alike."""
+        return edges_of(self.starts, self.mid_last)
 
     @property
     def equal(self) -> tuple[int, int] | None:

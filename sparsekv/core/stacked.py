@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import LayerView, needed
-from sparsekv.core.regions import Regions
+from sparsekv.core.layer import LayerView, joined, needed
 from sparsekv.core.selectors.base import Selector
 
 STACKED_BYTES = 1 << 30
@@ -24,25 +24,25 @@ SUMMED_BYTES = 1 << 28
 @dataclass
 class StackedView(LayerView):
     """Layers with the same regions as rows of one batch, all rows of the first layer first. keys `[L·B, Hkv, N, d]`;
-    there are no values to choose by. rope: of the B rows of a layer."""
+    there are no values to choose by. rope: of the B rows of a layer; views: those of the layers."""
 
-    layers: int = 1
+    views: Sequence[LayerView] = ()
 
     def keys_pre(self, first: int, last: int) -> Tensor:
         columns = torch.arange(first, last, device=self.keys.device)
         return torch.cat([needed(self.rope).unrotate(x, columns)
-                          for x in self.keys[:, :, first:last].chunk(self.layers)])
+                          for x in self.keys[:, :, first:last].chunk(len(self.views))])
 
 
 def side_by_side(views: Sequence[LayerView]) -> StackedView:
     """Views of layers with the same regions, shapes and scale as one."""
     one, count = views[0], len(views)
-    regions = Regions(one.regions.starts.repeat(count), one.regions.tail_starts.repeat(count), one.length,
-                      one.regions.sink_size)
     recent = None if one.recent_queries is None else torch.cat([queries_of(view) for view in views])
-    keys = torch.cat([view.keys for view in views])
-    return StackedView(keys, keys[..., :0], regions, one.scale, one.num_query_heads, one.layer_idx, one.num_layers,
-                       one.rope, recent, one.recent_end, one.completion_tokens, layers=count)
+    keys = joined((view.keys_at(0, view.stored) for view in views), count, 0)
+    made: StackedView = (one.stacks_as or StackedView)(
+        keys, keys[..., :0], one.regions.repeated(count), one.scale, one.num_query_heads, one.layer_idx, one.num_layers,
+        one.rope, recent, one.recent_end, one.completion_tokens, views=views)
+    return made
 
 
 def queries_of(view: LayerView) -> Tensor:
@@ -81,14 +81,24 @@ def alike(
     groups: dict[object, list[int]] = {}
     for i, (view, part) in enumerate(zip(views, parts, strict=True)):
         kind = part.stacks_by(view) if len(views) > 1 else None
-        same = (i,) if kind is None or type(view) is not LayerView else (
-            kind, id(view.regions), view.keys.shape, view.keys.dtype, view.keys.device, view.scale,
-            view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,
+        stacks = type(view) is LayerView or view.stacks_as is not None
+        same = (i,) if kind is None or not stacks else (
+            kind, type(view), id(view.regions), view.stored, view.keys.shape, view.keys.dtype, view.keys.device,
+            view.scale, view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,
             None if view.recent_queries is None else view.recent_queries.shape)
         groups.setdefault(same, []).append(i)
     for group in groups.values():
-        keys = views[group[0]].keys
-        most = max(1, at_once // max(1, keys.numel() * keys.element_size()))
-        pieces = -(-len(group) // most)
-        for first in range(pieces):  # of nearly one size
-            yield group[first * len(group) // pieces:(first + 1) * len(group) // pieces]
+        yield from in_pieces(group, bytes_of(views[group[0]]), at_once)
+
+
+def in_pieces(layers: Sequence[Any], size: int, at_once: int) -> Iterator[Any]:
+    """Layers of `size` bytes of keys each, as many as `at_once` bytes at once, in pieces of nearly one size."""
+    pieces = -(-len(layers) // max(1, at_once // max(1, size)))
+    for first in range(pieces):
+        yield layers[first * len(layers) // pieces:(first + 1) * len(layers) // pieces]
+
+
+def bytes_of(view: LayerView) -> int:
+    """Bytes of a layer's keys."""
+    rows, heads, _, dim = view.keys.shape
+    return rows * heads * view.stored * dim * view.keys.element_size()

@@ -225,8 +225,8 @@ def launch_parts(
     edges = [m if x is None else x.contiguous() for x in (first, last)]
     sums_kernel[(batch * heads, splits)](
         as_tokens(keys), as_tokens(values), KeyFeatures(*(x.contiguous() for x in maps)), *edges, PhiCache(m, z, s),
-        heads, batch // len(maps.bias), length, dim, units, features, EDGED=first is not None, SPLITS=splits,
-        BLOCK=block, DIM=padded(dim), UNITS=padded(units), FEATURES=padded(features), num_warps=SUM_WARPS)
+        heads, batch // len(maps.bias), length, dim, units, features, EDGED=first is not None, BLOCK=block,
+        DIM=padded(dim), UNITS=padded(units), FEATURES=padded(features), num_warps=SUM_WARPS)
     return PhiCache(m, z, s)
 
 

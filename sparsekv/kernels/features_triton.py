@@ -58,17 +58,16 @@ def every_row(bias, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["heads", "per_row", "length"])
 def sums_kernel(
     k, v, maps, firsts, lasts, cache, heads, per_row, length, dim, units, features,
-    EDGED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr,
-    FEATURES: tl.constexpr,
+    EDGED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`(m, z, S)` of one slice of a row's keys. The shift rises in powers of two as the blocks go by, by which what was
     summed is multiplied without rounding."""
-    # grid: (B·Hkv, SPLITS)
+    # grid: (B·Hkv, slices)
     # k, v           Tokens [B, Hkv, N, d]         keys with RoPE
     # maps           `KeyFeatures`, its shift not taken off; its bias is of per_row rows each
     # firsts, lasts  [B] int64                     the tokens that count, if EDGED; else all
-    # cache.m, z     [B, Hkv, SPLITS, r] fp32      written, a slice's own
-    # cache.s        [B, Hkv, SPLITS, r, d] fp32   written, the same
+    # cache.m, z     [B, Hkv, slices, r] fp32      written, a slice's own
+    # cache.s        [B, Hkv, slices, r, d] fp32   written, the same
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
@@ -77,7 +76,7 @@ def sums_kernel(
     if EDGED:
         first = tl.maximum(tl.load(firsts + row), 0).to(tl.int32)
         last = tl.minimum(tl.load(lasts + row), length).to(tl.int32)
-    per_split = tl.cdiv(tl.maximum(last - first, 0), SPLITS)
+    per_split = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(1))
     first += tl.program_id(1) * per_split
     last = tl.minimum(first + per_split, last)
     stem, bias, second, outward = map_of_keys(maps, head, row // per_row * heads + head, dim, units, features,
@@ -100,7 +99,7 @@ def sums_kernel(
         mass = mass * keep + tl.sum(rounded.to(tl.float32), 0)
         sums = sums * keep[:, None] + tl.dot(tl.trans(rounded), value.to(stem.dtype), input_precision="ieee")
         top = higher
-    at = (row * heads + head) * SPLITS + tl.program_id(1)
+    at = (row * heads + head) * tl.num_programs(1) + tl.program_id(1)
     put(cache, at * features + feature, top, mass, sums, dim, feature < features, DIM=DIM)
 
 
@@ -124,7 +123,7 @@ def joined(cache, at, count, step, top, mass, sums, dim, kept, DIM: tl.constexpr
     return top, mass, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "chunks", "splits"])
 def join_kernel(
     start, parts, found, heads, chunks, splits, dim, features,
     STARTED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
@@ -132,7 +131,7 @@ def join_kernel(
     """BLOCK features of one head: a cache and it with one more of the chunks each time, every one of them in slices."""
     # grid: (B·Hkv, blocks of features)
     # start  `PhiCache` [B, Hkv, r(, d)]               if STARTED; else no tokens
-    # parts  `PhiCache` [B, n, Hkv, SPLITS, r(, d)]    chunks = n
+    # parts  `PhiCache` [B, n, Hkv, slices, r(, d)]    chunks = n, splits = slices
     # found  `PhiCache` [B, n, Hkv, r(, d)]            written; n + 1 if STARTED, the first as it was
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = tl.program_id(0) % heads
@@ -159,7 +158,7 @@ def left_kernel(whole, parts, z, means, splits, dim, features, EPS: tl.constexpr
     """BLOCK features of one head: what is left of a cache without some of its tokens."""
     # grid: (Q·Hkv, blocks of features)
     # whole  `PhiCache` [Q, Hkv, r(, d)]
-    # parts  `PhiCache` [Q, Hkv, SPLITS, r(, d)]   of the tokens that are taken out, in slices
+    # parts  `PhiCache` [Q, Hkv, slices, r(, d)]   of the tokens that are taken out, in slices
     # z      [Q, Hkv, r] fp32                      written
     # means  [Q, Hkv, r, d]                        written: S over z
     pair = tl.program_id(0).to(tl.int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.graphs import TURN, capture_twice
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
 from sparsekv.serving.seats import Places, Seats, StepRows, rows_of
 from sparsekv.serving.share import count_in
@@ -182,7 +182,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                       getattr(common, "is_prefilling", None))
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if indices and not self.warm:
-            max(indices, key=lambda x: x.summaries is not None).warm(self.seats.places.sink_size)
+            warm(indices, self.seats.places.sink_size)
             self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         rows = None if decode else decoding_rows(common)

@@ -1,12 +1,13 @@
 """What a served layer keeps beside its pages: codes of keys by slot, and in buffers of fixed size the index of every
 request that decodes sparsely, and its summary (`summaries.py`). The index is made, grown and asked by the selectors of
-the core (`core/index.py`), of which a request is one row. Nothing waits for the host but `build` and `extend`."""
+the core (`core/index.py`), of which a request is one row, its layers made together as those of `attach` are. Nothing
+waits for the host but `build_seat` and `extend_seat`."""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,19 +17,24 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, one_bucket
-from sparsekv.core.layer import LayerView
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.step import build, grow
+from sparsekv.core.stacked import STACKED_BYTES, bytes_of, in_pieces
+from sparsekv.core.step import build_layers, grow
 from sparsekv.core.streams import beside
+from sparsekv.foundation.memory import memory_of
 from sparsekv.kernels import CompletionQuery, Pages, QueryModel, Sketch, attend_tokens, encode_keys
 from sparsekv.serving.pages import by_slot, taken
+from sparsekv.serving.request import RequestKeys
 from sparsekv.serving.summaries import Summaries, bytes_in
 
 LATER = 64
 """New keys of a step up to which their codes wait."""
 KEYS_AT_ONCE, WARM = 8192, 64
+MEMORY_PART = 128
+"""A request's layers have as many bytes of keys side by side as a device has memory, over this; what is made of them
+takes as much again, and half."""
 
 
 class Lanes(NamedTuple):
@@ -85,43 +91,6 @@ class Scales(NamedTuple):
     value: float = 1.0
 
 
-@dataclass
-class RequestKeys(LayerView):
-    """The keys of one request in pages, as `core/index.py: Keys`: keys and values `[1, Hkv, slots, d]` by slot, slots
-    `[N]` of its first tokens, the mid region's last among them; codes by slot in `store`. Keys are given as they are,
-    values as the pages have them."""
-
-    slots: Tensor | None = None
-    store: LayerIndex | None = None
-
-    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
-        assert self.slots is not None and self.store is not None
-        return self.store.keys_in(self.slots[first:last:step])[None]
-
-    def values_at(self, first: int, last: int) -> Tensor:
-        assert self.slots is not None and self.store is not None
-        return taken(self.store.values, self.slots[first:last]).to(self.store.kind)[None]
-
-    def keys_pre(self, first: int, last: int) -> Tensor:
-        places = torch.arange(first, last, device=self.keys.device)
-        assert self.rope is not None
-        return self.rope.unrotate(self.keys_at(first, last), places)
-
-    def numbers(self, first: int, last: int) -> Tensor:
-        assert self.slots is not None
-        return self.slots[None, first:last]
-
-    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
-        """Codes of all slots, `[1, Hkv, slots + 1, w]`; those depend on the key alone, and are there for most."""
-        assert self.slots is not None and self.store is not None and self.store.codes is not None
-        self.store.complete(self.slots[:last])
-        return self.store.codes
-
-    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
-        assert self.slots is not None
-        return codes[:, :, self.slots[first:last:step]]
-
-
 class LayerIndex:
     """pool `[blocks, Hkv, page, 2d]`: the layer's pages. By slot: codes `[1, Hkv, slots + 1, w]`; what has no slot goes
     to the last. By seat: a row of the core's `Index`, whose lists of slots lie one after another, and the selector that
@@ -145,8 +114,8 @@ class LayerIndex:
         # what the longest request may read
         ends = torch.zeros(1, dtype=torch.int64, device=device)
         probe = copy.copy(self.selector)
-        probe.prepare(self._request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
-        self.weights = probe.query_model(self._request(torch.zeros(0), Regions(ends, ends, 0, 0)))
+        probe.prepare(self.request(torch.zeros(0), Regions(ends, ends + room.longest, room.longest, 0)))
+        self.weights = probe.query_model(self.request(torch.zeros(0), Regions(ends, ends, 0, 0)))
         self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * seats
         shapes = _shapes(trained, room, self.kind, by_means=self.weights is None)
         self.buckets = Buckets(**{name: torch.zeros(shape, dtype=kind, device=device)
@@ -170,18 +139,6 @@ class LayerIndex:
         kept = None if self.summaries is None else self.summaries.held
         return bytes_in((self.buckets, self.spent, self.codes, side, kept))
 
-    def warm(self, sink_size: int) -> None:
-        """Run once what prompts and new requests launch, for lengths that 16 divides, odd ones and others (strides that
-        16 divides are compiled for), so that no request waits until it is compiled. Leaves nothing that is read: no
-        seat is taken, and no slot is known."""
-        for count in (WARM, WARM - 1, WARM - 2):
-            slots = torch.arange(min(count, self.slots, self.room.longest), device=self.keys.device)
-            if self.codes is not None:
-                self._encode(self.keys_in(slots).transpose(0, 1), slots)
-            ends = torch.full((1,), slots.shape[0])
-            self.build(0, slots, Regions(torch.zeros_like(ends), ends, int(ends), min(sink_size, int(ends) // 2)),
-                       routed=True)
-
     def write(self, keys: Tensor, slots: Tensor) -> None:
         """Codes of new keys `[n, Hkv, d]` with RoPE into their slots `[n]`; a negative slot is none. Nothing where this
         step's keys wait. A graph of many tokens is for prefills too: it makes them always."""
@@ -189,16 +146,19 @@ class LayerIndex:
                 keys.is_cuda and keys.shape[0] > LATER and torch.cuda.is_current_stream_capturing())):
             self._encode(keys, torch.where(slots < 0, self.slots, slots).long())
 
-    def complete(self, slots: Tensor) -> None:
-        """Codes of those of the slots `[n]` that have none, from the pages."""
-        missing = slots[self.unsorted.at[slots]]
-        for at in missing.split(KEYS_AT_ONCE):
+    def without_code(self, slots: Tensor) -> Tensor:
+        return slots[self.unsorted.at[slots]]
+
+    def encode_in(self, slots: Tensor) -> None:
+        for at in slots.split(KEYS_AT_ONCE):
             self._encode(self.keys_in(at).transpose(0, 1), at)
 
     def keys_in(self, slots: Tensor) -> Tensor:
-        """The keys in slots `[n]`, `[Hkv, n, d]`."""
         found = taken(self.keys, slots).to(self.kind)
         return found if self.scales.key == 1 else found * self.scales.key
+
+    def values_in(self, slots: Tensor) -> Tensor:
+        return taken(self.values, slots).to(self.kind)
 
     def _like(self) -> Tensor:
         """Shape, precision and device of all keys `[1, Hkv, slots, d]`, which are not read through it."""
@@ -208,23 +168,6 @@ class LayerIndex:
         trained = self.selector.trained
         assert self.codes is not None and trained.sketch is not None
         self.codes.index_copy_(2, at, encode_keys(keys.transpose(0, 1)[None], trained.sketch, trained.sketch_bytes))
-
-    def build(self, seat: int, slots: Tensor, regions: Regions, *, routed: bool = False) -> None:
-        """The index of the request in a seat, whose tokens up to the mid region's end lie in `slots [N]`. routed: by
-        buckets, however short it is."""
-        made, keys = copy.copy(self.selector), self._request(slots, regions)
-        if routed and made.reads_codes:
-            made.candidates = 0.5  # type: ignore[attr-defined]
-        summary = None if self.summaries is None else self.summaries.fresh()
-        build(keys, made, summary)
-        self._put(seat, made, summary, keys)
-
-    def extend(self, seat: int, slots: Tensor, old: Regions, regions: Regions) -> None:
-        """The mid region of the request in a seat has grown from `old`."""
-        (made, summary), keys = self.made[seat], self._request(slots, regions)
-        assert made is not None
-        grow(keys, _placed_regions(old, self.keys.device), made, summary)
-        self._put(seat, made, summary, keys)
 
     def step(self, q: Tensor, lanes: Lanes, table: Tensor, out: Tensor) -> Tensor:
         """A decode step of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`."""
@@ -260,31 +203,102 @@ class LayerIndex:
                             pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
         return out if self.scales.value == 1 else out.mul_(self.scales.value)
 
-    def _request(self, slots: Tensor, regions: Regions) -> RequestKeys:
-        return RequestKeys(self._like(), self._like(), _placed_regions(regions, self.keys.device), self.scale,
-                           self.keys.shape[0], rope=self.rope, slots=slots, store=self)
+    def request(self, slots: Tensor, regions: Regions) -> RequestKeys:
+        """The keys of a request whose tokens up to the mid region's end lie in `slots [N]`."""
+        return RequestKeys(self._like(), self._like(), regions, self.scale, self.keys.shape[0], rope=self.rope,
+                           slots=slots, pages=self)
 
-    def _put(self, seat: int, made: Router, summary: PhiEstimator | None, keys: RequestKeys) -> None:
-        """A request's index into its seat's rows, which its selector has from then on, and its summary likewise."""
+    def put(self, seat: int, made: Router, summary: PhiEstimator | None, keys: RequestKeys) -> list[Copied]:
+        """A request's index has its seat's rows from now on, and its summary likewise: what is to be copied there."""
         found = one_bucket(keys, self.buckets) if made.buckets is None else made.buckets
         first, count = seat * self.room.longest, found.order.shape[2]
-        self.buckets.order[0, :, first:first + count] = found.order[0]
-        self.buckets.offsets[seat] = found.offsets[0] + first
+        copied = [(self.buckets.order[0, :, first:first + count], found.order[0])]
+        torch.add(found.offsets[0], first, out=self.buckets.offsets[seat])
         kept = {"order": self.buckets.order[:, :, first:first + count], "offsets": found.offsets}
         for name, rows in self.buckets._asdict().items():
             if name not in kept and rows is not None:
-                rows[seat] = getattr(found, name)[0]
+                copied.append((rows[seat], getattr(found, name)[0]))
                 kept[name] = rows[seat:seat + 1]
         if made.buckets is not None:
             made.buckets = Buckets(**kept)
         index = made.index
         if index.sketch is not None and self.index.sketch is not None:
-            self.index.sketch.queries[seat] = index.sketch.queries[0]
-        self.spent[0, seat : seat + 1] = index.budget
-        self.spent[1, seat : seat + 1] = index.pool if made.buckets is not None else keys.regions.mid_sizes
+            copied.append((self.index.sketch.queries[seat], index.sketch.queries[0]))
+        pool = index.pool if made.buckets is not None else keys.regions.mid_sizes
+        copied += [(self.spent[0, seat], index.budget[0]), (self.spent[1, seat], pool[0])]
+        if self.codes is not None:
+            made.codes = self.codes  # type: ignore[attr-defined]
         if self.summaries is not None and summary is not None:
-            self.summaries.put(seat, summary)
+            copied += self.summaries.put(seat, summary)
         self.made[seat] = made, summary
+        return copied
+
+
+Copied = tuple[Tensor, Tensor]
+"""A place, and what is written there."""
+
+
+def build_seat(
+    indices: Sequence[LayerIndex], seat: int, slots: Tensor, regions: Regions, *, routed: bool = False,
+) -> None:
+    """The index of the request in a seat in all these layers, whose tokens up to the mid region's end lie in
+    `slots [N]`; regions `[1]` on the device. As many layers at once as there is room for. routed: by buckets, however
+    short it is."""
+    if not indices:
+        return
+    views = [index.request(slots, regions) for index in indices]
+    for some in in_pieces(list(zip(indices, views, strict=True)), max(map(bytes_of, views)), at_once(slots.device)):
+        selectors = [copy.copy(index.selector) for index, _ in some]
+        for made in selectors:
+            if routed and made.reads_codes:
+                made.candidates = 0.5
+        summaries = [None if index.summaries is None else index.summaries.fresh() for index, _ in some]
+        build_layers([view for _, view in some], selectors, summaries)
+        copy_all([pair for (index, view), made, summary in zip(some, selectors, summaries, strict=True)
+                  for pair in index.put(seat, made, summary, view)])
+
+
+def extend_seat(indices: Sequence[LayerIndex], seat: int, slots: Tensor, old: Regions, regions: Regions) -> None:
+    """The mid region of the request in a seat has grown from `old`, in all these layers."""
+    copied: list[Copied] = []
+    for index in indices:
+        (made, summary), keys = index.made[seat], index.request(slots, regions)
+        assert made is not None
+        grow(keys, old, made, summary)
+        copied += index.put(seat, made, summary, keys)
+    copy_all(copied)
+
+
+def warm(indices: Sequence[LayerIndex], sink_size: int) -> None:
+    """Run once what prompts and new requests launch in these layers, all at once and one by itself, so that no request
+    waits until it is compiled or loaded. Of lengths that 16 divides, odd ones, and others whose sum over the heads 16
+    divides: strides are compiled for that. Leaves nothing that is read: no seat is taken, and no slot is known."""
+    one = max(indices, key=lambda index: index.summaries is not None)
+    device = one.keys.device
+    for count in (WARM, WARM - 1, WARM - 8):
+        slots = torch.arange(min(count, one.slots, one.room.longest), device=device)
+        if one.codes is not None:
+            one.encode_in(slots)
+        sink = min(sink_size, slots.shape[0] // 2)
+        for some in (indices, [one]):
+            regions = Regions.of_equal_rows(torch.zeros(1, dtype=torch.int64, device=device), slots.shape[0], sink, 0)
+            build_seat(some, 0, slots, regions, routed=True)
+
+
+def at_once(device: torch.device) -> int:
+    """Bytes of keys that a request's layers have side by side: vLLM has taken most of the memory."""
+    return min(STACKED_BYTES, memory_of(str(device)) // MEMORY_PART)
+
+
+def copy_all(pairs: Sequence[Copied]) -> None:
+    """Write what was found where it belongs: one call for all numbers of a kind."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, found in pairs:
+        places, all_found = kinds.setdefault(place.dtype, ([], []))
+        places.append(place)
+        all_found.append(found)
+    for places, all_found in kinds.values():
+        torch._foreach_copy_(places, all_found)
 
 
 def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) -> RouterLayer:
@@ -294,10 +308,6 @@ def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) ->
     sketch = None if trained.sketch is None else Sketch(*(x.to(device, kind) for x in trained.sketch))
     return RouterLayer(trained.centroids.to(device), weights, trained.key_space, trained.scores, sketch,
                        trained.sketch_bytes)
-
-
-def _placed_regions(regions: Regions, device: torch.device) -> Regions:
-    return Regions(regions.starts.to(device), regions.tail_starts.to(device), regions.length, regions.sink_size)
 
 
 def _shapes(

@@ -16,14 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.serving.index import Lanes, Unsorted
+from sparsekv.serving.clock import Clock
+from sparsekv.serving.index import Lanes, LayerIndex, Unsorted, build_seat, extend_seat
 from sparsekv.serving.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 
 SLACK = 64
@@ -33,14 +34,6 @@ PATIENCE = 16
 NEVER = 1 << 62
 IDLE = 64
 """Batches of short requests in a row after which the seats are given up."""
-
-
-class SeatIndex(Protocol):
-    """What a seat has in every layer: `serving.index.LayerIndex` over the layer's own pages."""
-
-    def build(self, seat: int, slots: Tensor, regions: Regions) -> None: ...
-
-    def extend(self, seat: int, slots: Tensor, old: Regions, regions: Regions) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -117,6 +110,7 @@ class Seats:
         self.rows = 0
         self.taken, self.idle = False, 0
         self.unsorted: Unsorted | None = None
+        self.clock = Clock(device)
 
     def empty(self, short: bool) -> bool:
         """Whether a batch needs no seats: its requests are too short for one, and nobody has one. After some such
@@ -170,7 +164,7 @@ class Seats:
         wants = torch.where(known, outgrown, single & (lengths >= self.places.dense_below))
         return Found(single, own, known, seat, wants)
 
-    def serve(self, batch: StepRows, found: Found, indices: Sequence[SeatIndex]) -> Found:
+    def serve(self, batch: StepRows, found: Found, indices: Sequence[LayerIndex]) -> Found:
         """Seats for the rows that want one and longer indices for those whose tail has outgrown its room."""
         if not self._asks(found):
             return found
@@ -296,43 +290,40 @@ class Seats:
         free = [s for s in range(self.count) if used[s] < self.steps]
         return sorted(free, key=lambda s: (length[s] > 0, used[s]))
 
-    def _sit(self, seat: int, table: Tensor, length: int, indices: Sequence[SeatIndex]) -> None:
+    def _sit(self, seat: int, table: Tensor, length: int, indices: Sequence[LayerIndex]) -> None:
         past = length - 1
-        regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.int64), past, self.places.sink_size,
-                                         self.places.window_size)
-        slots = self._slots(table, regions)
+        tail = max(0, past - self.places.window_size)
+        slots = self._slots(table, tail)
         self.taken = True
-        for index in indices:
-            index.build(seat, slots, regions)
-        self._sorted(slots)
-        width = min(table.shape[1], self.table.shape[1])
-        self.table[seat, :width] = table[0, :width]
-        self.tail[seat] = int(regions.tail_starts)
-        self.outgrows[seat] = self.steps + max(1, int(regions.tail_starts) + self.places.room - past)
+        with self.clock.timed():
+            build_seat(indices, seat, slots, self._regions(past, tail))
+        self._seated(seat, table, tail, slots)
+        self.outgrows[seat] = self.steps + max(1, tail + self.places.room - past)
 
-    def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[SeatIndex]) -> None:
+    def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[LayerIndex]) -> None:
         """The oldest of a tail join the mid region as they would have if the host had looked at every step."""
         past, tail, places = length - 1, int(self.tail[seat]), self.places
         while past >= tail + places.room:
-            old = Regions(torch.zeros(1, dtype=torch.int64), torch.tensor([tail]), tail + places.room + 1,
-                          places.sink_size)
-            tail += places.stride
-            regions = old.moved(tail)
-            slots = self._slots(table, regions)
-            for index in indices:
-                index.extend(seat, slots, old, regions)
-            self._sorted(slots)
-        width = min(table.shape[1], self.table.shape[1])
-        self.table[seat, :width] = table[0, :width]
-        self.tail[seat] = tail
+            length = tail + places.room + 1
+            old, tail = self._regions(length, tail), tail + places.stride
+            slots = self._slots(table, tail)
+            extend_seat(indices, seat, slots, old, self._regions(length, tail))
+            self._seated(seat, table, tail, slots)
         self.outgrows[seat] = self.steps + tail + places.room - past
 
-    def _sorted(self, slots: Tensor) -> None:
-        """Every layer has codes of the keys in these slots."""
-        if self.unsorted is not None:
-            self.unsorted.at[slots] = False
+    def _regions(self, length: int, tail: int) -> Regions:
+        """Of a request of so many tokens whose tail begins there."""
+        starts = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return Regions.of_equal_rows(starts, length, self.places.sink_size, length - tail)
 
-    def _slots(self, table: Tensor, regions: Regions) -> Tensor:
-        """Slots of the tokens before the mid region's end, `[N]`."""
-        places = torch.arange(int(regions.mid_last), device=self.device)
-        return slots_at(table, places[None], self.places.page)[0]
+    def _seated(self, seat: int, table: Tensor, tail: int, slots: Tensor) -> None:
+        """The index of a seat is of these pages and of these slots, whose keys have codes in every layer."""
+        if self.unsorted is not None:
+            self.unsorted.at.index_fill_(0, slots, False)
+        width = min(table.shape[1], self.table.shape[1])
+        self.table[seat, :width] = table[0, :width]
+        self.tail[seat].fill_(tail)
+
+    def _slots(self, table: Tensor, tail: int) -> Tensor:
+        """Slots of the tokens before a tail, `[N]`."""
+        return slots_at(table, torch.arange(tail, device=self.device)[None], self.places.page)[0]

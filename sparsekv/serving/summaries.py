@@ -46,11 +46,12 @@ class Summaries:
         """The estimator of a new request."""
         return self.estimator.fork()
 
-    def put(self, seat: int, made: PhiEstimator) -> None:
-        """A request's summary into its seat's rows, which its estimator has from then on."""
-        self.summary.offset[seat] = made.summary.offset[0]
+    def put(self, seat: int, made: PhiEstimator) -> list[tuple[Tensor, Tensor]]:
+        """A request's estimator has its seat's rows from now on: what is to be copied there."""
+        copied = [(self.summary.offset[seat], made.summary.offset[0])]
         for name, rows in self.kept.items():
-            setattr(made, name, _put(rows, seat, getattr(made, name)))
+            setattr(made, name, _put(rows, seat, getattr(made, name), copied))
+        return copied
 
     @property
     def held(self) -> tuple[Any, ...]:
@@ -109,11 +110,11 @@ def _by_seat(x: Any, rows: int) -> Any:
     return None if x is None else x.new_zeros(rows, *x.shape[1:])
 
 
-def _put(rows: Any, seat: int, found: Any) -> Any:
-    """Write what was found of one request into its row, and give that row."""
+def _put(rows: Any, seat: int, found: Any, copied: list[tuple[Tensor, Tensor]]) -> Any:
+    """The row of a seat; copied gets it, and what was found of one request."""
     if isinstance(found, tuple):
-        return type(found)(*(_put(a, seat, b) for a, b in zip(rows, found, strict=True)))
+        return type(found)(*(_put(a, seat, b, copied) for a, b in zip(rows, found, strict=True)))
     if found is None:
         return None
-    rows[seat] = found[0]
+    copied.append((rows[seat], found[0]))
     return rows[seat:seat + 1]

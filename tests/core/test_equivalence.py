@@ -17,7 +17,7 @@ from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import dense_attention, slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, build_seat, extend_seat
 
 
 def close(case: str) -> dict[str, float]:
@@ -104,11 +104,11 @@ def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, gr
     index = LayerIndex(selector, pool.transpose(1, 2), Room(2, total), Unsorted(pool.shape[0] * PAGE, keys.device),
                        scale=first.scale, rope=first.rope, maps=None if completion == "none" else phi.layer(1))
     regions = first.regions.grown(PROMPT)
-    index.build(1, slots[:int(regions.mid_last)], regions)
+    build_seat([index], 1, slots[:int(regions.mid_last)], regions)
     for x in (x for x in taken if x.queries.count == 1):
         now, length = x.view.regions, int(x.queries.lengths[0])
         if now.tail_starts > regions.tail_starts:
-            index.extend(1, slots[:int(now.mid_last)], regions, now)
+            extend_seat([index], 1, slots[:int(now.mid_last)], regions, now)
         regions = now
         anchors = torch.cat([slots[:now.sink_size], slots[int(now.tail_starts):length]])[None].int()
         lanes = Lanes(torch.tensor([False, True]), torch.tensor([2, 1]), anchors.expand(2, -1),

@@ -264,8 +264,7 @@ def main() -> None:
     check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
-        of_keys = {"EDGED": features == 128, "SPLITS": 64, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128,
-                   "FEATURES": features}
+        of_keys = {"EDGED": features == 128, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
         check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
         for kernel in (ftt.join_kernel, ftt.left_kernel):
             check(kernel, {"STARTED": features == 128, "EPS": ft.REST_EPS, "BLOCK": ft.JOINED_AT_ONCE,

@@ -13,7 +13,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.serving.seats import Found, Places, Seats, StepRows, rows_of
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
@@ -98,7 +98,7 @@ class Engine:
         self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
                            torch.device("cpu"))
         self.seats.unsorted = self.unsorted
-        self.index.warm(SINK)
+        warm([self.index], SINK)
         self.width = width
         self.free = list(range(1, blocks))
         self.found: Found | None = None

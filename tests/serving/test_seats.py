@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged import DECODE_WINDOW, DIM, GROUP, HEADS, PAGE, Engine, Request, full, step
 
+import sparsekv.serving.seats
 from sparsekv.kernels import slots_at
 from sparsekv.serving.index import LATER
 from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Seats, StepRows
@@ -37,8 +38,9 @@ def decode(engine: Engine, requests: list[Request], steps: int) -> list[list[tor
 def builds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seats that get an index, in order."""
     seats: list[int] = []
-    inner = engine.index.build
-    monkeypatch.setattr(engine.index, "build", lambda seat, *a: (seats.append(seat), inner(seat, *a)))
+    inner = sparsekv.serving.seats.build_seat
+    monkeypatch.setattr(sparsekv.serving.seats, "build_seat",
+                        lambda indices, seat, *a: (seats.append(seat), inner(indices, seat, *a)))
     return seats
 
 

@@ -12,7 +12,7 @@ from paged import HEADS, LONGEST, PAGE, SCALE, SINK, maps, router, selector, tok
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted
+from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
 
 LENGTHS, WINDOW, GROWN = (150, 121, 90), 16, 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -36,15 +36,15 @@ class Served:
         self.index = LayerIndex(selector(router(), 12, 0.5), pool.to(device).transpose(1, 2), Room(2, LONGEST),
                                 Unsorted(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps(),
                                 kind=torch.float32, scales=scales)
-        self.regions = [Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), n - GROWN, SINK, WINDOW)
+        self.regions = [Regions.at_prefill_end(torch.zeros(1, dtype=torch.long, device=device), n - GROWN, SINK, WINDOW)
                         for n in LENGTHS[:2]]
         for row, regions in enumerate(self.regions):
-            self.index.build(1 - row, self._slots(row, int(regions.mid_last)).to(device), regions)
+            build_seat([self.index], 1 - row, self._slots(row, int(regions.mid_last)).to(device), regions)
 
     def grow(self, row: int) -> None:
         old, length = self.regions[row], LENGTHS[row]
         self.regions[row] = new = old.grown(length).moved(length - WINDOW)
-        self.index.extend(1 - row, self._slots(row, int(new.mid_last)).to(self.device), old, new)
+        extend_seat([self.index], 1 - row, self._slots(row, int(new.mid_last)).to(self.device), old, new)
 
     def lanes(self) -> Lanes:
         """Of all rows as they are now."""

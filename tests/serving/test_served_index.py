@@ -108,7 +108,7 @@ def test_codes_of_a_prompt_are_of_keys_before_they_are_rounded() -> None:
         which.step([(Request(1, 300, []), 120)])
     assert torch.equal(engine.index.codes, exact.index.codes)
     engine.unsorted.at.fill_(True)
-    engine.index.complete(torch.arange(PAGE, 120))
+    engine.index.encode_in(torch.arange(PAGE, 120))
     assert 0.001 < (engine.index.codes != exact.index.codes).float().mean() < 0.3, "of rounded ones some differ"
 
 

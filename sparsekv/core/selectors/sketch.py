@@ -160,7 +160,7 @@ class SketchRouter(Router):
 
     def _fit(self, view: LayerView) -> None:
         """Codes of the mid region as it now is, and what queries multiply them by."""
-        fixed, width, end = self.trained.sketch, self.trained.sketch_bytes, int(view.regions.mid_last.max())
+        fixed, width, end = self.trained.sketch, self.trained.sketch_bytes, view.regions.edges[3]
         assert fixed is not None
         self.fitted_sizes = view.regions.mid_sizes
         self.basis = fit_basis(view, fixed, width) if self.fit == "fitted" else None
