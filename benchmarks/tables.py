@@ -84,7 +84,8 @@ def missed() -> dict[str, list[str]]:
     table = "\n".join(f"| {' | '.join(line)} |" for line in (
         ["target", "found", "rows"], ["---", "---:", "---"], *lines))
     speed, unmeasured = _missed_page.speed(load("decode"), load("generate"))
-    return {"missed": ["", table, ""], "speed": speed, "unmeasured": unmeasured}
+    masses = _missed_page.table(["of the codes", "model", "found"], _training_page.masses(load("sketch")))
+    return {"missed": ["", table, ""], "masses": masses, "speed": speed, "unmeasured": unmeasured}
 
 
 def completion() -> dict[str, list[str]]:
