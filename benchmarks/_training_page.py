@@ -147,10 +147,10 @@ def sketch(rows: Rows) -> str:
         header = ["read by", *(f"{TEXTS[t]}: 1 %" if i == 0 else f"{float(b) * 100:g} %"
                                for t in texts for i, b in enumerate(BUDGETS))]
         layers = ", ".join(map(str, some["layers"]))
-        counts = {found[t, "topk", f"mass_share@{BUDGETS[0]}"]["requests"] for t in texts}
-        parts += [f"## {model}",
-                  f"Trained on {some['trained']}. Measured on windows of {some['length']:,} tokens, "
-                  f"{' or '.join(map(str, sorted(counts)))} requests a text, layers {layers}. A code has "
+        measured = "; ".join(
+            f"{TEXTS[t]}, {r['windows']} window{'s' * (r['windows'] > 1)} of {r['length']:,} tokens, {r['requests']} "
+            "requests" for t in texts for r in [found[t, "topk", f"mass_share@{BUDGETS[0]}"]])
+        parts += [f"## {model}", f"Trained on {some['trained']}. Measured on {measured}. Layers {layers}. A code has "
                   f"{some['bytes']} bytes, {some['wide']} of its channels 8 bits.",
                   markdown(header, [[name, *(f"{found[t, m, f'mass_share@{b}']['value']:.3f}"
                                              for t in texts for b in BUDGETS)] for m, name in CODES.items()])]
