@@ -170,15 +170,17 @@ def masses(rows: Rows) -> list[list[str]]:
     for model, found in by_model(rows).items():
         values = {m: [[r["value"] for (_, method, metric), r in found.items()
                        if (method, metric) == (m, f"mass_share@{b}")] for b in BUDGETS] for m in CODES}
-        for m in ("fixed, 10%", "fitted, 10%"):
-            least = [min(v) for v in values[m]]
-            if any(round(v, 3) < wanted for v, wanted in zip(least, WANTED, strict=True)):
-                line(f"{', '.join(map(str, WANTED))} of exact top-k's mass at 1, 2, 5 %: {m.partition(',')[0]} basis, "
-                     "codes of a tenth", model, least)
-        apart = [max(b - a for a, b in zip(fixed, fitted, strict=True))
-                 for fixed, fitted in zip(values["fixed, 10%"], values["fitted, 10%"], strict=True)]
-        if any(round(v, 3) > APART for v in apart):
-            line(f"fixed basis at most {APART} below fitted basis, at 1, 2, 5 %", model, apart)
+        for share, words_of in (("10%", "codes of a tenth"), ("all", "all codes")):
+            of = {fit: values[f"{fit}, {share}"] for fit in ("fixed", "fitted")}
+            for fit, known in of.items():
+                least = [min(v) for v in known]
+                if any(round(v, 3) < wanted for v, wanted in zip(least, WANTED, strict=True)):
+                    line(f"{', '.join(map(str, WANTED))} of exact top-k's mass at 1, 2, 5 %: {fit} basis, {words_of}",
+                         model, least)
+            apart = [max(b - a for a, b in zip(fixed, fitted, strict=True)) for fixed, fitted in zip(*of.values(),
+                                                                                                  strict=True)]
+            if any(round(v, 3) > APART for v in apart):
+                line(f"fixed basis at most {APART} below fitted basis at 1, 2, 5 %: {words_of}", model, apart)
         last = min(values["fitted, 10%"][-1])
         if round(last, 3) < 0.99:
             line("0.99 of exact top-k's mass at 5 %: fitted basis, codes of a tenth", model, [last])
