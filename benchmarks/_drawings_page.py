@@ -153,7 +153,7 @@ def completion() -> str:
     s.text(440, 130, "exp(q·k), exactly", at="start")
     s.text(14, 176, "their estimates leave the summary", size=13, bold=True, at="start")
     s.cells(14, 188, "fff ffffff  ffffffff f")
-    s.text(440, 206, "less φ(q)·φ(k) of the tokens that were read", at="start")
+    s.text(440, 206, "less φ(q)·φ(k), made anew from each key that is read", at="start")
     s.box(14, 236, 800, 44, "output = (exact numerators + what is left) / (exact weights + what is left)", colour=PINK)
     return s.drawn()
 

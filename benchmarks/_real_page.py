@@ -467,7 +467,9 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
         if title.startswith(FIRST[0]):
             made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]
             made = [x for x in made if set(x[2:]) != {"–"}]
-            lines += [[f"{found[0]['trained']} ({found[0]['commit']})", *made[0][1:]], *made[1:]]
+            commits = ", ".join(dict.fromkeys(r["commit"] for r in of_metric(found, case, "difference")
+                                              if r["method"] in ("sketch", "sketch+phi")))
+            lines += [[f"{found[0]['trained']} ({commits})", *made[0][1:]], *made[1:]]
     header = ["router and maps trained on", "method", "points to full attention: 1 %", "2 %", "5 %",
               *(c if i % 2 else c.replace(":", " at 1 %:") for i, c in enumerate(TEXT_COLUMNS))]
     return ["", markdown(header, lines), ""]

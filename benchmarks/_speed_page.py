@@ -25,19 +25,19 @@ DENSE = {"ours": "ours", "sdpa_cudnn": "cuDNN", "flashinfer": "FlashInfer", "sdp
          "floor": "bytes alone"}
 OPERATIONS = {
     "prefill": "the layer's own prefill", "assign": "a bucket for every key", "build_index": "list of every bucket",
-    "extend_index": "tokens that join later", "soft_vote": "TokenSelect's vote", "phi_cache": "φ's sums alone",
-    "phi_summary": "φ's whole summary", "sketch_fitted": "codes, basis of the request",
-    "sketch_fixed": "codes, basis of the artifact"}
+    "extend_index": "tokens that join later", "soft_vote": "TokenSelect's vote", "phi_summary": "φ's whole summary",
+    "sketch_fitted": "codes, basis of the request", "sketch_fixed": "codes, basis of the artifact"}
 """What decode.json calls a part of a prefill, and what it is; `_torch`: in plain torch."""
+EARLIER = ("8b2d5e3", "b7124e2", "54aa91f", "5d3afc0")
+"""Commits of decode.json whose kernels have been replaced."""
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
           "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
-          "default": "`attach` by itself", "transformers": "transformers",
+          "default": "`attach` by itself, 5 %", "transformers": "transformers",
           "transformers_compiled": "transformers, compiled"}
 METRICS = {"loop_ms": "a token, lean loop [ms]", "generate_ms": "a token, `generate` [ms]",
            "first_token_s": "first token [s]", "longest_gap_ms": "longest pause [ms]",
-           "cold_gap_ms": "the same, cold [ms]", "first_s": "first tokens [s]",
-           "index_s": "index [s]", "capture_ms": "a capture [ms]",
+           "cold_gap_ms": "the same, cold [ms]", "index_s": "index [s]", "capture_ms": "a capture [ms]",
            "peak_gb": "most memory [GB]"}
 
 
@@ -94,6 +94,15 @@ def dense(rows: Rows) -> str:
                      *(f"{name} [µs]" for name in DENSE.values()), "ours, of the faster of two"], lines)
 
 
+def earlier(run: Rows) -> list[str]:
+    """What a run of kernels that are gone says of itself."""
+    if run[0]["commit"] not in EARLIER:
+        return []
+    kept = any(r["case"].endswith("-kept") for r in run)
+    return ["Index, codes and steps have other kernels since." + (
+        " In columns “kept” φ has its features kept beside the keys, as it no longer does." if kept else "")]
+
+
 def decode(rows: Rows) -> str:
     """docs/results/decode.md."""
     layer = [r for r in rows if r["case"].startswith("layer-")]
@@ -113,7 +122,7 @@ def decode(rows: Rows) -> str:
         "which all keys score the same. A table is of one card and one commit; decode.json has the command of every "
         "row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):
-        parts += [f"## {card(run[0]).replace('one ', '')}", steps(run)]
+        parts += [f"## {card(run[0]).replace('one ', '')}", *earlier(run), steps(run)]
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):
         parts += [f"## Full attention, {card(run[0]).replace('one ', '')}",
                   "The kernel that layers with full attention decode with, against its peers. The ratio is to the "
@@ -121,7 +130,7 @@ def decode(rows: Rows) -> str:
     if layer:
         parts.append("## What a prefill adds, one layer")
     for run in runs(layer):
-        parts += [f"{card(run[0]).replace('one ', '')}.", markdown(
+        parts += [f"{card(run[0]).replace('one ', '')}.", *earlier(run), markdown(
             ["operation", "tokens", "time [ms]"],
             [[OPERATIONS.get(r["method"].removesuffix("_torch"), r["method"])
               + (", in plain torch" if r["method"].endswith("_torch") else ""),
@@ -178,13 +187,13 @@ def generate(rows: Rows) -> str:
               ("first token", "from the call to the first token, prompt and index included"),
               ("longest pause", "between two tokens, the first and the second included; cold: in a method's first "
                "answer of its process"),
-              ("first tokens", "older rows: the tokens of those runs up to the last 96, with index, compilation and "
-               "captures"),
               ("index", "making index and estimate, kernels already loaded"),
-              ("a capture", "mean of the captures; older rows: with the compiler's run in the first"),
+              ("a capture", "mean of the captures"),
               ("most memory", "the GPU's, weights and cache included")),
-        "The ratio is of a token in the lean loop to the fastest full attention of the same table. “–”: it was not "
-        "run, or found no memory. Every row of generate.json has its command."]
+        "“`attach` by itself” is what artifacts give without an option: it retrieves 5 % where the lines above it "
+        "retrieve 1 %, and decodes densely where that is timed to be faster. The ratio is of a token in the lean loop "
+        "to the fastest full attention of the same table. “–”: it was not run, or found no memory. Every row of "
+        "generate.json has its command."]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for r in rows:
         groups.setdefault((r["case"].partition(",")[0], r["machine"], r["commit"]), []).append(r["case"])

@@ -80,13 +80,19 @@ def side_by_side(phi: PhiArtifact, *, gated: bool) -> PhiLayer:
                     tuple(phi.config.read_shares), phi.config.capped)
 
 
+def layer_of(artifact: RouterArtifact, layers: Sequence[int]) -> RouterLayer:
+    """The buckets of these layers, and their sketches, as those of one."""
+    c, rows = artifact.config, [artifact.config.layers.index(i) for i in layers]
+    weights, sketch = artifact.weights, artifact.sketch
+    return RouterLayer(artifact.centroids[rows].flatten(0, 1),
+                       None if weights is None else QueryModel(*(w[rows].flatten(0, 1) for w in weights)), c.key_space,
+                       c.scores, None if sketch is None else Sketch(*(x[rows].flatten(0, 1) for x in sketch)),
+                       c.sketch_bytes)
+
+
 def router_of(artifact: RouterArtifact, request: offline.Request, kind: type[Router] = Router) -> Router:
-    """The buckets of all layers, and their sketches, as those of one, over a request."""
-    c, weights, sketch = artifact.config, artifact.weights, artifact.sketch
-    layer = RouterLayer(artifact.centroids.flatten(0, 1),
-                        None if weights is None else QueryModel(*(w.flatten(0, 1) for w in weights)), c.key_space,
-                        c.scores, None if sketch is None else Sketch(*(x.flatten(0, 1) for x in sketch)),
-                        c.sketch_bytes)
+    """A router of all layers of an artifact over a request."""
+    layer = layer_of(artifact, artifact.config.layers)
     return request.build(kind(token_budget=max(BUDGETS), layer=layer), None)[0]
 
 

@@ -107,53 +107,97 @@ def bars(rows: Rows) -> Drawing:
 
 
 BUDGETS = ("0.01", "0.02", "0.05")
+TEXTS = {"sotu": "addresses", "embedded": "language reference"}
+"""What sketch.json calls a text, and what it is."""
+CODES = {"router": "buckets alone", "fixed, 10%": "the artifact's basis, codes of a tenth", "fixed, all": "… all codes",
+         "fitted, 10%": "the request's basis, codes of a tenth", "fitted, all": "… all codes"}
+"""What it calls what reads, and what it is; all beside exact top-k."""
+
+
+WANTED, APART = (0.965, 0.97, 0.98), 0.01
+"""Of exact top-k's mass at these budgets, and what the artifact's basis may lose against the request's."""
+
+
+def by_model(rows: Rows) -> dict[str, dict[tuple[str, str, str], dict[str, Any]]]:
+    """The rows of every model, by text, method and metric."""
+    found: dict[str, dict[tuple[str, str, str], dict[str, Any]]] = {}
+    for r in rows:
+        found.setdefault(r["model"], {})[r["text"], r["method"], r["metric"]] = r
+    return found
 
 
 def sketch(rows: Rows) -> str:
     """docs/results/sketch.md."""
-    texts = list(dict.fromkeys(r["case"] for r in rows))
-    values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
     one = rows[0]
-    names = {t: "UUIDs" if t.startswith("uuid") else "language reference" for t in texts}
-    header = ["read by", *(f"{names[t]}: {float(b) * 100:g} %" if i == 0 else f"{float(b) * 100:g} %"
-                           for t in texts for i, b in enumerate(BUDGETS))]
-    lines = [[method.replace("router", "buckets alone", 1) if method.startswith("router") else method,
-              *(cell(values, t, method, f"mass_share@{b}") for t in texts for b in BUDGETS)]
-             for method in dict.fromkeys(r["method"] for r in rows)]
-    return "\n\n".join([
-        "# What does each part of a sketch bring?",
-        f"Share of exact top-k's attention mass (by group) that is read, by the share of the context that is read. "
-        f"{one['machine'].partition(',')[0]}, two cores, commit {one['commit']}.",
-        "![Mass read, by part](sketch.png)",
+    parts = [
+        "# What do codes keep?",
+        "Share of exact top-k's attention mass that sketches read on held-out text, when 1, 2 and 5 % of the context "
+        f"are read. Exact top-k reads one list a group of heads. {one['machine'].partition(',')[0]}, commit "
+        f"{' and '.join(dict.fromkeys(r['commit'] for r in rows))}.",
+        "![Mass read, by basis and candidates](sketch.png)",
         words(("here", "what it is"),
-              ("model", "SmolLM2-135M tuned to retrieve over 32k tokens, six layers"),
-              ("trained on", "six windows of 4096 tokens of addresses"),
-              ("measured on", "held-out windows of 8192 tokens: pairs of UUIDs, Python's language reference; two "
-               "windows and two requests each"),
-              ("buckets as trained", "they do not move to the request (`adapt` off)"),
-              ("fixed, fitted", "whose basis the codes have: the artifact's, or the request's"),
-              ("16 bytes, 2 of 8 bits", "size of a code, and how many of its channels have 8 bits, the others 4"),
-              ("10%, 20%, all", "candidates, a share of the context")),
-        markdown(header, lines),
-        "The fixed basis finds less here: it was trained on windows half as long as the requests. 24 bytes bring two "
-        "thirds of that back at 1 %. By default a code of this model has 16 bytes. What the parts bring in points of "
-        "RULER: [quality](quality.md). What was tried and left out: [the log](../log/sketches.md).",
-    ]) + "\n"
+              ("addresses, language reference", "the last fifth of the addresses to Congress; Python's manual"),
+              ("buckets alone", "the best buckets of the request are read (`selector=\"router\"`)"),
+              ("the artifact's basis", "codes depend on the key alone (`fit=\"fixed\"`, the default)"),
+              ("the request's basis", "codes are fitted to each request's keys and last queries (`fit=\"fitted\"`)"),
+              ("codes of a tenth", "those of the best buckets, a tenth of the context (the default of long contexts)"))]
+    for model, found in by_model(rows).items():
+        some = next(iter(found.values()))
+        texts = [t for t in TEXTS if (t, "topk", f"mass_share@{BUDGETS[0]}") in found]
+        header = ["read by", *(f"{TEXTS[t]}: 1 %" if i == 0 else f"{float(b) * 100:g} %"
+                               for t in texts for i, b in enumerate(BUDGETS))]
+        layers = ", ".join(map(str, some["layers"]))
+        measured = "; ".join(
+            f"{TEXTS[t]}, {r['windows']} window{'s' * (r['windows'] > 1)} of {r['length']:,} tokens, {r['requests']} "
+            "requests" for t in texts for r in [found[t, "topk", f"mass_share@{BUDGETS[0]}"]])
+        parts += [f"## {model}", f"Trained on {some['trained']}. Measured on {measured}. Layers {layers}. A code has "
+                  f"{some['bytes']} bytes, {some['wide']} of its channels 8 bits.",
+                  markdown(header, [[name, *(f"{found[t, m, f'mass_share@{b}']['value']:.3f}"
+                                             for t in texts for b in BUDGETS)] for m, name in CODES.items()])]
+    parts.append("In points of RULER: [quality](quality.md). Other sizes of a code, and what was tried and left out: "
+                 "[the log](../log/sketches.md).")
+    return "\n\n".join(parts) + "\n"
+
+
+def masses(rows: Rows) -> list[list[str]]:
+    """A line a target of mass that a model misses: target, model, what was found at 1, 2 and 5 % (the least of all
+    texts)."""
+    lines: list[list[str]] = []
+
+    def line(target: str, model: str, values: list[float]) -> None:
+        lines.append([target, model, f"[{', '.join(f'{v:.3f}' for v in values)}](sketch.md)"])
+
+    for model, found in by_model(rows).items():
+        values = {m: [[r["value"] for (_, method, metric), r in found.items()
+                       if (method, metric) == (m, f"mass_share@{b}")] for b in BUDGETS] for m in CODES}
+        for share, words_of in (("10%", "codes of a tenth"), ("all", "all codes")):
+            of = {fit: values[f"{fit}, {share}"] for fit in ("fixed", "fitted")}
+            for fit, known in of.items():
+                least = [min(v) for v in known]
+                if any(round(v, 3) < wanted for v, wanted in zip(least, WANTED, strict=True)):
+                    line(f"{', '.join(map(str, WANTED))} of exact top-k's mass at 1, 2, 5 %: {fit} basis, {words_of}",
+                         model, least)
+            apart = [max(b - a for a, b in zip(fixed, fitted, strict=True)) for fixed, fitted in zip(*of.values(),
+                                                                                                  strict=True)]
+            if any(round(v, 3) > APART for v in apart):
+                line(f"fixed basis at most {APART} below fitted basis at 1, 2, 5 %: {words_of}", model, apart)
+        last = min(values["fitted, 10%"][-1])
+        if round(last, 3) < 0.99:
+            line("0.99 of exact top-k's mass at 5 %: fitted basis, codes of a tenth", model, [last])
+    return lines
 
 
 def sketch_bars(rows: Rows) -> Drawing:
-    """Mass read at 1 % of the context, by part."""
-    shown = ("router, buckets as trained", "router", "fixed, 16 bytes, 2 of 8 bits, 10%",
-             "fixed, 24 bytes, 3 of 8 bits, 10%", "fitted, 16 bytes, 2 of 8 bits, 10%",
-             "fitted, 16 bytes, 2 of 8 bits, all")
-    names = ("buckets as trained", "buckets, moved", "fixed, 16 bytes", "fixed, 24 bytes", "fitted, 16 bytes",
-             "fitted, all codes")
-    values = {(r["case"], r["method"]): r["value"] for r in rows if r["metric"] == "mass_share@0.01"}
+    """Mass read at 1 % of the context, by model and what reads; the mean of the texts."""
     figure, axes = canvas()
-    for i, text in enumerate(dict.fromkeys(r["case"] for r in rows)):
-        axes.bar([x + 0.38 * (i - 0.5) for x in range(len(shown))], [values[text, m] for m in shown], 0.36,
-                 color=("#0072B2", "#D55E00")[i], label="UUIDs" if text.startswith("uuid") else "language reference")
-    axes.set_xticks(range(len(shown)), names, fontsize=8)
+    models = by_model(rows)
+    for i, (model, found) in enumerate(models.items()):
+        values = [[r["value"] for (_, method, metric), r in found.items() if (method, metric) == (m, "mass_share@0.01")]
+                  for m in CODES]
+        axes.bar([x + 0.38 * (i - (len(models) - 1) / 2) for x in range(len(CODES))],
+                 [sum(v) / len(v) for v in values], 0.36, color=("#0072B2", "#D55E00")[i], label=model)
+    axes.set_xticks(range(len(CODES)), ["buckets", "fixed,\na tenth", "fixed,\nall codes", "fitted,\na tenth",
+                                        "fitted,\nall codes"], fontsize=8)
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share of top-k's mass read at 1 %")
     legend(axes)

@@ -13,8 +13,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import (
+    _completion_page,
     _drawings_page,
     _first_page,
+    _missed_page,
     _phi_page,
     _prefill_page,
     _quality_page,
@@ -76,12 +78,21 @@ def demo() -> dict[str, list[str]]:
 
 
 def missed() -> dict[str, list[str]]:
-    """Targets of answers that were not reached."""
+    """Targets that were not reached, of answers and of speed, and those that no row tells of."""
     lines = [*([*line, "[real](real.md)"] for line in _real_page.missed(load("real"))),
              *([*line, "[quality](quality.md)"] for line in _quality_page.missed(load("quality")))]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (
         ["target", "found", "rows"], ["---", "---:", "---"], *lines))
-    return {"missed": ["", table, ""]}
+    speed, unmeasured = _missed_page.speed(load("decode"), load("generate"))
+    masses = _missed_page.table(["of the codes", "model", "found"], _training_page.masses(load("sketch")))
+    return {"missed": ["", table, ""], "masses": masses, "speed": speed, "unmeasured": unmeasured}
+
+
+def completion() -> dict[str, list[str]]:
+    """Completion by context, what it costs, and maps of keys."""
+    real, generate = load("real"), load("generate")
+    return {"by context": _completion_page.by_context(real), "cost": _completion_page.cost(generate),
+            "maps": _completion_page.maps(load("phi-forms"), load("decode"), real, generate)}
 
 
 def served() -> dict[str, list[str]]:
@@ -91,7 +102,8 @@ def served() -> dict[str, list[str]]:
 
 PLACES: dict[str, Callable[[], dict[str, list[str]]]] = {
     "README.md": first_screen, "docs/index.md": first_screen, "docs/start.md": demo,
-    "docs/results/missed.md": missed, "docs/serving.md": served}
+    "docs/results/missed.md": missed, "docs/serving.md": served,
+    "docs/completion.md": completion}
 """Pages with tables between markers (`_rows.filled`), by the names of the markers."""
 
 
