@@ -307,13 +307,14 @@ def take_rows(value: Any, index: Tensor) -> Any:
 
 def row_part(value: Any, index: int, count: int) -> Any:
     """The rows at `index` of `count` equal parts, of a tensor or of a named tuple of tensors and tuples; None stays
-    None."""
+    None. A part that does not begin at a multiple of 16 bytes is copied, since kernels are compiled again for such."""
     if isinstance(value, tuple):
         return type(value)(*(row_part(x, index, count) for x in value))
     if value is None:
         return None
     rows = value.shape[0] // count
-    return value[index * rows:(index + 1) * rows]
+    part = value[index * rows:(index + 1) * rows]
+    return part.clone() if part.storage_offset() * part.element_size() % 16 else part
 
 
 def heads_apart(value: Any, count: int) -> list[Any]:

@@ -80,7 +80,8 @@ class Fused:
         self._held.clear()
 
     def loads(self, rows: int) -> dict[Any, Callable[[], Any]]:
-        """What loads the kernels of products with so many rows, by what is loaded; empty if asked for before."""
+        """What loads the kernels of a pass of one token with so many rows, by what is loaded; empty if asked for
+        before."""
         found: dict[Any, Callable[[], Any]] = {}
         if not self.used or rows in self._loaded:
             return found
@@ -94,6 +95,11 @@ class Fused:
                 x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in found else None
                 if x is not None and _fit(parts, x):
                     found[key] = functools.partial(kernel, parts, x)
+        for norm in self.norms:
+            found.setdefault((type(norm), norm.weight.dtype, norm.weight.shape), functools.partial(_norms, norm, rows))
+        for mlp in self.gates:
+            weight: Tensor = mlp.gate_proj.weight  # type: ignore[union-attr, assignment]
+            found.setdefault((type(mlp), weight.dtype, weight.shape), functools.partial(_silu, weight, rows))
         return found
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
@@ -170,6 +176,17 @@ class Fused:
                 kernel = None
         self.known[key] = kernel
         return wanted
+
+
+def _norms(norm: Any, rows: int) -> None:
+    """Every kernel that a norm may run by."""
+    for how in NORMS:
+        rms_norm(norm.weight.new_zeros(rows, norm.weight.numel()), norm.weight, _eps(norm) or 0.0, **how)
+
+
+def _silu(weight: Tensor, rows: int) -> None:
+    """The gate of an MLP, `weight` of its first linear layer."""
+    silu_product(*(weight.new_zeros(rows, 1, weight.shape[0]) for _ in range(2)))
 
 
 def few_products(parts: list[Any], x: Tensor) -> tuple[Tensor, ...]:

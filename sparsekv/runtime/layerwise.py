@@ -3,6 +3,7 @@ planned. Decoding of a layer begins here."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from sparsekv.runtime.model_pass import why_not_planned
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.sliding import SlidingLayer
-from sparsekv.runtime.warm import Warming
+from sparsekv.runtime.warm import Warming, full_token
 
 QUERY_BLOCK = 64
 
@@ -75,7 +76,11 @@ class Layerwise:
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
             if query.is_cuda and self.fused is not None:
-                self.warming.load(self.fused.loads(query.shape[0]), query.device)
+                loads = self.fused.loads(query.shape[0])
+                if loads:
+                    shape = Shape(query.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, query.device)
+                    loads[shape] = functools.partial(full_token, shape)
+                self.warming.load(loads, query.device)
             if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
                 self._warm(query, key)
             reader = None if softcap is not None else self.decoding.reader_of(index, query.device)

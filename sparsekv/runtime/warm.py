@@ -14,6 +14,7 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import Selection
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build
+from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 
 LONGEST = 32_768
@@ -78,6 +79,16 @@ def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[...,
         view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query)
 
     return [chosen, attended, full_step]
+
+
+def full_token(shape: Shape) -> None:
+    """A token of a layer that reads all: rotation, storage, attention."""
+    view, queries = made_up(shape, 0, 1, 64)
+    new, lengths = view.keys[:, :, :1].clone(), view.regions.mid_last.new_full((shape.rows,), 64)
+    angles = new.new_zeros(shape.rows, 1, shape.dim)
+    rotate_pair(queries.folded[:, :, None].contiguous(), new, angles, angles)
+    append_token(new, new, view.keys, view.values, lengths)
+    full_step(view, queries)
 
 
 def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, length: int) -> None:

@@ -15,7 +15,9 @@ from torch import nn
 from sparsekv.kernels import few_rows
 from sparsekv.runtime import fused as door
 from sparsekv.runtime import hooks, timing
+from sparsekv.runtime.crossing import Shape
 from sparsekv.runtime.fused import ROTATION, Fused, few_gated, few_products
+from sparsekv.runtime.warm import full_token
 
 ROTATED = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"}
 """Families whose rotation turns the halves of whole heads against each other."""
@@ -157,11 +159,19 @@ def test_the_kernels_of_products_are_loaded_once_for_a_number_of_rows() -> None:
     assert not fused.loads(2)
     fused.used = True
     loads = fused.loads(2)
-    assert {(key[0], key[4]) for key in loads} == {
+    products = {(key[0], key[4]) for key in loads if key[0] in (few_products, few_gated)}
+    assert products == {
         (few_products, (64, 32, 32)), (few_products, (64,)), (few_products, (97,)), (few_gated, (96, 96))}
+    between = {key[0] for key in loads} - {few_products, few_gated}
+    assert between == {type(model.model.norm), type(model.model.layers[0].mlp)}  # of any number of rows
     for load in loads.values():
         load()
-    assert not fused.loads(2) and not fused.loads(9) and len(fused.loads(8)) == len(loads) == 5
+    assert not fused.loads(2) and len(fused.loads(8)) == len(loads) == 7
+    assert {key[0] for key in fused.loads(9)} == between
+
+
+def test_what_a_full_token_takes_is_loaded_from_its_shapes() -> None:
+    full_token(Shape(2, 4, 2, 16, torch.float32, torch.device("cpu")))
 
 
 def test_the_faster_one_is_known_from_its_first_time_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
