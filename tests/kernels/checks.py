@@ -434,6 +434,8 @@ def check_prefixes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
     total = (chunks + 1) * tokens
     k, v = (torch.randn(2, heads, total + 2, dim, device=device).to(dtype)[:, :, 1:total + 1] for _ in range(2))
     maps = maps_of_keys(2, heads, dim, units, features, dtype, device)
+    if room_beside(maps) < BESIDE_BYTES * maps.w_in.element_size() // 2:
+        pytest.skip("a program has too little shared memory for this map: it stays in plain torch")
     maps.b_out[0] += torch.linspace(-60, 60, features, device=device)
     edges = torch.tensor([[0, 3], [tokens, 3]], device=device)
     rows = [chunks_of(x[:, :, tokens:], chunks) for x in (k, v)]
