@@ -467,6 +467,8 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
         if title.startswith(FIRST[0]):
             made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]
             made = [x for x in made if set(x[2:]) != {"–"}]
+            if not made:
+                continue
             commits = ", ".join(dict.fromkeys(r["commit"] for r in of_metric(found, case, "difference")
                                               if r["method"] in ("sketch", "sketch+phi")))
             lines += [[f"{found[0]['trained']} ({commits})", *made[0][1:]], *made[1:]]
