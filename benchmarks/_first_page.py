@@ -91,7 +91,8 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
         more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
         error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
-        name = named(method) + more + (" (scores every key)" if method == "topk" else "")
+        fewer = f", {one['samples']} prompts" if one["samples"] < most(mine, case) else ""
+        name = named(method) + more + fewer + (" (scores every key)" if method == "topk" else "")
         lines.append([name, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
                       *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
@@ -113,8 +114,8 @@ def origins(real: Rows, columns: Sequence[Times]) -> str:
     timed = dict.fromkeys(c.card for c in columns)
     lines = [
         f"Model: {MODEL}, {one['quantisation']}.",
-        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts. ± is half the 95 % "
-        "interval.",
+        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names no other "
+        "number. ± is half the 95 % interval.",
         "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
         *(f"Time: {'; '.join(c.what for c in columns if c.card == of)}{by(of)}." for of in timed),

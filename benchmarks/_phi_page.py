@@ -176,8 +176,8 @@ def page(rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_
         "Trainings e2aef9d and 115e7ca have no synthetic windows, and GELU units in the maps of keys. The default "
         "recipe has synthetic windows and ReLU units. "
         "[How φ stands to untrained centroids](real.md#in-short-16k-tokens).",
-        "## Seconds of a training", "`sparsekv train` on one H100, measurements at work on another card, beside its own "
-        "estimate. Seconds are those of a stage's bar, validation included; loading and quality cards are not "
+        "## Seconds of a training", "`sparsekv train` on one H100, measurements at work on another card, beside its "
+        "own estimate. Seconds are those of a stage's bar, validation included; loading and quality cards are not "
         "in them.", took]
     parts.append("## Other budgets and KL")
     for budget in (0.01, 0.02, 0.05, None):
