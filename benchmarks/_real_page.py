@@ -92,8 +92,17 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "the interval has zero in it, the difference is not significant.", pairs(rows)[1],
             "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
             "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
-            "RULER's texts are others.", *longer(rows)]
+            "RULER's texts are others.", *after_answers(rows), *longer(rows)]
     return "\n\n".join([*parts, *sections(ours(rows))]) + "\n"
+
+
+def after_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where the rows of long answers and second questions stand; nothing without such rows."""
+    kinds = {r["case"].partition(":")[2].partition("@")[0] for r in rows}
+    if not {"long", "second_turn"} <= kinds:
+        return []
+    return ["How answers of 4,096 tokens go on: [long generation](#long-generation-16k-tokens). A second question about the "
+            "same text, after an answer of 1,000 tokens: [second turn](#second-turn-16k-tokens)."]
 
 
 def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
