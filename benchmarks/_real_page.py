@@ -101,8 +101,8 @@ def after_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
     kinds = {r["case"].partition(":")[2].partition("@")[0] for r in rows}
     if not {"long", "second_turn"} <= kinds:
         return []
-    return ["How answers of 4,096 tokens go on: [long generation](#long-generation-16k-tokens). A second question about the "
-            "same text, after an answer of 1,000 tokens: [second turn](#second-turn-16k-tokens)."]
+    return ["How answers of 4,096 tokens go on: [long generation](#long-generation-16k-tokens). A second question "
+            "about the same text, after an answer of 1,000 tokens: [second turn](#second-turn-16k-tokens)."]
 
 
 def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
