@@ -46,8 +46,9 @@ class Fused:
         self.products = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in joint]
         """Linear layers that have their rows for themselves."""
         self.known: dict[Any, Callable[..., Any] | None] = {}
-        self.used = next(model.parameters()).is_cuda
-        """Whether launches count: on a CPU the model's own code does as well."""
+        devices = {p.device for p in model.parameters()}
+        self.used = len(devices) == 1 and devices.pop().type == "cuda"
+        """Whether launches count: on a CPU the model's own code does as well, over several devices no step is planned."""
         self._changed: list[nn.Module] = []
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         """Of a linear layer by its id: the rows it will be asked for, and its product with them."""
