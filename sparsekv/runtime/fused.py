@@ -48,7 +48,8 @@ class Fused:
         self.known: dict[Any, Callable[..., Any] | None] = {}
         devices = {p.device for p in model.parameters()}
         self.used = len(devices) == 1 and devices.pop().type == "cuda"
-        """Whether launches count: on a CPU the model's own code does as well, over several devices no step is planned."""
+        """Whether launches count: not on a CPU, where the model's own code does as well, nor over devices, where no
+        step is planned."""
         self._changed: list[nn.Module] = []
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         """Of a linear layer by its id: the rows it will be asked for, and its product with them."""
