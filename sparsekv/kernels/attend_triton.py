@@ -61,10 +61,10 @@ def bucket_slots(offsets, buckets, row, head, cache_row, PROBES: tl.constexpr, P
     return begin, end, from_token - begin, tl.sum(size, 0)
 
 
-@triton.jit(do_not_specialize=["num_listed", "slots", "first"])
+@triton.jit(do_not_specialize=["num_listed", "slots", "ahead"])
 def split_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, edges, pages, partial, scale, num_listed, sink_size, heads, per_row,
-    slots, first,
+    slots, ahead,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr, PAGE: tl.constexpr,
@@ -80,7 +80,7 @@ def split_kernel(
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
-    # partial.out   [Q, Hq, slots, d] fp32        written from `first` on: the slice's attention, normalised over itself
+    # partial.out   [Q, Hq, slots, d] fp32        written from `ahead` on: the slice's attention, normalised over itself
     # partial.lse   [Q, Hq, slots] fp32           written there: natural logarithm of its mass
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
@@ -156,7 +156,7 @@ def split_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = ((row * heads + head) * GROUP + group) * slots + first + split
+    slot_out = ((row * heads + head) * GROUP + group) * slots + ahead + split
     kept = group < GROUP
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
@@ -203,10 +203,10 @@ def bias_rows(bias, dtype: tl.constexpr):
     return tl.where(part < 3, rows, 0.0).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_listed", "slots", "first"])
+@triton.jit(do_not_specialize=["num_listed", "slots", "ahead"])
 def completed_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, maps, features, seats, edges, pages, partial, scale, num_listed,
-    sink_size, heads, per_row, slots, first, units,
+    sink_size, heads, per_row, slots, ahead, units,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, SEATED: tl.constexpr,
@@ -323,7 +323,7 @@ def completed_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = (row * heads * GROUP + asking) * slots + first + split
+    slot_out = (row * heads * GROUP + asking) * slots + ahead + split
     kept = column < GROUP
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
     scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
