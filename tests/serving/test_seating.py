@@ -4,7 +4,6 @@ of which all that is known of the seats and all that the layers read is the same
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +17,6 @@ PAGE, BLOCKS, LONGEST = 4, 400, 120
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(
     torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")),
     pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class Nothing:
-    """An index that is not made."""
-
-    def build(self, *_: Any) -> None: ...
-
-    def extend(self, *_: Any) -> None: ...
 
 
 class Request:
@@ -142,7 +133,7 @@ def test_launches_do_what_torch_does(
             found = seats.follow(own, new=new.to(seats.device), decode=True)
             first = [x.clone() for x in found]
             if serves:
-                found = seats.serve(own, found, [Nothing()])
+                found = seats.serve(own, found, [])
             told.append([*first, found.known, found.seat, *seats.lanes(own, found)])
         names = ("single own known seat wants served sits sparse lane anchors places rest anchored").split()
         for name, expected, got in zip(names, told[0], told[1], strict=True):
@@ -179,7 +170,7 @@ def test_a_usual_step_does_not_wait_for_the_device() -> None:
     for step, batch in enumerate(batches):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
-            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [Nothing()])
+            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [])
             lanes = seats.lanes(batch, found)
         finally:
             torch.cuda.set_sync_debug_mode("default")
