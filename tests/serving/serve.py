@@ -15,12 +15,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from sparsekv.serving import seats
     from sparsekv.serving.index import LayerIndex
     from sparsekv.serving.seats import Seats
 
     seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0, "short": 0}
 
     def counted(cls: Any, name: str, note: Any) -> None:
+        """note: called with all but the first argument, which of methods is the object."""
         inner = getattr(cls, name)
 
         def outer(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,8 +35,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         seen[name] += number
 
     counted(LayerIndex, "choose", lambda q, lanes: (add("steps"), add("sparse_rows", int(lanes.sparse.sum()))))
-    counted(LayerIndex, "build", lambda *_: add("built"))
-    counted(LayerIndex, "extend", lambda *_: add("moved"))
+    counted(seats, "build_seat", lambda *_: add("built"))
+    counted(seats, "extend_seat", lambda *_: add("moved"))
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))
     counted(Seats, "follow", lambda batch: add("mixed", int(bool((batch.starts.diff() == 1).any())
                                                             and bool((batch.starts.diff() > 1).any()))))
