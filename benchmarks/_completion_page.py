@@ -44,13 +44,16 @@ def by_context(real: Rows) -> list[str]:
 
 
 def cost(generate: Rows) -> list[str]:
-    """The time of φ's pass over a prompt's keys."""
-    values = found(generate, "8b-128k-b1", of_prompt("sketch_phi", "sketch"))
-    return ["", "The pass takes " + " and ".join(f"{v.value:.1f} % ({v.origin})" for v in values)
-            + " of the time of a prompt of 128k tokens, 8B shape.", ""]
+    """The time of φ's pass over a prompt's keys, and of a token with it."""
+    case = "8b-128k-b1"
+    tokens = {v.origin: v.value for v in found(generate, case, over("sketch_phi", "sketch", "loop_ms"))}
+    lines = [[v.origin, f"{v.value:.1f} %", f"{tokens[v.origin]:.2f} ×"]
+             for v in found(generate, case, of_prompt("sketch_phi", "sketch"))]
+    return ["", "Of the 8B shape, with one request of 128k tokens:", "",
+            markdown(["measured on", "the pass, of the prompt's time", "a token with φ, to one without"], lines), ""]
 
 
-def maps(forms: Rows, decode: Rows, real: Rows, generate: Rows) -> list[str]:
+def maps(forms: Rows, decode: Rows, real: Rows) -> list[str]:
     """Maps of keys by their cost, and what the columns are of."""
     errors = {r.get("form"): r for r in forms if (r["metric"], r["budget"]) == ("rel_err", BUDGET)}
     mine, case = first(real)
@@ -60,10 +63,8 @@ def maps(forms: Rows, decode: Rows, real: Rows, generate: Rows) -> list[str]:
     lines = [[words, *("0" if form is None else f"{errors[form][x]:.0f}" for x in ("kflop_key", "bytes_kept")),
               steps[form], f"{errors[form]['value']:.4f}",
               paired(mine, case, points[form], BUDGET) if form in points else "not measured"] for form, words in MAPS]
-    longer = "; ".join(f"{v.value:.2f} × ({v.origin})" for v in found(
-        generate, "8b-128k-b1", over("sketch_phi", "sketch", "loop_ms")))
     return ["", markdown(["map of keys", "kFLOP a key", "bytes kept a key", "step, 128k [µs]", "error, exact top-k",
                           "points"], lines), "",
-            f"The step is of one layer with 32 query and 8 KV heads of 128, one row, above a step with sketches alone, "
-            f"on an {kept.origin} (features kept) and an {ships.origin} (ships).", "",
-            f"A whole token of the 8B shape at 128k takes so much longer with φ: {longer}.", ""]
+            "The step is of one layer and one row, with 32 query and 8 KV heads of 128. It is how much longer than a "
+            f"step by sketches alone. Where features are kept it was measured on an {kept.origin}, what ships on an "
+            f"{ships.origin}.", ""]

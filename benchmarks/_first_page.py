@@ -111,6 +111,12 @@ def origins(real: Rows, columns: Sequence[Times]) -> str:
         """Whose rows they are, where not the scores'."""
         return "" if of == card(one) else f" ({of})"
 
+    def sentences(words: list[str]) -> str:
+        return " ".join(f"{x if i == 0 else x[0].upper() + x[1:]}." for i, x in enumerate(words))
+
+    def when(of: str) -> str:
+        return "" if of == card(one) else f" Timed on {of}."
+
     timed = dict.fromkeys(c.card for c in columns)
     lines = [
         f"Model: {MODEL}, {one['quantisation']}.",
@@ -118,7 +124,7 @@ def origins(real: Rows, columns: Sequence[Times]) -> str:
         "number. ± is half the 95 % interval.",
         "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
-        *(f"Time: {'; '.join(c.what for c in columns if c.card == of)}{by(of)}." for of in timed),
+        *(f"Time: {sentences([c.what for c in columns if c.card == of])}{when(of)}" for of in timed),
         f"Run on: {card(one)}.",
         *([f"Training: {trained}."] if trained else [])]
     return "\n".join(f"- {line}" for line in lines)

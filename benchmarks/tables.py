@@ -92,7 +92,7 @@ def completion() -> dict[str, list[str]]:
     """Completion by context, what it costs, and maps of keys."""
     real, generate = load("real"), load("generate")
     return {"by context": _completion_page.by_context(real), "cost": _completion_page.cost(generate),
-            "maps": _completion_page.maps(load("phi-forms"), load("decode"), real, generate)}
+            "maps": _completion_page.maps(load("phi-forms"), load("decode"), real)}
 
 
 def served() -> dict[str, list[str]]:
