@@ -50,13 +50,27 @@ class DenseStep:
             return torch.nn.functional.scaled_dot_product_attention(grouped, self.k, self.v)
 
     def flashinfer(self) -> torch.Tensor:
-        """Of one row; its kernel of several reads pages alone."""
+        """One row as a cache, several as caches of one page each."""
         import flashinfer
 
         if len(self.q) > 1:
-            raise RuntimeError("one row at a time")
+            return self.paged.run(self.q[:, :, 0], (self.k, self.v))
         return flashinfer.single_decode_with_kv_cache(self.q[0, :, 0], self.k[0], self.v[0], kv_layout="HND",
                                                       use_tensor_cores=True)
+
+    @functools.cached_property
+    def paged(self) -> Any:
+        """FlashInfer's plan for these rows, made once as a server makes it once a step."""
+        import flashinfer
+
+        batch, heads, length, dim = self.k.shape
+        rows = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+        last = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(rows, rows[:batch], last, self.q.shape[1], heads, dim, length, q_data_type=torch.bfloat16,
+                     kv_data_type=torch.bfloat16)
+        return wrapper
 
 
 METHODS = ("ours", "sdpa_cudnn", "sdpa_flash", "flashinfer")
