@@ -16,7 +16,7 @@ where they are named. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases 
   means are made in the step that vLLM prepares before it gives out the first token, and count in `first_s`; without
   asynchronous scheduling in `second_s`.
 - `index_s`: making one request's index, summary and means in all layers, the median of the case's rows, where the
-  engine has one device.
+  engine has one device. There is none where no row decodes sparsely.
 - `peak_gb`: most memory of the first device held so far, the pages that all methods get included; `beside_gb`: what
   sparsekv keeps beside them, where the engine has one device.
 - `same_tokens`: of a case of two devices (`tp2-…`) by how many tokens its first row begins as on one, where the run
@@ -255,10 +255,15 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     started = time.perf_counter()
     cases = [CASES[case] for case in options.cases]
     vocabulary = SHAPES[cases[0].shape]["vocab_size"]
-    run(engine, min(WARM, max(case.length for case in cases)), 1, 16, 1, vocabulary)
+    # a device's part of a token's keys and values is half as large with twice the devices or half the precision
+    warm = WARM * cases[0].ranks * (2 if cases[0].cache == "fp8" else 1)
+    run(engine, min(warm, max(case.length for case in cases)), 1, 16, 1, vocabulary)
     print(f"{method}: started in {started - began:.0f} s, warm in {time.perf_counter() - started:.0f} s", flush=True)
     for name, case in zip(options.cases, cases, strict=True):
         rows = case.rows
+        clocks = clocks_of(engine) if case.ranks == 1 else []
+        for clock in clocks:
+            clock.clear()  # of the requests before this case
         first, steps, said = run(engine, case.length, rows, options.tokens, 0, vocabulary, options.profile)
         step = statistics.median(steps[-min(LAST, len(steps) // 2):])
         found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
@@ -267,7 +272,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             if case.ranks == 1:
                 found["beside_gb"] = beside(engine) / 1e9
-        made = index_seconds(engine, rows) if case.ranks == 1 else []
+        made = [sum(times) for times in zip(*(clock.seconds() for clock in clocks), strict=False)]
         if made:
             found["index_s"] = statistics.median(made)
         print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
@@ -284,11 +289,9 @@ def beside(engine: Any) -> int:
     return sum(home.index.nbytes for home in homes_of(engine) if home.index is not None)
 
 
-def index_seconds(engine: Any, rows: int) -> list[float]:
-    """How long the indices of the last rows took, in the layers of all groups of pages; none where no row decodes
-    sparsely, and for another backend."""
-    seats = {id(home.builder): home.builder.seats for home in homes_of(engine)}.values()
-    return [sum(times) for times in zip(*(one.clock.seconds()[-rows:] for one in seats), strict=False)]
+def clocks_of(engine: Any) -> list[Any]:
+    """How long requests' indices took in the layers of each group of pages; none for another backend."""
+    return list({id(home.builder): home.builder.seats.clock for home in homes_of(engine)}.values())
 
 
 def homes_of(engine: Any) -> list[Any]:

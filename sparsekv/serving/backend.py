@@ -266,7 +266,7 @@ class SparseImpl(StockImpl):
             index.step(unrounded(query[:rows], layer, output), lanes, found.table, output[:rows])
             return output
         super().forward(layer, query, key, value, kv_cache, found.others, output, output_scale, output_block_scale)
-        q, dense = unrounded(query[found.at], layer, output), output[found.at]
+        q, dense = unrounded(rows_at(query, found.at), layer, output), output[found.at]
         sparse = index.step(q, lanes, found.table, torch.empty_like(q))
         output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
         return output
@@ -298,6 +298,11 @@ class SparseBackend(StockBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         return attn_type == AttentionType.DECODER
+
+
+def rows_at(q: Tensor, at: Tensor) -> Tensor:
+    """Rows `at [n]` of q `[T, Hq, d]`. Float8 goes as bytes, which every version of torch can index on CUDA."""
+    return q[at] if q.dtype.itemsize > 1 else q.view(torch.uint8)[at].view(q.dtype)
 
 
 def unrounded(q: Tensor, layer: Any, like: Tensor) -> Tensor:

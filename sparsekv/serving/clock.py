@@ -34,6 +34,10 @@ class Clock:
         ended_at.record()
         self._times.append((began_at, ended_at))
 
+    def clear(self) -> None:
+        """Forget the times so far."""
+        self._times.clear()
+
     def seconds(self) -> list[float]:
         """The times [s], the oldest first. Waits for the device."""
         found = []

@@ -238,13 +238,17 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
     own = [c._replace(mass=c.mass * part, numerator=c.numerator * part[..., None]) for c in completions]
     seated = [c._replace(keys=c.keys._replace(bias=c.keys.bias.flip(0), shift=c.keys.shift.flip(0)), seats=seats)
               for c in own]
-    for listed, completed in ((none, None), (tokens, None), (tokens, (seated[0], own[1])), (tokens, seated)):
+    caches = [(none, None, pool), (tokens, None, pool), (tokens, (seated[0], own[1]), pool), (tokens, seated, pool)]
+    if device == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
+        rounded = [x.to(torch.float8_e4m3fn) for x in pool]
+        caches += [(tokens, None, rounded), (tokens, seated, rounded)]
+    for listed, completed, kept in caches:
         listed = torch.where(whole[:, None, None] > 0, -1, listed)
-        sides = (launch_attend, (s.q, *pool)), (attend_tokens_reference, [x.double() for x in (s.q, *pool)])
+        sides = (launch_attend, (s.q, *kept)), (attend_tokens_reference, [x.double() for x in (s.q, *kept)])
         mine, truth = (attend(*step, listed, **by_list, pages=Pages(anchors, whole, table, page),
                               out=torch.full_like(step[0], 7), completion=completion)
                        for (attend, step), completion in zip(sides, completed or (None, None), strict=True))
-        agree(mine, truth, limit, f"pages, completed: {completed is not None}")
+        agree(mine, truth, limit, f"pages of {kept[0].dtype}, completed: {completed is not None}")
         row, first = int(whole.argmax()), int(whole.max())
         slots = (table[row, :, None] * page + torch.arange(page, device=device)).flatten()[:first]
         own = [x[row * 2 // count, :, slots][None] for x in sides[1][1][1:]]
