@@ -111,7 +111,7 @@ class Setting:
             capture_window(self.model, window.tokens, self.chunk, lambda call: None, lambda n: None)
 
     def capture(self) -> None:
-        capture_documents(self.config, self.ropes, self.model, self.windows, self.place, Ranks())
+        capture_documents(self.config, self.ropes, self.model, self.fingerprint, self.windows, self.place, Ranks())
 
     def store(self) -> CaptureStore:
         complete_store(self.config, self.place, self.fingerprint, self.skipped)
