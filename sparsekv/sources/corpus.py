@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import itertools
@@ -27,8 +28,11 @@ SHUFFLED = 10_000
 GENERATED, SYNTHETIC = "generated", "synthetic"  # the sources of windows that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
-PIECE, EDGE = 1 << 20, 1 << 16
-"""Text is tokenized so many characters at a time, cut before a space among the last `EDGE` of them."""
+PIECE, EDGE, AT_ONCE = 1 << 15, 1 << 12, 1 << 20
+"""Text is cut into pieces of so many characters, before a space among the last `EDGE` of them, and so many characters
+of pieces are tokenized in one call, which tokenizers spread over the cores."""
+MOST_MESSAGE = 1 << 20
+"""Characters of a document that becomes one message of a chat."""
 HELD, HELD_BYTES = 1 << 28, 1 << 24
 """Characters of documents that wait to be shuffled; text files above so many bytes are read in pieces."""
 MOST_LINE, MOST_TEXT, MOST_ENTRIES = 1 << 26, 8_000_000_000, 1_000_000
@@ -47,31 +51,14 @@ class Document:
     last: int | None = None
 
     def pieces(self) -> Iterator[str]:
-        """The text, a million characters at a time, cut before a space where there is one. Raises SparseKVError."""
+        """The text, `PIECE` characters at a time, cut before a space where there is one. Raises SparseKVError."""
         return _pieces([self.text] if self.file is None else self._read(self.file))
 
     def tokens(self, tokenizer: Any, end: str = "", chat_template: bool = False) -> Iterator[list[int]]:
         """Its token ids, piece by piece, without what the tokenizer puts before a text; white space at the end of the
         text is `end` instead, where that is any. chat_template: of the text as a user's message. Raises SparseKVError.
         """
-        pieces = self.pieces()
-        text, following = next(pieces), next(pieces, None)
-        if chat_template:
-            if following is not None:
-                raise SparseKVError(f"the document {self.source!r} has more than {PIECE:,} characters, too many for "
-                                    "one message; cut it, or leave out --chat-template")
-            text = _as_chat(text, tokenizer)
-        while True:
-            if following is None and end:
-                text = text.rstrip() + end
-            try:
-                yield list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            except (TypeError, ValueError, OverflowError) as error:
-                raise SparseKVError(f"the model's tokenizer refuses the document {self.source!r} ({first_line(error)})"
-                                    "; leave it out of the corpus") from error
-            if following is None:
-                return
-            text, following = following, next(pieces, None)
+        return (ids for _, ids, _ in tokenized([self], tokenizer, end, chat_template))
 
     def _read(self, file: Path) -> Iterator[str]:
         at, end = 0, self.last
@@ -99,17 +86,74 @@ class Document:
 
 
 def _pieces(blocks: Iterable[str]) -> Iterator[str]:
-    held = ""
+    held, at = "", 0
     for block in blocks:
-        held += block
-        while len(held) > PIECE:
-            at = max(held.rfind(space, PIECE - EDGE, PIECE) for space in " \n")
-            while at > PIECE - EDGE and held[at - 1].isspace():
-                at -= 1
-            at = at if at > PIECE - EDGE else PIECE
-            yield held[:at]
-            held = held[at:]
-    yield held
+        held, at = held[at:] + block, 0
+        while len(held) - at > PIECE:
+            cut = _cut(held, at + PIECE - EDGE, at + PIECE)
+            yield held[at:cut]
+            at = cut
+    yield held[at:]
+
+
+def _cut(text: str, least: int, most: int) -> int:
+    """Where no word and no run of white space is cut: at a space, since tokens may end with the end of a line."""
+    for space in " \n":
+        cut = text.rfind(space, least, most)
+        while cut > least and text[cut - 1].isspace():
+            cut = text.rfind(space, least, cut)
+        if cut > least:
+            return cut
+    return most
+
+
+def tokenized(
+    documents: Iterable[Document], tokenizer: Any, end: str = "", chat_template: bool = False,
+) -> Iterator[tuple[Document, list[int], bool]]:
+    """Documents' token ids, piece by piece, and whether a piece is its document's last; as `Document.tokens`, but that
+    several documents' pieces are tokenized in one call. Raises SparseKVError."""
+    batch: list[tuple[Document, str, bool]] = []
+    size = 0
+    for document in documents:
+        pieces = _message(document, tokenizer) if chat_template else document.pieces()
+        text: str | None = next(pieces)
+        while text is not None:
+            following = next(pieces, None)
+            if following is None and end:
+                text = text.rstrip() + end
+            batch.append((document, text, following is None))
+            size += len(text)
+            if size >= AT_ONCE:
+                yield from _encoded(batch, tokenizer)
+                batch, size = [], 0
+            text = following
+    yield from _encoded(batch, tokenizer)
+
+
+def _message(document: Document, tokenizer: Any) -> Iterator[str]:
+    """The document as a user's message."""
+    text = ""
+    for piece in document.pieces():
+        text += piece
+        if len(text) > MOST_MESSAGE:
+            raise SparseKVError(f"the document {document.source!r} has more than {MOST_MESSAGE:,} characters, too many "
+                                "for one message; cut it, or leave out --chat-template")
+    yield _as_chat(text, tokenizer)
+
+
+def _encoded(batch: list[tuple[Document, str, bool]], tokenizer: Any) -> Iterator[tuple[Document, list[int], bool]]:
+    if not batch:
+        return
+    try:
+        found = tokenizer([text for _, text, _ in batch], add_special_tokens=False)["input_ids"]
+    except (TypeError, ValueError, OverflowError) as error:
+        if len(batch) > 1:
+            for one in batch:
+                yield from _encoded([one], tokenizer)
+            return
+        raise SparseKVError(f"the model's tokenizer refuses the document {batch[0][0].source!r} ({first_line(error)})"
+                            "; leave it out of the corpus") from error
+    yield from ((document, list(ids), last) for (document, _, last), ids in zip(batch, found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -119,7 +163,7 @@ class TokenWindow:
     tokens: list[int]
     sources: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
 
@@ -187,9 +231,9 @@ def make_windows(
 
     pack: short documents are joined (a blank line between) until a window is full; without it a document shorter than
     a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
-    order shuffled by `seed` (after the first 10,000, or 2²⁸ characters, in their own). Long texts are tokenized a
-    million characters at a time. remedy: what else than more text helps the caller's user, for the message. least:
-    so many windows are enough where the corpus holds no more. Raises SparseKVError where it has too little text.
+    order shuffled by `seed` (after the first 10,000, or 2²⁸ characters, in their own). remedy: what else than more
+    text helps the caller's user, for the message. least: so many windows are enough where the corpus holds no more.
+    Raises SparseKVError where it has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
     body = length - len(prefix)
@@ -200,27 +244,30 @@ def make_windows(
     owners: list[str] = []
     longest = 0
     with still("cutting the corpus into windows") as note:
-        for document in _shuffled(documents, seed):
-            if not pack:
-                tokens, owners = [], []
-            owners.append(document.source)
-            found = 0
-            for ids in document.tokens(tokenizer, "\n\n" if pack else "", chat_template):
-                if chat_template and prefix and ids[:len(prefix)] == prefix:
-                    ids = ids[len(prefix):]
-                found += len(ids)
-                tokens.extend(ids)
-                used = 0
-                while len(tokens) - used >= body:
-                    windows.append(TokenWindow(prefix + tokens[used:used + body], tuple(owners)))
-                    used, owners = used + body, owners[-1:]
-                    if len(windows) == count:
-                        return windows
-                tokens = tokens[used:]
-                note.text = f": {len(windows)} of {count}"
+        found, begins = 0, True
+        shuffled = _shuffled(documents, seed)
+        for document, ids, ends in tokenized(shuffled, tokenizer, "\n\n" if pack else "", chat_template):
+            if begins:
+                found = 0
+                if not pack:
+                    tokens, owners = [], []
+                owners.append(document.source)
+            if chat_template and prefix and ids[:len(prefix)] == prefix:
+                ids = ids[len(prefix):]
+            found += len(ids)
+            tokens.extend(ids)
+            used = 0
+            while len(tokens) - used >= body:
+                windows.append(TokenWindow(prefix + tokens[used:used + body], tuple(owners)))
+                used, owners = used + body, owners[-1:]
+                if len(windows) == count:
+                    return windows
+            tokens = tokens[used:]
+            note.text = f": {len(windows)} of {count}"
             longest = max(longest, found)
-            if not tokens:
+            if ends and not tokens:
                 owners = []
+            begins = ends
     if least is not None and len(windows) >= least:
         return windows
     found = len(windows) * body + len(tokens) if pack else longest

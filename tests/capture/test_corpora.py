@@ -11,7 +11,8 @@ import transformers
 from test_families import Words, captured, tiny
 
 from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.corpus import SPLITS, Document, make_windows, read_dataset, read_documents
+from sparsekv.sources import corpus as corpora
+from sparsekv.sources.corpus import SPLITS, Document, TokenWindow, make_windows, read_dataset, read_documents
 
 datasets = pytest.importorskip("datasets")
 
@@ -176,3 +177,32 @@ def test_fewer_windows_are_enough_where_that_is_said() -> None:
     assert not make_windows(iter(()), Words(), length=200, count=9, least=0)
     with pytest.raises(SparseKVError, match="too short"):
         make_windows(iter(documents), Words(), length=200, count=9, least=3)
+
+
+def test_pieces_of_many_documents_are_tokenized_in_one_call(monkeypatch) -> None:
+    """The windows are those of one text a call; a text that the tokenizer refuses is named, whatever came with it."""
+    calls = []
+
+    class Counting(Words):
+        def __call__(self, text: str | list[str], **_: object) -> dict:
+            calls.append(text)
+            if any("refused" in x for x in ([text] if isinstance(text, str) else text)):
+                raise TypeError("no such text")
+            return Words()(text)
+
+    texts = [f"document {i} of many. " * (1 + i % 7) for i in range(40)]
+    documents = [Document(str(i), text) for i, text in enumerate(texts)]
+
+    def windows() -> list[TokenWindow]:
+        return make_windows(iter(documents), Counting(), length=100, count=25)
+
+    together = windows()
+    assert len(calls) == 2  # that of the prefix, and all
+    monkeypatch.setattr(corpora, "AT_ONCE", 1)
+    monkeypatch.setattr(corpora, "PIECE", 50)
+    monkeypatch.setattr(corpora, "EDGE", 20)
+    assert windows() == together and len(calls) > 50
+    monkeypatch.setattr(corpora, "AT_ONCE", 1000)
+    documents[3] = Document("bad", "a refused text")
+    with pytest.raises(SparseKVError, match=r"refuses the document 'bad' .no such text"):
+        list(corpora.tokenized(documents, Counting()))

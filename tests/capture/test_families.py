@@ -70,7 +70,9 @@ class Words:
 
     chat_template = None
 
-    def __call__(self, text: str, **_: object) -> dict:
+    def __call__(self, text: str | list[str], **_: object) -> dict:
+        if isinstance(text, list):
+            return {"input_ids": [self(x)["input_ids"] for x in text]}
         return {"input_ids": [3 + ord(c) % 90 for c in text]}
 
 

@@ -24,7 +24,9 @@ from sparsekv.sources.corpus import Document, check_corpus, make_windows, read_d
 class Bytes:
     """A tokenizer of bytes, as fast as can be."""
 
-    def __call__(self, text: str, **_: object) -> dict[str, Any]:
+    def __call__(self, text: str | list[str], **_: object) -> dict[str, Any]:
+        if isinstance(text, list):
+            return {"input_ids": [list(x.encode("utf-8", "strict")) for x in text]}
         return {"input_ids": list(text.encode("utf-8", "strict"))}
 
 
