@@ -21,6 +21,8 @@ FIRST = ("coder-1.5b", 16_384)
 """The model and the length of README's figure and table."""
 LONG = "coder-1.5b-32k"
 """The same model with maps of windows of twice that length."""
+WORST = {4096: f"{FIRST[0]}-4k", 8192: f"{FIRST[0]}-8k", 16_384: FIRST[0]}
+"""The same model with maps of windows of each length, whose budgets pay for all that is fetched."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -164,8 +166,8 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
     here = ours(rows)
     return "\n\n".join([
         "# What do other trainings give, and the rivals?",
-        "The same model with router and maps that were trained on other text, each as it was measured, with the rivals "
-        "that were run beside it. [The first page](real.md) has the default recipe's.",
+        "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
+        "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
         *sections([r for r in rows if r not in here and not is_shorter(r)], tasks=False)]) + "\n"
 
 
@@ -173,8 +175,12 @@ def shorter_page(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of README's model at shorter contexts."""
     return "\n\n".join([
         "# And at shorter contexts?",
-        "README's model and recipe at a quarter of the length of the windows that its maps were trained on. "
+        "README's model and recipe at contexts shorter than the windows that its maps were trained on. "
         "[The first page](real.md) says what is measured and how.",
+        "## At equal worst-case budgets",
+        "Points that φ adds to exact top-k, paired by prompt ± half the 95 % interval. A budget pays for sink, local "
+        "window, φ's cache and the tokens retrieved, as if all were fetched for one token (the completion paper's "
+        "table 2).", by_length(rows)[1],
         *sections([r for r in rows if is_shorter(r)])]) + "\n"
 
 
@@ -334,6 +340,25 @@ def equal_budgets(rows: Sequence[dict[str, Any]], case: str) -> str:
     lines = [[f"`{m}` above `{of}`", *(minus(cell_text(found.get((m, of, b)), "+")) for b in budgets)]
              for m, of in (("topk", "full"), ("topk+phi", "full"), ("topk+phi", "topk"))]
     return markdown(["", *map(percent, budgets)], lines)
+
+
+def by_length(rows: Sequence[dict[str, Any]], method: str = "topk+phi", against: str = "topk") -> list[str]:
+    """What completion gains at equal worst-case budgets, by context and by the windows of its maps; contexts and maps
+    without rows have no line."""
+    gains = {}
+    for length in WORST:
+        for name in dict.fromkeys((WORST[length], FIRST[0])):
+            found = {r["budget"]: r for r in of_model(rows, name) if r["case"] == f"worst@{length}"
+                     and (r["metric"], r["method"], r.get("against")) == ("difference", method, against)}
+            if found:
+                gains[length, name] = found
+    if not gains:
+        return ["", "Not measured.", ""]
+    budgets = sorted({b for found in gains.values() for b in found})
+    windows = {name: f"{length // 1024}k" for length, name in WORST.items()}
+    lines = [[f"{length // 1024}k", windows[name], str(max(r["samples"] for r in found.values())),
+              *(minus(cell_text(found.get(b), "+")) for b in budgets)] for (length, name), found in gains.items()]
+    return ["", markdown(["context", "maps of windows of", "prompts", *map(percent, budgets)], lines), ""]
 
 
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:

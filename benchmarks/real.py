@@ -67,6 +67,9 @@ VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scale
 ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
 """Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a
 prompt)."""
+SAAP = ("router:scores=mlp", "router:scores=mean_key", "router:scores=mean_key:adapt=false")
+"""Of a router that `train-router --preset saap` trained: its query model; the same buckets scored by the means of the
+request's keys, moved to it or as they were trained. A query model knows no buckets that moved."""
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
@@ -118,7 +121,8 @@ def all_stages() -> list[Stage]:
         Stage("all4", "ruler", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 4),
         Stage("text-all4", "text", 4096, (*OURS, *COMPLETIONS), (0.01, 0.02), 0, 6),
         Stage("worst4", "worst", 4096, ("full", "topk", "topk+phi"), (0.03, 0.04, 0.05, 0.1), 0, 4),
-        Stage("worst16", "worst", 16_384, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.05), 0, 4),
+        Stage("worst8", "worst", 8192, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.04, 0.05, 0.1), 0, 4),
+        Stage("worst16", "worst", 16_384, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.04, 0.05), 0, 4),
         Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
         Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
@@ -134,6 +138,7 @@ def all_stages() -> list[Stage]:
         Stage("next-wide16", "ruler", 16_384, ("full", "topk", "sketch"), (0.1, 0.2), 4, 8),
         Stage("rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 0, 4),
         Stage("votes16", "ruler", 16_384, ("full", *VOTES), one, 0, 4),
+        Stage("saap16", "ruler", 16_384, ("full", "topk", *SAAP), few, 0, 4),
         Stage("alphas16", "ruler", 16_384, ("full", *ALPHAS), one, 0, 2),
         Stage("next-rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 4, 8),
         Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),

@@ -95,6 +95,11 @@ def completion() -> dict[str, list[str]]:
             "maps": _completion_page.maps(load("phi-forms"), load("decode"), real)}
 
 
+def papers() -> dict[str, list[str]]:
+    """Completion at equal worst-case budgets, beside the paper's table 2."""
+    return {"equal budgets": _real_page.by_length(load("real"))}
+
+
 def served() -> dict[str, list[str]]:
     """Speed and quality of served requests."""
     return {"served": ["", _served_page.side_by_side(load("serving"), load("served_quality")), ""]}
@@ -103,7 +108,7 @@ def served() -> dict[str, list[str]]:
 PLACES: dict[str, Callable[[], dict[str, list[str]]]] = {
     "README.md": first_screen, "docs/index.md": first_screen, "docs/start.md": demo,
     "docs/results/missed.md": missed, "docs/serving.md": served,
-    "docs/completion.md": completion}
+    "docs/completion.md": completion, "docs/papers.md": papers}
 """Pages with tables between markers (`_rows.filled`), by the names of the markers."""
 
 

@@ -37,7 +37,7 @@ from benchmarks._prompts import (
     parse_readings,
     prompt_rows,
 )
-from benchmarks._real_page import figures, page, prompts_read
+from benchmarks._real_page import by_length, figures, page, prompts_read
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import Method, parse_methods
@@ -218,6 +218,19 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert "`perplexity_x`, 16k tokens" in drawn
     figures(rows, tmp_path)
     assert (tmp_path / "real-m-16384.png").is_file()
+
+
+def test_equal_budgets_stand_side_by_side_by_context_and_maps() -> None:
+    assert by_length([]) == ["", "Not measured.", ""]
+    one = {"metric": "difference", "method": "topk+phi", "against": "topk", "value": 1.0, "low": 0.0, "high": 2.0,
+           "samples": 52}
+    rows = [{**one, "case": case, "budget": budget} for case, budget in (
+        ("coder-1.5b:worst@16384", 0.02), ("coder-1.5b:worst@4096", 0.05), ("coder-1.5b-4k:worst@4096", 0.05),
+        ("coder-1.5b-8k:worst@8192", 0.02))]
+    rows.append({**one, "case": "coder-1.5b:worst@16384", "budget": 0.02, "against": "full", "value": 9.0})
+    _, *lines = (x for x in by_length(rows)[1].splitlines() if not x.startswith("| ---"))
+    assert lines == ["| 4k | 4k | 52 | – | +1.0 ± 1.0 |", "| 4k | 16k | 52 | – | +1.0 ± 1.0 |",
+                     "| 8k | 8k | 52 | +1.0 ± 1.0 | – |", "| 16k | 16k | 52 | +1.0 ± 1.0 | – |"]
 
 
 def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
