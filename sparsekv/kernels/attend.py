@@ -52,6 +52,8 @@ class Launch(NamedTuple):
 
 
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
+ANCHOR_PROGRAMS, ANCHOR_SLICES = 528, 64
+"""Programs wanted of the anchors alone, and slices at most."""
 COMPLETED_LESS = ((32, 4), (16, 4))
 """Keys at once and warps where the keys of `COMPLETED` have no room, in half precision. Never 64 keys at once: ptxas
 12.8, which Triton 3.6 brings, assembles the product of their weights with the values wrongly for sm_90."""
@@ -268,7 +270,7 @@ def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
     log_weights: Tensor | None = None, completion: CompletionQuery | None = None, pages: Pages | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
     launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
@@ -295,20 +297,25 @@ def launch_attend(
     index = (tokens, tokens) if offsets is None or buckets is None else (offsets, buckets)
     probes = 0 if buckets is None else buckets.shape[2]
     splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
+    ahead = 0
+    if anchored is not None:  # the list alone is left
+        ahead, sink_size, starts, tail_starts = anchored.slices, 0, lengths, lengths
 
     def fresh(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=device)
 
     out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if out is None else out
-    lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
+    slots, lse = ahead + splits, fresh(count, heads_q)
+    partial, partial_lse = (fresh(count, heads_q, slots, dim), fresh(count, heads_q, slots)) if anchored is None else (
+        anchored.out, anchored.lse)
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
-    pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
+    pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) and anchored is None else {}
     # without pages the kernels do not look at theirs
     anchors, whole, table = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
     paged = PageArguments(anchors, whole, table, anchors.stride(0), table.stride(0))
     lists = (as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index),
              as_heads(weights))
-    sizes = (scale, tokens.shape[2], sink_size, heads, count // k.shape[0])
+    sizes = (scale, tokens.shape[2], sink_size, heads, count // k.shape[0], slots, ahead)
     constants: dict[str, Any] = {
         "PROBES": probes, "PADDED_PROBES": power_of_two(probes), "LISTS": heads // heads_kv, "GROUP": group, "DIM": dim,
         "WIDTH": width, "WEIGHTED": log_weights is not None, "OVERLAP": bool(pdl), "BLOCK": how.block,
@@ -321,7 +328,7 @@ def launch_attend(
         split_kernel[(count * heads, splits)](
             *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), **constants, **pdl)
     else:
-        sums = Partial(partial, partial_lse, fresh(*partial.shape), fresh(*partial_lse.shape))
+        sums = Partial(partial, partial_lse, fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits))
         maps, cap = KeyFeatures(*(x.contiguous() for x in _maps(completion))), completion.cap
         features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
         completed_kernel[(count * heads, splits)](
@@ -332,6 +339,49 @@ def launch_attend(
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         *sums, *rest, lse if cap is None else cap.contiguous(),
-        out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
-        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
+        out, lse, REST_EPS, *out.stride()[:2], heads_q, slots, splits, PADDED=power_of_two(slots), DIM=dim,
+        WIDTH=columns, PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS,
+        **pdl)
     return out, lse
+
+
+class Anchored(NamedTuple):
+    """Attention over the anchors alone, made before a list is known: out `[Q, Hq, slots, d]` and lse `[Q, Hq, slots]`
+    float32 of all slices, of which the first `slices` are written."""
+
+    out: Tensor
+    lse: Tensor
+    slices: int
+
+
+def launch_anchors(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor,
+    lengths: Tensor, completed: tuple[int, int] | None = None,
+) -> Anchored | None:
+    """The anchors of `launch_attend`, whose list is one a KV head; completed: units and features of its map of keys.
+    None where the kernel would not run."""
+    from sparsekv.kernels.attend_triton import split_kernel
+
+    count, heads_q, dim = q.shape
+    heads, device, how = k.shape[1], q.device, PLAIN
+    group = heads_q // heads
+    if completed is not None:
+        room = shared_bytes(device) if q.is_cuda else 1 << 30
+        found = completed_launch(dim, *completed, group, q.element_size(), room)
+        if found is None:
+            return None
+        how = found
+    after = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
+    slices = max(1, min(ANCHOR_SLICES, ANCHOR_PROGRAMS // (count * heads)))
+    out = torch.empty(count, heads_q, slices + after, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(count, heads_q, slices + after, dtype=torch.float32, device=device)
+    q, k, v = (dense_last(x) for x in (q, k, v))
+    none = q.new_empty(0, dtype=torch.int32).expand(count, heads, 0)
+    edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
+    lists = (as_heads(q), as_tokens(k), as_tokens(v), *[as_heads(none)] * 4)
+    split_kernel[(count * heads, slices)](
+        *lists, edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
+        count // k.shape[0], slices + after, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
+        GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
+        num_warps=PLAIN.warps, num_stages=PLAIN.stages)
+    return Anchored(out, lse, slices)
