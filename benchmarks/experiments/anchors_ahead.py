@@ -2,7 +2,7 @@
 
     python benchmarks/experiments/anchors_ahead.py OUTPUT.json
 
-Steps of one layer by sketches at 1 %, with and without φ, microseconds in a CUDA graph over rotating caches. Places:
+Steps of one layer by sketches at 1 % with φ, microseconds in a CUDA graph over rotating caches. Places:
 `after`, as the product has it, anchors and list in one kernel; `first`, anchors on the second stream, ahead of φ's
 query side; `last`, behind it. Every place is first compared with `after`.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from benchmarks import decode
 from sparsekv.core.streams import beside
 from sparsekv.kernels.attend import launch_anchors, launch_attend
+from sparsekv.kernels.types import KeyFeatures
 
 CASES = {  # query heads, KV heads, tokens, rows, caches
     "32x8 32k b1": (32, 8, 32_768, 1, 6), "32x8 128k b1": (32, 8, 131_072, 1, 4), "32x8 32k b8": (32, 8, 32_768, 8, 3),
@@ -30,25 +30,20 @@ CASES = {  # query heads, KV heads, tokens, rows, caches
 PLACES = ("after", "first", "last")
 
 
-def step(b: decode.Buffers, place: str, phi: bool) -> tuple[Tensor, Tensor]:
+def step(b: decode.Buffers, place: str) -> tuple[Tensor, Tensor]:
     """Output and log mass."""
-    view, queries, selector = b.view, b.queries, b.sketch_router()
-    estimator = b.completion() if phi else None
-    q, bounds, query, ahead = queries.folded, view.bounds(queries), None, None
-    sizes: Any = None
-    if estimator is not None and estimator.key_map is not None:
-        sizes = tuple(estimator.key_map.w_out.shape[-2:])
-
-    def anchors() -> Any:
-        return launch_anchors(q, view.keys, view.values, **bounds, completed=sizes)
-
+    view, queries, selector, estimator = b.view, b.queries, b.sketch_router(), b.completion()
+    q, bounds = queries.folded, view.bounds(queries)
+    assert estimator.key_map is not None
+    maps = KeyFeatures(estimator.key_map.w_in, estimator.bias, estimator.key_map.w_out, estimator.key_map.b_out,
+                       estimator.state.m)
+    ahead = None
     with beside(view.device) as join:
         if place == "first":
-            ahead = anchors()
-        if estimator is not None:
-            query = estimator.query(view, queries)
+            ahead = launch_anchors(q, view.keys, view.values, maps=maps, **bounds)
+        query = estimator.query(view, queries)
         if place == "last":
-            ahead = anchors()
+            ahead = launch_anchors(q, view.keys, view.values, maps=maps, **bounds)
     selection = selector.select(view, queries)
     join()
     return launch_attend(q, view.keys, view.values, selection.as_tokens(), completion=query, anchored=ahead, **bounds)
@@ -58,18 +53,16 @@ def main() -> None:
     rows = []
     for case, (heads_q, heads, length, batch, count) in CASES.items():
         sets = [decode.Buffers(heads_q, heads, length, batch, seed=i) for i in range(count)]
-        for phi in (False, True):
-            wanted = step(sets[0], "after", phi)
-            for place in PLACES:
-                found = step(sets[0], place, phi)
-                error = float((found[0].float() - wanted[0].float()).abs().max() / wanted[0].float().abs().max())
-                assert error < 1e-2, (case, phi, place, error)
-                us = decode.timed([lambda b=b, p=place, f=phi: step(b, p, f)[0] for b in sets])
-                rows.append({"case": case, "phi": phi, "place": place, "us": us, "error": error})
-                Path(sys.argv[1]).write_text(json.dumps(rows))
-            mine = {r["place"]: r["us"] for r in rows if r["case"] == case and r["phi"] == phi}
-            print(f"{case:14} {'phi' if phi else 'plain':6}" + "".join(f"{p} {mine[p]:8.2f}  " for p in PLACES),
-                  flush=True)
+        wanted = step(sets[0], "after")
+        for place in PLACES:
+            found = step(sets[0], place)
+            error = float((found[0].float() - wanted[0].float()).abs().max() / wanted[0].float().abs().max())
+            assert error < 1e-2, (case, place, error)
+            us = decode.timed([lambda b=b, p=place: step(b, p)[0] for b in sets])
+            rows.append({"case": case, "place": place, "us": us, "error": error})
+            Path(sys.argv[1]).write_text(json.dumps(rows))
+        mine = {r["place"]: r["us"] for r in rows if r["case"] == case}
+        print(f"{case:14} " + "".join(f"{p} {mine[p]:8.2f}  " for p in PLACES), flush=True)
         del sets
         torch.cuda.empty_cache()
 

@@ -104,10 +104,19 @@ class Partial(NamedTuple):
     taken_mass: Tensor
 
 
+class Anchored(NamedTuple):
+    """Attention over the anchors alone, made before a list is known: out `[Q, Hq, slots, d]` and lse `[Q, Hq, slots]`
+    float32 of all slices of a step, of which the first `slices` are written."""
+
+    out: Tensor
+    lse: Tensor
+    slices: int
+
+
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
-    pages: Pages | None = None, out: Tensor | None = None,
+    pages: Pages | None = None, out: Tensor | None = None, anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
     estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
@@ -115,11 +124,15 @@ def attend_tokens(
     q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
     heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
     tail_starts, lengths `[Q]`; where all three are equal there are no anchors. With `pages` all tokens are slots.
+    anchored: the anchors, of `attend_anchors` with the same arguments, which takes them over.
     Returns `(out [Q, Hq, d], lse [Q, Hq])`, the first into `out` where that is given.
     """
-    attend = launch_attend if on_device(q) else attend_tokens_reference
-    return attend(q, k, v, tokens, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
-                  lengths=lengths, log_weights=log_weights, completion=completion, pages=pages, out=out)
+    given: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
+                             "lengths": lengths, "log_weights": log_weights, "completion": completion, "pages": pages,
+                             "out": out}
+    if on_device(q):
+        return launch_attend(q, k, v, tokens, **given, anchored=anchored)
+    return attend_tokens_reference(q, k, v, tokens, **given)
 
 
 def attend_tokens_reference(
@@ -166,13 +179,14 @@ def attend_tokens_reference(
 def attend_buckets(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float, starts: Tensor,
     sink_size: int, tail_starts: Tensor, lengths: Tensor, completion: CompletionQuery | None = None,
+    anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tokens` over every token of the chosen buckets (Saap §5): buckets `[Q, Hkv, L]`, no bucket twice. On
     CUDA the kernel reads the index itself, so nothing waits for the host."""
     regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
                                "lengths": lengths, "completion": completion}
     if on_device(q):
-        return launch_attend(q, k, v, order, offsets, buckets, **regions)
+        return launch_attend(q, k, v, order, offsets, buckets, **regions, anchored=anchored)
     return attend_buckets_reference(q, k, v, order, offsets, buckets, **regions)
 
 
@@ -181,6 +195,18 @@ def attend_buckets_reference(
 ) -> tuple[Tensor, Tensor]:
     """`attend_buckets` in plain torch."""
     return attend_tokens_reference(q, k, v, bucket_tokens(order, offsets, buckets), **regions)
+
+
+def attend_anchors(
+    q: Tensor, k: Tensor, v: Tensor, *, maps: KeyFeatures, scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor,
+) -> Anchored | None:
+    """The anchors of `attend_tokens`, whose lists a completion by these maps of keys joins: they need no list, so that
+    they may run beside the selection, and no features. None where `attend_tokens` reads them itself."""
+    if not on_device(q):
+        return None
+    return launch_anchors(q, k, v, maps=maps, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
+                          lengths=lengths)
 
 
 def attend_gathered(
@@ -248,6 +274,18 @@ def completed_launch(dim: int, units: int, features: int, group: int, size: int,
     return next((how for how in launches if completed_bytes(how, dim, units, features, group, size) <= room), None)
 
 
+def _completed_how(q: Tensor, maps: KeyFeatures, group: int) -> Launch | None:
+    """`completed_launch` on the queries' device."""
+    room = shared_bytes(q.device) if q.is_cuda else 1 << 30
+    units, features = maps.w_out.shape[-2:]
+    return completed_launch(q.shape[-1], units, features, group, q.element_size(), room)
+
+
+def _slices(how: Launch, lists: int) -> int:
+    """Programs that share each of the lists."""
+    return max(1, min(MAX_SPLITS, how.programs // lists))
+
+
 def completed_bytes(how: Launch, dim: int, units: int, features: int, group: int, size: int) -> int:
     """The most shared memory that the completed kernel takes [bytes], as Triton 3.6 and 3.9 compile it for sm_80, sm_89
     and sm_90, where the kernel holds everything but its sums: the map of keys, what the queries ask, biases as rows of
@@ -279,11 +317,7 @@ def launch_attend(
     count, heads_q, dim = q.shape
     heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how: Launch | None = PLAIN
-    if completion is not None:
-        units, features_of_map = _maps(completion).w_out.shape[-2:]
-        room = shared_bytes(q.device) if q.is_cuda else 1 << 30
-        how = completed_launch(dim, units, features_of_map, group, q.element_size(), room)
+    how = PLAIN if completion is None else _completed_how(q, _maps(completion), group)
     if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(
@@ -296,7 +330,7 @@ def launch_attend(
     weights = tokens if log_weights is None else log_weights.expand_as(tokens).contiguous()
     index = (tokens, tokens) if offsets is None or buckets is None else (offsets, buckets)
     probes = 0 if buckets is None else buckets.shape[2]
-    splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
+    splits = max(1 if pages is None else PAGED_SPLITS, _slices(how, count * heads))
     ahead = 0
     if anchored is not None:  # the list alone is left
         ahead, sink_size, starts, tail_starts = anchored.slices, 0, lengths, lengths
@@ -345,43 +379,30 @@ def launch_attend(
     return out, lse
 
 
-class Anchored(NamedTuple):
-    """Attention over the anchors alone, made before a list is known: out `[Q, Hq, slots, d]` and lse `[Q, Hq, slots]`
-    float32 of all slices, of which the first `slices` are written."""
-
-    out: Tensor
-    lse: Tensor
-    slices: int
-
-
 def launch_anchors(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor,
-    lengths: Tensor, completed: tuple[int, int] | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, maps: KeyFeatures, scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor,
 ) -> Anchored | None:
-    """The anchors of `launch_attend`, whose list is one a KV head; completed: units and features of its map of keys.
-    None where the kernel would not run."""
+    """`attend_anchors` through Triton, of one list a KV head."""
     from sparsekv.kernels.attend_triton import split_kernel
 
     count, heads_q, dim = q.shape
-    heads, device, how = k.shape[1], q.device, PLAIN
+    heads, device = k.shape[1], q.device
     group = heads_q // heads
-    if completed is not None:
-        room = shared_bytes(device) if q.is_cuda else 1 << 30
-        found = completed_launch(dim, *completed, group, q.element_size(), room)
-        if found is None:
-            return None
-        how = found
-    after = max(1, min(MAX_SPLITS, how.programs // (count * heads)))
+    how = _completed_how(q, maps, group)
+    if how is None:
+        return None
     slices = max(1, min(ANCHOR_SLICES, ANCHOR_PROGRAMS // (count * heads)))
-    out = torch.empty(count, heads_q, slices + after, dim, dtype=torch.float32, device=device)
-    lse = torch.empty(count, heads_q, slices + after, dtype=torch.float32, device=device)
+    slots = slices + _slices(how, count * heads)
+    out = torch.empty(count, heads_q, slots, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(count, heads_q, slots, dtype=torch.float32, device=device)
     q, k, v = (dense_last(x) for x in (q, k, v))
     none = q.new_empty(0, dtype=torch.int32).expand(count, heads, 0)
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     lists = (as_heads(q), as_tokens(k), as_tokens(v), *[as_heads(none)] * 4)
     split_kernel[(count * heads, slices)](
         *lists, edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
-        count // k.shape[0], slices + after, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
+        count // k.shape[0], slots, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
         GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
         num_warps=PLAIN.warps, num_stages=PLAIN.stages)
     return Anchored(out, lse, slices)

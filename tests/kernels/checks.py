@@ -272,12 +272,11 @@ def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completions[0])
     truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completions[1])
     agree(found, truth, LIMITS[dtype], f"buckets {shape}")
-    for asked, exact, sizes in ((completions[0], completions[1], (units, features)), (None, None, None)):
-        ahead = launch_anchors(s.q, s.k, s.v, **s.regions, completed=sizes)
-        if ahead is not None:
-            found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, completion=asked, anchored=ahead)
-            truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=exact)
-            agree(found, truth, LIMITS[dtype], f"anchors ahead {shape}")
+    ahead = launch_anchors(s.q, s.k, s.v, maps=completions[0].keys, **s.regions)
+    if ahead is not None:
+        found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, completion=completions[0], anchored=ahead)
+        truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=completions[1])
+        agree(found, truth, LIMITS[dtype], f"anchors ahead {shape}")
 
 
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
