@@ -21,7 +21,6 @@ from torch import Tensor
 from benchmarks import decode
 from sparsekv.core.streams import beside
 from sparsekv.kernels.attend import launch_anchors, launch_attend
-from sparsekv.kernels.types import KeyFeatures
 
 CASES = {  # query heads, KV heads, tokens, rows, caches
     "32x8 32k b1": (32, 8, 32_768, 1, 6), "32x8 128k b1": (32, 8, 131_072, 1, 4), "32x8 32k b8": (32, 8, 32_768, 8, 3),
@@ -34,16 +33,13 @@ def step(b: decode.Buffers, place: str) -> tuple[Tensor, Tensor]:
     """Output and log mass."""
     view, queries, selector, estimator = b.view, b.queries, b.sketch_router(), b.completion()
     q, bounds = queries.folded, view.bounds(queries)
-    assert estimator.key_map is not None
-    maps = KeyFeatures(estimator.key_map.w_in, estimator.bias, estimator.key_map.w_out, estimator.key_map.b_out,
-                       estimator.state.m)
     ahead = None
     with beside(view.device) as join:
         if place == "first":
-            ahead = launch_anchors(q, view.keys, view.values, maps=maps, **bounds)
+            ahead = launch_anchors(q, view.keys, view.values, sizes=estimator.key_sizes, **bounds)
         query = estimator.query(view, queries)
         if place == "last":
-            ahead = launch_anchors(q, view.keys, view.values, maps=maps, **bounds)
+            ahead = launch_anchors(q, view.keys, view.values, sizes=estimator.key_sizes, **bounds)
     selection = selector.select(view, queries)
     join()
     return launch_attend(q, view.keys, view.values, selection.as_tokens(), completion=query, anchored=ahead, **bounds)

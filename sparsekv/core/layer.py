@@ -216,10 +216,10 @@ class LayerView:
         count, heads, width = tokens.shape
         return tokens.clamp(min=0).reshape(count, self.num_kv_heads, heads // self.num_kv_heads * width)
 
-    def anchors(self, queries: Queries, completion: CompletionQuery) -> Anchored | None:
-        """Attention over the anchors, for an `attend` with that completion; None where `attend` reads them itself."""
-        assert completion.keys is not None
-        return attend_anchors(queries.folded, self.keys, self.values, maps=completion.keys, **self.bounds(queries))
+    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+        """Attention over the anchors, for an `attend` that a map of keys of these units and features completes; None
+        where `attend` reads them itself."""
+        return attend_anchors(queries.folded, self.keys, self.values, sizes=sizes, **self.bounds(queries))
 
     def attend(
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,

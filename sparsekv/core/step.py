@@ -43,8 +43,8 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
     rest = None
     if estimator is not None and estimator.in_kernel:
         with beside(view.device) as join:  # what needs no list, beside the selection
+            anchored = view.anchors(queries, estimator.key_sizes)
             query = estimator.query(view, queries)
-            anchored = view.anchors(queries, query)
         selection = selector.select(view, queries)
         join()
         out, lse = view.attend(queries, selection, query, anchored)

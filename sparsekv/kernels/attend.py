@@ -9,6 +9,7 @@ normalisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,8 @@ class Launch(NamedTuple):
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
 ANCHOR_PROGRAMS, ANCHOR_SLICES = 528, 64
 """Programs wanted of the anchors alone, and slices at most."""
+ANCHORED_LISTS = 16
+"""Lists from which the anchors are attended to by themselves: with fewer it gains nothing (docs/log/decode.md)."""
 COMPLETED_LESS = ((32, 4), (16, 4))
 """Keys at once and warps where the keys of `COMPLETED` have no room, in half precision. Never 64 keys at once: ptxas
 12.8, which Triton 3.6 brings, assembles the product of their weights with the values wrongly for sm_90."""
@@ -198,15 +201,16 @@ def attend_buckets_reference(
 
 
 def attend_anchors(
-    q: Tensor, k: Tensor, v: Tensor, *, maps: KeyFeatures, scale: float, starts: Tensor, sink_size: int,
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int], scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor,
 ) -> Anchored | None:
-    """The anchors of `attend_tokens`, whose lists a completion by these maps of keys joins: they need no list, so that
-    they may run beside the selection, and no features. None where `attend_tokens` reads them itself."""
-    if not on_device(q):
+    """The anchors of `attend_tokens`, whose lists a completion joins by a map of keys of these units and features: they
+    need no list, so that they may run beside the selection, and no features. None where `attend_tokens` reads them
+    itself: off the GPU, and with fewer lists than `ANCHORED_LISTS`."""
+    if not on_device(q) or q.shape[0] * k.shape[1] < ANCHORED_LISTS:
         return None
-    return launch_anchors(q, k, v, maps=maps, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
-                          lengths=lengths)
+    return launch_anchors(q, k, v, sizes=sizes, scale=scale, starts=starts, sink_size=sink_size,
+                          tail_starts=tail_starts, lengths=lengths)
 
 
 def attend_gathered(
@@ -274,10 +278,10 @@ def completed_launch(dim: int, units: int, features: int, group: int, size: int,
     return next((how for how in launches if completed_bytes(how, dim, units, features, group, size) <= room), None)
 
 
-def _completed_how(q: Tensor, maps: KeyFeatures, group: int) -> Launch | None:
-    """`completed_launch` on the queries' device."""
+def _completed_how(q: Tensor, sizes: Sequence[int], group: int) -> Launch | None:
+    """`completed_launch` on the queries' device, of a map of keys of these units and features."""
+    units, features = sizes
     room = shared_bytes(q.device) if q.is_cuda else 1 << 30
-    units, features = maps.w_out.shape[-2:]
     return completed_launch(q.shape[-1], units, features, group, q.element_size(), room)
 
 
@@ -317,7 +321,7 @@ def launch_attend(
     count, heads_q, dim = q.shape
     heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = PLAIN if completion is None else _completed_how(q, _maps(completion), group)
+    how = PLAIN if completion is None else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
     if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(
@@ -380,7 +384,7 @@ def launch_attend(
 
 
 def launch_anchors(
-    q: Tensor, k: Tensor, v: Tensor, *, maps: KeyFeatures, scale: float, starts: Tensor, sink_size: int,
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int], scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor,
 ) -> Anchored | None:
     """`attend_anchors` through Triton, of one list a KV head."""
@@ -389,7 +393,7 @@ def launch_anchors(
     count, heads_q, dim = q.shape
     heads, device = k.shape[1], q.device
     group = heads_q // heads
-    how = _completed_how(q, maps, group)
+    how = _completed_how(q, sizes, group)
     if how is None:
         return None
     slices = max(1, min(ANCHOR_SLICES, ANCHOR_PROGRAMS // (count * heads)))

@@ -74,8 +74,8 @@ def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[...,
             own.build(view)
             own.reads(view, selector.read_share(view))
             if own.in_kernel:
+                anchored = view.anchors(queries, own.key_sizes)
                 query = own.query(view, queries)
-                anchored = view.anchors(queries, query)
         count = view.keys.shape[0] * queries.count
         tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
         view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query,

@@ -272,7 +272,7 @@ def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completions[0])
     truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completions[1])
     agree(found, truth, LIMITS[dtype], f"buckets {shape}")
-    ahead = launch_anchors(s.q, s.k, s.v, maps=completions[0].keys, **s.regions)
+    ahead = launch_anchors(s.q, s.k, s.v, sizes=(units, features), **s.regions)
     if ahead is not None:
         found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, completion=completions[0], anchored=ahead)
         truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=completions[1])
