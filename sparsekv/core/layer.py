@@ -15,9 +15,11 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
+    Anchored,
     CompletionQuery,
     Sketch,
     anchor_indices,
+    attend_anchors,
     attend_buckets,
     attend_gathered,
     attend_tokens,
@@ -214,20 +216,26 @@ class LayerView:
         count, heads, width = tokens.shape
         return tokens.clamp(min=0).reshape(count, self.num_kv_heads, heads // self.num_kv_heads * width)
 
+    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+        """Attention over the anchors, for an `attend` that a map of keys of these units and features completes; None
+        where `attend` reads them itself."""
+        return attend_anchors(queries.folded, self.keys, self.values, sizes=sizes, **self.bounds(queries))
+
     def attend(
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
+        anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Exact attention over anchors and selection, completed if asked for: `(out [Q, Hq, d], lse [Q, Hq])`."""
         if selection.contiguous:
             assert completion is None, "an estimate is of keys at their own positions"
             return self._attend_contiguous(queries, selection)
-        bounds = self.bounds(queries)
+        given: dict[str, Any] = {**self.bounds(queries), "completion": completion, "anchored": anchored}
         if selection.buckets is not None:
             assert selection.order is not None and selection.offsets is not None
             return attend_buckets(queries.folded, self.keys, self.values, selection.order, selection.offsets,
-                                  selection.buckets, completion=completion, **bounds)
-        return attend_tokens(queries.folded, self.keys, self.values, selection.as_tokens(), completion=completion,
-                             log_weights=selection.log_weights, **bounds)
+                                  selection.buckets, **given)
+        return attend_tokens(queries.folded, self.keys, self.values, selection.as_tokens(),
+                             log_weights=selection.log_weights, **given)
 
     def moved(self) -> None:
         """The mid region has grown: let go of what was kept of the tokens that joined it."""

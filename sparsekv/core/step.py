@@ -42,11 +42,12 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
     (completion paper §4.4, §4.5). Waits for no device unless the selector does."""
     rest = None
     if estimator is not None and estimator.in_kernel:
-        with beside(view.device) as join:  # the estimate's query side beside the selection
+        with beside(view.device) as join:  # what needs no list, beside the selection
+            anchored = view.anchors(queries, estimator.key_sizes)
             query = estimator.query(view, queries)
         selection = selector.select(view, queries)
         join()
-        out, lse = view.attend(queries, selection, query)
+        out, lse = view.attend(queries, selection, query, anchored)
     else:
         selection = selector.select(view, queries)
         out, lse, rest = _apart(view, queries, selection, estimator)

@@ -18,7 +18,16 @@ Conventions (all functions):
   a token in both is read once. What lies between is the mid region.
 """
 
-from sparsekv.kernels.attend import Pages, add_sinks, attend_buckets, attend_gathered, attend_tokens, merge
+from sparsekv.kernels.attend import (
+    Anchored,
+    Pages,
+    add_sinks,
+    attend_anchors,
+    attend_buckets,
+    attend_gathered,
+    attend_tokens,
+    merge,
+)
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
@@ -82,6 +91,7 @@ from sparsekv.kernels.vote import soft_vote
 
 __all__ = [
     "RANK",
+    "Anchored",
     "BucketMeans",
     "Candidates",
     "CompletionQuery",
@@ -103,6 +113,7 @@ __all__ = [
     "anchor_indices",
     "append_token",
     "assign_buckets",
+    "attend_anchors",
     "attend_buckets",
     "attend_gathered",
     "attend_tokens",

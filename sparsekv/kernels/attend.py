@@ -9,6 +9,7 @@ normalisation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,10 @@ class Launch(NamedTuple):
 
 
 PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
+ANCHOR_PROGRAMS, ANCHOR_SLICES = 528, 64
+"""Programs wanted of the anchors alone, and slices at most."""
+ANCHORED_LISTS = 16
+"""Lists from which the anchors are attended to by themselves: with fewer it gains nothing (docs/log/decode.md)."""
 COMPLETED_LESS = ((32, 4), (16, 4))
 """Keys at once and warps where the keys of `COMPLETED` have no room, in half precision. Never 64 keys at once: ptxas
 12.8, which Triton 3.6 brings, assembles the product of their weights with the values wrongly for sm_90."""
@@ -102,10 +107,19 @@ class Partial(NamedTuple):
     taken_mass: Tensor
 
 
+class Anchored(NamedTuple):
+    """Attention over the anchors alone, made before a list is known: out `[Q, Hq, slots, d]` and lse `[Q, Hq, slots]`
+    float32 of all slices of a step, of which the first `slices` are written."""
+
+    out: Tensor
+    lse: Tensor
+    slices: int
+
+
 def attend_tokens(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
-    pages: Pages | None = None, out: Tensor | None = None,
+    pages: Pages | None = None, out: Tensor | None = None, anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
     estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
@@ -113,11 +127,15 @@ def attend_tokens(
     q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
     heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
     tail_starts, lengths `[Q]`; where all three are equal there are no anchors. With `pages` all tokens are slots.
+    anchored: the anchors, of `attend_anchors` with the same arguments, which takes them over.
     Returns `(out [Q, Hq, d], lse [Q, Hq])`, the first into `out` where that is given.
     """
-    attend = launch_attend if on_device(q) else attend_tokens_reference
-    return attend(q, k, v, tokens, scale=scale, starts=starts, sink_size=sink_size, tail_starts=tail_starts,
-                  lengths=lengths, log_weights=log_weights, completion=completion, pages=pages, out=out)
+    given: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
+                             "lengths": lengths, "log_weights": log_weights, "completion": completion, "pages": pages,
+                             "out": out}
+    if on_device(q):
+        return launch_attend(q, k, v, tokens, **given, anchored=anchored)
+    return attend_tokens_reference(q, k, v, tokens, **given)
 
 
 def attend_tokens_reference(
@@ -164,13 +182,14 @@ def attend_tokens_reference(
 def attend_buckets(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, offsets: Tensor, buckets: Tensor, *, scale: float, starts: Tensor,
     sink_size: int, tail_starts: Tensor, lengths: Tensor, completion: CompletionQuery | None = None,
+    anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_tokens` over every token of the chosen buckets (Saap §5): buckets `[Q, Hkv, L]`, no bucket twice. On
     CUDA the kernel reads the index itself, so nothing waits for the host."""
     regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
                                "lengths": lengths, "completion": completion}
     if on_device(q):
-        return launch_attend(q, k, v, order, offsets, buckets, **regions)
+        return launch_attend(q, k, v, order, offsets, buckets, **regions, anchored=anchored)
     return attend_buckets_reference(q, k, v, order, offsets, buckets, **regions)
 
 
@@ -179,6 +198,19 @@ def attend_buckets_reference(
 ) -> tuple[Tensor, Tensor]:
     """`attend_buckets` in plain torch."""
     return attend_tokens_reference(q, k, v, bucket_tokens(order, offsets, buckets), **regions)
+
+
+def attend_anchors(
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int], scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor,
+) -> Anchored | None:
+    """The anchors of `attend_tokens`, whose lists a completion joins by a map of keys of these units and features: they
+    need no list, so that they may run beside the selection, and no features. None where `attend_tokens` reads them
+    itself: off the GPU, and with fewer lists than `ANCHORED_LISTS`."""
+    if not on_device(q) or q.shape[0] * k.shape[1] < ANCHORED_LISTS:
+        return None
+    return launch_anchors(q, k, v, sizes=sizes, scale=scale, starts=starts, sink_size=sink_size,
+                          tail_starts=tail_starts, lengths=lengths)
 
 
 def attend_gathered(
@@ -246,6 +278,18 @@ def completed_launch(dim: int, units: int, features: int, group: int, size: int,
     return next((how for how in launches if completed_bytes(how, dim, units, features, group, size) <= room), None)
 
 
+def _completed_how(q: Tensor, sizes: Sequence[int], group: int) -> Launch | None:
+    """`completed_launch` on the queries' device, of a map of keys of these units and features."""
+    units, features = sizes
+    room = shared_bytes(q.device) if q.is_cuda else 1 << 30
+    return completed_launch(q.shape[-1], units, features, group, q.element_size(), room)
+
+
+def _slices(how: Launch, lists: int) -> int:
+    """Programs that share each of the lists."""
+    return max(1, min(MAX_SPLITS, how.programs // lists))
+
+
 def completed_bytes(how: Launch, dim: int, units: int, features: int, group: int, size: int) -> int:
     """The most shared memory that the completed kernel takes [bytes], as Triton 3.6 and 3.9 compile it for sm_80, sm_89
     and sm_90, where the kernel holds everything but its sums: the map of keys, what the queries ask, biases as rows of
@@ -268,7 +312,7 @@ def launch_attend(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, offsets: Tensor | None = None, buckets: Tensor | None = None, *,
     scale: float, starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor,
     log_weights: Tensor | None = None, completion: CompletionQuery | None = None, pages: Pages | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both doors through Triton: `tokens` is the list itself, or, with `offsets` and `buckets`, the index's order. The
     launch is prepared while the kernel ahead of it ends, unless a completion comes from another stream."""
@@ -277,11 +321,7 @@ def launch_attend(
     count, heads_q, dim = q.shape
     heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how: Launch | None = PLAIN
-    if completion is not None:
-        units, features_of_map = _maps(completion).w_out.shape[-2:]
-        room = shared_bytes(q.device) if q.is_cuda else 1 << 30
-        how = completed_launch(dim, units, features_of_map, group, q.element_size(), room)
+    how = PLAIN if completion is None else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
     if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(
@@ -294,21 +334,26 @@ def launch_attend(
     weights = tokens if log_weights is None else log_weights.expand_as(tokens).contiguous()
     index = (tokens, tokens) if offsets is None or buckets is None else (offsets, buckets)
     probes = 0 if buckets is None else buckets.shape[2]
-    splits = max(1 if pages is None else PAGED_SPLITS, min(MAX_SPLITS, how.programs // (count * heads)))
+    splits = max(1 if pages is None else PAGED_SPLITS, _slices(how, count * heads))
+    ahead = 0
+    if anchored is not None:  # the list alone is left
+        ahead, sink_size, starts, tail_starts = anchored.slices, 0, lengths, lengths
 
     def fresh(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=device)
 
     out = torch.empty(count, heads_q, dim, dtype=q.dtype, device=device) if out is None else out
-    lse, partial, partial_lse = fresh(count, heads_q), fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits)
+    slots, lse = ahead + splits, fresh(count, heads_q)
+    partial, partial_lse = (fresh(count, heads_q, slots, dim), fresh(count, heads_q, slots)) if anchored is None else (
+        anchored.out, anchored.lse)
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
-    pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) else {}
+    pdl: dict[str, Any] = {"launch_pdl": True} if overlaps(device) and anchored is None else {}
     # without pages the kernels do not look at theirs
     anchors, whole, table = (tokens,) * 3 if pages is None else (pages.anchors, pages.whole, dense_last(pages.table))
     paged = PageArguments(anchors, whole, table, anchors.stride(0), table.stride(0))
     lists = (as_heads(q), as_tokens(k), as_tokens(v), as_heads(tokens), *(as_heads(x) for x in index),
              as_heads(weights))
-    sizes = (scale, tokens.shape[2], sink_size, heads, count // k.shape[0])
+    sizes = (scale, tokens.shape[2], sink_size, heads, count // k.shape[0], slots, ahead)
     constants: dict[str, Any] = {
         "PROBES": probes, "PADDED_PROBES": power_of_two(probes), "LISTS": heads // heads_kv, "GROUP": group, "DIM": dim,
         "WIDTH": width, "WEIGHTED": log_weights is not None, "OVERLAP": bool(pdl), "BLOCK": how.block,
@@ -321,7 +366,7 @@ def launch_attend(
         split_kernel[(count * heads, splits)](
             *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), **constants, **pdl)
     else:
-        sums = Partial(partial, partial_lse, fresh(*partial.shape), fresh(*partial_lse.shape))
+        sums = Partial(partial, partial_lse, fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits))
         maps, cap = KeyFeatures(*(x.contiguous() for x in _maps(completion))), completion.cap
         features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
         completed_kernel[(count * heads, splits)](
@@ -332,6 +377,36 @@ def launch_attend(
     columns = min(width, MERGE_WIDTH)
     merge_kernel[(count * heads_q, width // columns)](
         *sums, *rest, lse if cap is None else cap.contiguous(),
-        out, lse, REST_EPS, *out.stride()[:2], heads_q, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns,
-        PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
+        out, lse, REST_EPS, *out.stride()[:2], heads_q, slots, splits, PADDED=power_of_two(slots), DIM=dim,
+        WIDTH=columns, PHI=completion is not None, CAPPED=cap is not None, OVERLAP=bool(pdl), num_warps=MERGE_WARPS,
+        **pdl)
     return out, lse
+
+
+def launch_anchors(
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int], scale: float, starts: Tensor, sink_size: int,
+    tail_starts: Tensor, lengths: Tensor,
+) -> Anchored | None:
+    """`attend_anchors` through Triton, of one list a KV head."""
+    from sparsekv.kernels.attend_triton import split_kernel
+
+    count, heads_q, dim = q.shape
+    heads, device = k.shape[1], q.device
+    group = heads_q // heads
+    how = _completed_how(q, sizes, group)
+    if how is None:
+        return None
+    slices = max(1, min(ANCHOR_SLICES, ANCHOR_PROGRAMS // (count * heads)))
+    slots = slices + _slices(how, count * heads)
+    out = torch.empty(count, heads_q, slots, dim, dtype=torch.float32, device=device)
+    lse = torch.empty(count, heads_q, slots, dtype=torch.float32, device=device)
+    q, k, v = (dense_last(x) for x in (q, k, v))
+    none = q.new_empty(0, dtype=torch.int32).expand(count, heads, 0)
+    edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
+    lists = (as_heads(q), as_tokens(k), as_tokens(v), *[as_heads(none)] * 4)
+    split_kernel[(count * heads, slices)](
+        *lists, edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
+        count // k.shape[0], slots, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
+        GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
+        num_warps=PLAIN.warps, num_stages=PLAIN.stages)
+    return Anchored(out, lse, slices)

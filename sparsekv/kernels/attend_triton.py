@@ -61,9 +61,10 @@ def bucket_slots(offsets, buckets, row, head, cache_row, PROBES: tl.constexpr, P
     return begin, end, from_token - begin, tl.sum(size, 0)
 
 
-@triton.jit(do_not_specialize=["num_listed"])
+@triton.jit(do_not_specialize=["num_listed", "slots", "ahead"])
 def split_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, edges, pages, partial, scale, num_listed, sink_size, heads, per_row,
+    slots, ahead,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
     AHEAD: tl.constexpr, PAGE: tl.constexpr,
@@ -79,8 +80,8 @@ def split_kernel(
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
-    # partial.out   [Q, Hq, splits, d] fp32       written: the slice's attention, normalised over itself
-    # partial.lse   [Q, Hq, splits] fp32          written: natural logarithm of its mass
+    # partial.out   [Q, Hq, slots, d] fp32        written from `ahead` on: the slice's attention, normalised over itself
+    # partial.lse   [Q, Hq, slots] fp32           written there: natural logarithm of its mass
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
@@ -155,7 +156,7 @@ def split_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = ((row * heads + head) * GROUP + group) * parts + split
+    slot_out = ((row * heads + head) * GROUP + group) * slots + ahead + split
     kept = group < GROUP
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
@@ -202,10 +203,10 @@ def bias_rows(bias, dtype: tl.constexpr):
     return tl.where(part < 3, rows, 0.0).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_listed"])
+@triton.jit(do_not_specialize=["num_listed", "slots", "ahead"])
 def completed_kernel(
     q, k, v, tokens, offsets, buckets, log_weights, maps, features, seats, edges, pages, partial, scale, num_listed,
-    sink_size, heads, per_row, units,
+    sink_size, heads, per_row, slots, ahead, units,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, QUARTER: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr,
     PADDED_FEATURES: tl.constexpr, UNITS: tl.constexpr, WEIGHTED: tl.constexpr, SEATED: tl.constexpr,
@@ -322,13 +323,13 @@ def completed_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = (row * heads * GROUP + asking) * parts + split
+    slot_out = (row * heads * GROUP + asking) * slots + ahead + split
     kept = column < GROUP
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
     scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
     tl.store(partial.out + slot_out[None, :] * DIM + width[:, None], scaled, mask=kept[None, :] & wide[:, None])
     kept = estimates & (column < 2 * QUARTER + GROUP)
-    tl.store(partial.taken_mass + slot_out, mass, mask=kept)
+    tl.store(partial.taken_mass + (row * heads * GROUP + asking) * parts + split, mass, mask=kept)
     quarter, one = tl.arange(0, 4), tl.arange(0, QUARTER)
     taken = tl.sum(tl.where((quarter >= 2)[None, :, None], tl.reshape(out, [WIDTH, 4, QUARTER]), 0.0), 1)
     slot_out = (row * heads * GROUP + head * GROUP + one) * parts + split
@@ -339,7 +340,7 @@ def completed_kernel(
 @triton.jit
 def merge_kernel(
     partial, partial_lse, taken, taken_mass, log_scale, mass, numerator, cap, out, out_lse, eps, o_row, o_head, heads_q,
-    parts,
+    parts, taken_parts,
     PADDED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PHI: tl.constexpr, CAPPED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -347,7 +348,7 @@ def merge_kernel(
     and WIDTH of its columns."""
     # grid: (Q·Hq, blocks of columns)
     # partial, partial_lse  [Q, Hq, parts, d], [Q, Hq, parts] fp32    as `split_kernel` writes them; DIM = d
-    # taken, taken_mass     the same, with PHI
+    # taken, taken_mass     the same of taken_parts slices, with PHI
     # log_scale, mass, cap  [Q, Hq] fp32        `CompletionQuery`, with PHI; cap if CAPPED
     # numerator             [Q, Hq, d] fp32     the same
     # out                   [Q, Hq, d]          written; strides o_row, o_head
@@ -366,8 +367,9 @@ def merge_kernel(
     values = tl.load(partial + place, mask=kept, other=0.0)
     top = tl.max(lse, 0)
     if PHI:
-        read = tl.load(taken + place, mask=kept, other=0.0)
-        read_mass = tl.load(taken_mass + at * parts + part, mask=part < parts, other=0.0)
+        read = tl.load(taken + (at * taken_parts + part)[:, None] * DIM + width[None, :],
+                       mask=(part < taken_parts)[:, None] & wide[None, :], other=0.0)
+        read_mass = tl.load(taken_mass + at * taken_parts + part, mask=part < taken_parts, other=0.0)
         all_mass = tl.load(mass + at)
         left = all_mass - tl.sum(read_mass, 0)
         estimate = tl.load(numerator + at * DIM + width, mask=wide, other=0.0) - tl.sum(read, 0)

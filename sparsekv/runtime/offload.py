@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.streams import beside
-from sparsekv.kernels import CompletionQuery, attend_gathered, gather_from_host, gather_rows, merge
+from sparsekv.kernels import Anchored, CompletionQuery, attend_gathered, gather_from_host, gather_rows, merge
 from sparsekv.runtime.storage import Growing
 
 
@@ -98,9 +98,11 @@ class HostView(LayerView):
 
     def attend(
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
+        anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The selection is fetched from the host while the anchors on the device are attended to."""
         assert completion is None, "features of keys in CPU memory are not kept: an estimate is a part of its own"
+        assert anchored is None, "anchors are attended to here"
         tokens = self.listed(selection)
         with beside(self.device) as join:
             keys, values = self.gather(tokens)

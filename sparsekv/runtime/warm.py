@@ -68,15 +68,18 @@ def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[...,
         own.select(view, queries)
 
     def attended(view: Any, queries: Any) -> None:
-        query = None
+        query = anchored = None
         if estimator is not None:
             own = estimator.fork()
             own.build(view)
             own.reads(view, selector.read_share(view))
-            query = own.query(view, queries) if own.in_kernel else None
+            if own.in_kernel:
+                anchored = view.anchors(queries, own.key_sizes)
+                query = own.query(view, queries)
         count = view.keys.shape[0] * queries.count
         tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
-        view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query)
+        view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query,
+                    anchored)
 
     return [chosen, attended, full_step]
 

@@ -33,7 +33,13 @@ from sparsekv.kernels import (
     sketch,
     top_buckets,
 )
-from sparsekv.kernels.attend import Pages, attend_buckets_reference, attend_tokens_reference, launch_attend
+from sparsekv.kernels.attend import (
+    Pages,
+    attend_buckets_reference,
+    attend_tokens_reference,
+    launch_anchors,
+    launch_attend,
+)
 from sparsekv.kernels.attention_mass import launch_statistics, query_statistics_reference
 from sparsekv.kernels.between import (
     launch_rms_norm,
@@ -270,6 +276,11 @@ def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> 
     found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completions[0])
     truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completions[1])
     agree(found, truth, LIMITS[dtype], f"buckets {shape}")
+    ahead = launch_anchors(s.q, s.k, s.v, sizes=(units, features), **s.regions)
+    if ahead is not None:
+        found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, completion=completions[0], anchored=ahead)
+        truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=completions[1])
+        agree(found, truth, LIMITS[dtype], f"anchors ahead {shape}")
 
 
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -41,6 +41,11 @@ class Estimator(RowState):
         otherwise `partial` is called after it."""
         return False
 
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        """Units and features of the map of keys that the kernel takes in."""
+        raise NotImplementedError
+
     def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
         """The queries' side of the estimate."""
         raise NotImplementedError

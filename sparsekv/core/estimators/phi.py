@@ -232,6 +232,12 @@ class PhiEstimator(Estimator):
     def in_kernel(self) -> bool:
         return self.in_place
 
+    @property
+    def key_sizes(self) -> tuple[int, int]:
+        assert self.key_map is not None
+        units, features = self.key_map.w_out.shape[-2:]
+        return units, features
+
     def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
         self._query_maps(queries.rot.dtype)
         offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
