@@ -108,6 +108,6 @@ def launch_decode(
     columns = min(padded(dim), MERGE_WIDTH)
     merge_kernel[(batch * heads_q, -(-dim // columns))](
         partial, partial_lse, partial, partial_lse, lse, lse, lse, lse, out, lse, 0.0, *out.stride()[:2], heads_q,
-        splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False,
+        splits, splits, PADDED=power_of_two(splits), DIM=dim, WIDTH=columns, PHI=False, CAPPED=False,
         OVERLAP=bool(pdl), num_warps=MERGE_WARPS, **pdl)
     return out, lse
