@@ -18,8 +18,12 @@ HEADS = [(12, 2, 128), (14, 2, 64), (4, 1, 128), (32, 8, 128)]
 """Query heads, KV heads, head dimension."""
 LENGTHS = {"4k": 4096, "8k": 8192, "16k": 16_384, "30k": 30_000, "128k": 131_072}
 ROWS = (1, 8, 24)
-MOST, CACHED, BANDWIDTH = 7 * 2**30, 256 * 2**20, 4.3e12
-"""Bytes of the largest case; bytes over which buffer sets rotate, so that no figure is the cache's; bytes a second."""
+MOST, CACHED = 7 * 2**30, 256 * 2**20
+"""Bytes of the largest case; bytes over which buffer sets rotate, so that no figure is the cache's."""
+BANDWIDTHS = {"H200": 4.8e12, "H100": 3.35e12}
+"""Bytes a second by the cards' data sheets."""
+PAGE = 16
+"""Tokens of a page of FlashInfer's."""
 
 
 class DenseStep:
@@ -50,27 +54,33 @@ class DenseStep:
             return torch.nn.functional.scaled_dot_product_attention(grouped, self.k, self.v)
 
     def flashinfer(self) -> torch.Tensor:
-        """One row as a cache, several as caches of one page each."""
+        """One row as a cache, several as pages."""
         import flashinfer
 
         if len(self.q) > 1:
-            return self.paged.run(self.q[:, :, 0], (self.k, self.v))
+            wrapper, pages = self.paged
+            return wrapper.run(self.q[:, :, 0], pages)
         return flashinfer.single_decode_with_kv_cache(self.q[0, :, 0], self.k[0], self.v[0], kv_layout="HND",
                                                       use_tensor_cores=True)
 
     @functools.cached_property
     def paged(self) -> Any:
-        """FlashInfer's plan for these rows, made once as a server makes it once a step."""
+        """FlashInfer's plan for these rows, made once as a server makes it once a step, and their pages."""
         import flashinfer
 
         batch, heads, length, dim = self.k.shape
-        rows = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-        last = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        count = length // PAGE
+        if length % PAGE:
+            raise RuntimeError(f"{length} tokens are no whole pages of {PAGE}")
+        ends = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * count
+        last = torch.full((batch,), PAGE, dtype=torch.int32, device="cuda")
         workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-        wrapper.plan(rows, rows[:batch], last, self.q.shape[1], heads, dim, length, q_data_type=torch.bfloat16,
-                     kv_data_type=torch.bfloat16)
-        return wrapper
+        wrapper.plan(ends, torch.arange(batch * count, dtype=torch.int32, device="cuda"), last, self.q.shape[1], heads,
+                     dim, PAGE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        pages = tuple(x.view(batch, heads, count, PAGE, dim).transpose(1, 2).flatten(0, 1).contiguous()
+                      for x in (self.k, self.v))
+        return wrapper, pages
 
 
 METHODS = ("ours", "sdpa_cudnn", "sdpa_flash", "flashinfer")
@@ -93,9 +103,11 @@ def buffers(shape: tuple[int, ...]) -> list[DenseStep]:
 
 
 def floor_us(shape: tuple[int, ...]) -> float:
-    """What memory allows: every key and value once."""
+    """What memory allows by the data sheet: every key and value once."""
     _, heads, dim, length, batch = shape
-    return 4 * heads * dim * length * batch / BANDWIDTH * 1e6
+    name = torch.cuda.get_device_name()
+    rate = next((rate for card, rate in BANDWIDTHS.items() if card in name), float("nan"))
+    return 4 * heads * dim * length * batch / rate * 1e6
 
 
 def check() -> None:
@@ -117,9 +129,9 @@ def check() -> None:
     print("check decode_attention: as its twin", flush=True)
 
 
-def measure(timed: Callable[[list[Callable[[], torch.Tensor]]], float]) -> Iterator[dict[str, Any]]:
-    """Rows of every case: microseconds a step. A peer that cannot run a case, or gives another result, is left out and
-    said."""
+def measure(timed: Callable[[list[Callable[[], torch.Tensor]]], float]) -> Iterator[list[dict[str, Any]]]:
+    """Microseconds a step, the rows of one case after another. A peer that cannot run a case, or gives another result,
+    is left out and said."""
     check()
     for case, shape in shapes():
         sets, found = buffers(shape), {"floor": floor_us(shape)}
@@ -135,7 +147,7 @@ def measure(timed: Callable[[list[Callable[[], torch.Tensor]]], float]) -> Itera
         best = min((t for m, t in found.items() if m in ("sdpa_cudnn", "flashinfer")), default=float("nan"))
         print(case, {m: round(t, 1) for m, t in found.items()}, f"{found['ours'] / best:.2f} x the faster peer",
               flush=True)
-        yield from (row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
+        yield [row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items()]
         del sets
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()

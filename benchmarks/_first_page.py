@@ -3,7 +3,7 @@ of it is drawn from real.json and generate.json."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks._real_page import FIRST, LONG, best_rivals, first, minus, most, of_metric, of_model, paired, text_cells
@@ -81,13 +81,15 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
     mine, case = first(real)
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
     columns = speed(generate)
-    lines = []
+    lines: list[list[str]] = []
+    others: dict[str, list[str]] = {}
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
         budgets = sorted(b for m, b in scores if m == method and b is not None)
         budget = None if method == FULL else BUDGET if BUDGET in budgets else next(iter(budgets), None)
         one = scores.get((method, budget))
         if one is None:
             continue
+        others.setdefault(card(one), []).append(named(method))
         more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
         error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
@@ -97,11 +99,11 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
                       *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
-    return ["", table, "", origins(real, columns), ""]
+    return ["", table, "", origins(real, columns, others), ""]
 
 
-def origins(real: Rows, columns: Sequence[Times]) -> str:
-    """Where the table's rows are from, a line a column."""
+def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str]]) -> str:
+    """Where the table's rows are from, a line a column. methods: of every card and commit of the scores."""
     mine, case = first(real)
     one = next(r for r in of_metric(mine, case, "score") if r["method"] == FULL)
     error = next((r for r in of_metric(mine, f"perplexity_prose@{FIRST[1]}", "rel_err")), one)
@@ -125,7 +127,8 @@ def origins(real: Rows, columns: Sequence[Times]) -> str:
         "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
         *(f"Time: {sentences([c.what for c in columns if c.card == of])}{when(of)}" for of in timed),
-        f"Run on: {card(one)}.",
+        f"Run on: {card(one)}." + "".join(
+            f" {', '.join(names)}: {of}." for of, names in methods.items() if of != card(one)),
         *([f"Training: {trained}."] if trained else [])]
     return "\n".join(f"- {line}" for line in lines)
 

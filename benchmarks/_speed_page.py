@@ -28,7 +28,7 @@ OPERATIONS = {
     "extend_index": "tokens that join later", "soft_vote": "TokenSelect's vote", "phi_summary": "φ's whole summary",
     "sketch_fitted": "codes, basis of the request", "sketch_fixed": "codes, basis of the artifact"}
 """What decode.json calls a part of a prefill, and what it is; `_torch`: in plain torch."""
-EARLIER = ("8b2d5e3", "b7124e2", "54aa91f", "5d3afc0")
+EARLIER = ("e7d6883", "8b2d5e3", "b7124e2", "54aa91f", "5d3afc0")
 """Commits of decode.json whose kernels have been replaced."""
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
@@ -126,7 +126,8 @@ def decode(rows: Rows) -> str:
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):
         parts += [f"## Full attention, {card(run[0]).replace('one ', '')}",
                   "The kernel that layers with full attention decode with, against its peers. The ratio is to the "
-                  "faster of cuDNN and FlashInfer.", dense(run)]
+                  "faster of cuDNN and FlashInfer, which ran with one row alone. “Bytes alone” is at the bandwidth of "
+                  "the card's data sheet.", dense(run)]
     if layer:
         parts.append("## What a prefill adds, one layer")
     for run in runs(layer):
@@ -186,7 +187,7 @@ def generate(rows: Rows) -> str:
               ("a token, `generate`", "the same by `model.generate`"),
               ("first token", "from the call to the first token, prompt and index included"),
               ("longest pause", "between two tokens, the first and the second included; cold: in a method's first "
-               "answer of its process"),
+               "answer of its process, kernels of earlier processes on disk"),
               ("index", "making index and estimate, kernels already loaded"),
               ("a capture", "mean of the captures"),
               ("most memory", "the GPU's, weights and cache included")),

@@ -515,6 +515,13 @@ def summaries(layers: int = 16) -> None:
         print(f"{case} phi_summary {ROWS[-1]['value']:.3f} ms", flush=True)
 
 
+def full(options: argparse.Namespace) -> None:
+    """Full attention, its rows written case by case."""
+    for rows in _dense.measure(timed):
+        ROWS.extend(rows)
+        add_rows("decode", rows, options.output)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -530,7 +537,7 @@ def main() -> None:
         check()
     for part in options.parts:
         {"steps": lambda: steps(options), "parts": parts, "summaries": summaries,
-         "dense": lambda: ROWS.extend(_dense.measure(timed))}[part]()
+         "dense": lambda: full(options)}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))
