@@ -49,7 +49,7 @@ def cached_sums(s, kv, feature, place, features, dim, counted):
                    mask=(feature < counted)[:, None] & (place < dim)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def query_kernel(
     q, maps, offset, cache, centre, moments, seats, found, count, heads_q, heads_kv, per_row, together, o_row, dim,
     width, features, rank,

@@ -27,7 +27,7 @@ from sparsekv.runtime.model_pass import why_not_planned
 from sparsekv.runtime.offload import HostView
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.sliding import SlidingLayer
-from sparsekv.runtime.warm import Warming, full_token
+from sparsekv.runtime.warm import ROWS, Warming, full_token
 
 QUERY_BLOCK = 64
 
@@ -120,7 +120,7 @@ class Layerwise:
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
         if key.shape[2] >= least and decoding.first_sparse is not None:
-            shape = Shape(min(2, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
+            shape = Shape(min(ROWS, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
             self.warming.start(shape, decoding.selector_of(decoding.first_sparse, device),
                                decoding.estimator_of(decoding.first_sparse, device), decoding.sink_size,
                                decoding.window_size, key.shape[2])
