@@ -197,7 +197,9 @@ def turns(
 
 def long_rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of metric `kl`, `agrees` and `loss` by quarter of the positions (`quarter`), of all positions, and of those
-    before and past the decode window (`past_window`); `low` and `high`: 95 % interval over prompts."""
+    before and past the decode window (`past_window`); `low` and `high`: 95 % interval over prompts. Each line is judged
+    by full attention of its own card, so that lines of several cards may be joined: such rows have `origins`, with the
+    prompts of each card and commit (`samples`)."""
     from sparsekv.evaluation.rows import row
     from sparsekv.evaluation.scores import bootstrap
 
@@ -206,6 +208,11 @@ def long_rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((*line["key"][1:4], line["length"]), []).append(line)
     rows = []
     for (name, budget, tokens, length), found in groups.items():
+        origins: dict[tuple[str, str], dict[str, Any]] = {}
+        for line in found:
+            here = line["origin"]
+            origins.setdefault((here["machine"], here["commit"]), {**here, "samples": 0})["samples"] += len(line["kl"])
+        joined = {"origins": list(origins.values())} if len(origins) > 1 else {}
         for metric, unit in (("kl", "nats a token"), ("agrees", "share"), ("loss", "nats a token")):
             table = torch.tensor([r for line in found for r in line[metric]], dtype=torch.float64)
             edge = min(DECODE_WINDOW, tokens) // BLOCK
@@ -216,7 +223,8 @@ def long_rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 each = part.mean(1).tolist()
                 low, high = bootstrap([each])
                 rows.append(row(f"long@{length}", name, metric, sum(each) / len(each), unit, budget=budget, low=low,
-                                high=high, samples=len(each), generated_tokens=tokens, **said, **found[0]["origin"]))
+                                high=high, samples=len(each), generated_tokens=tokens, **said, **joined,
+                                **found[0]["origin"]))
     return rows
 
 

@@ -181,6 +181,8 @@ def shorter_page(rows: Sequence[dict[str, Any]]) -> str:
         "Points that φ adds to exact top-k, paired by prompt ± half the 95 % interval. A budget pays for sink, local "
         "window, φ's cache and the tokens retrieved, as if all were fetched for one token (the completion paper's "
         "table 2).", by_length(rows)[1],
+        "Maps of windows of 4k and 8k were measured on an H200 ([rows](real-others.md)). The run at 8k was cut: it has "
+        "two prompts of each of twelve tasks, without `niah_single_1`.",
         *sections([r for r in rows if is_shorter(r)])]) + "\n"
 
 
@@ -195,8 +197,8 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
             name, length = title.partition(" ")[0], case.partition("@")[2]
-            parts += [f"### {titled(case)}", f"![{titled(case)}, score by bytes](real-{name}-{length}.png)",
-                      samples(mine, case)]
+            figure = [f"![{titled(case)}, score by bytes](real-{name}-{length}.png)"] if several(mine, case) else []
+            parts += [f"### {titled(case)}", *figure, samples(mine, case)]
             for metric, note in NOTES.items():
                 found = of_metric(mine, case, metric)
                 if found:
@@ -217,8 +219,8 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
                       "(`perplexity`).", prompts_read(mine, length)]
         for case in (c for c in cases if c.startswith("long@")):
             parts += [f"### {titled(case)}", "A method writes 4,096 tokens after a window of text, and full attention "
-                      "judges every one. A loss near zero says that the text repeats itself; there KL says little.",
-                      generated(mine, case)]
+                      "judges every one. A loss near zero says that the text repeats itself; there KL says little. "
+                      + windows_of(mine, case), generated(mine, case)]
         for case in (c for c in cases if c.startswith("second_turn@")):
             parts += [f"### {titled(case)}", "Second questions answered, points of 100 ± half the 95 % interval.",
                       markdown(*table([r for r in mine if r["case"] == case], case, every_method(mine)))]
@@ -361,9 +363,47 @@ def by_length(rows: Sequence[dict[str, Any]], method: str = "topk+phi", against:
     return ["", markdown(["context", "maps of windows of", "prompts", *map(percent, budgets)], lines), ""]
 
 
+def windows_of(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """Which cards the windows of long generation are of, where these are several."""
+    joined: dict[tuple[str, str], dict[str, int]] = {}
+    for r in rows:
+        if r["case"] == case:
+            for o in r.get("origins", ()):
+                of = joined.setdefault((o["machine"].partition(",")[0], o["commit"]), {})
+                of[percent(r["budget"])] = o["samples"]
+    if not joined:
+        return ""
+    parts = [f"{' and '.join(f'{n} at {b}' for b, n in of.items())} on {machine}, commit {commit}"
+             for (machine, commit), of in joined.items()]
+    return f"Windows: {'; '.join(parts)}. Each is written and judged on one card."
+
+
+VOTES = f"{FIRST[0]}-votes"
+"""Its rows of TokenSelect's other votes, beside full attention of their own run."""
+BALLOTS = {"token_select": "sum of the heads' softmax (equation 10, the default)",
+           "token_select:scaled=true": "… of scores with `1/√d`",
+           "token_select:vote=hard": "heads that have the token in their own top-k (equation 9)",
+           "token_select:vote=topk": "sum of raw scores (equation 8)"}
+
+
+def votes(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
+    """How TokenSelect's heads vote: points to full attention and equal answers, of the same prompts."""
+    case = f"ruler@{FIRST[1]}"
+    mine = [*first(rows)[0], *of_model(rows, VOTES)]
+    lines = []
+    for method, words in BALLOTS.items():
+        same = next((r for r in of_metric(mine, case, "same_answers")
+                     if (r["method"], r["budget"]) == (method, budget)), None)
+        if same:
+            lines.append([words, paired(mine, case, method, budget), cell_text(same),
+                          f"{same['machine'].partition(',')[0]}, {same['commit']}"])
+    return ["", markdown([f"vote, {percent(budget)} of {FIRST[1] // 1024}k", "points to full attention",
+                          "equal answers", "card, commit"], lines), ""]
+
+
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
     """What full attention says of what a method wrote, by quarter of the positions and on both sides of the decode
-    window."""
+    window; of KL also the last quarter to the first."""
     names = {"kl": "KL, nats a token", "agrees": "same likeliest token", "loss": "full attention's loss, nats a token"}
     columns = [("quarter", 1), ("quarter", 2), ("quarter", 3), ("quarter", 4), ("past_window", False),
                ("past_window", True)]
@@ -372,16 +412,25 @@ def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
     for method, budget, metric in dict.fromkeys((r["method"], r["budget"], r["metric"]) for r in mine):
         found = {next(((k, r[k]) for k in ("quarter", "past_window") if k in r), None): r for r in mine
                  if (r["method"], r["budget"], r["metric"]) == (method, budget, metric)}
-        lines.append([method, "" if budget is None else percent(budget), names[metric], *(
-            f"{found[c]['value']:.4f}" if c in found else "–" for c in (None, *columns))])
-    return markdown(["method", "budget", "measured", "all", "1st quarter", "2nd", "3rd", "4th", "in the decode window",
-                     "past it"], lines)
+        first, last = (found.get(("quarter", n)) for n in (1, 4))
+        lines.append([method, "" if budget is None else percent(budget), str(next(iter(found.values()))["samples"]),
+                      names[metric], *(f"{found[c]['value']:.4f}" if c in found else "–" for c in (None, *columns)),
+                      f"{last['value'] / first['value']:.2f}" if metric == "kl" and first and last else ""])
+    return markdown(["method", "budget", "windows", "measured", "all", "1st quarter", "2nd", "3rd", "4th",
+                     "in the decode window", "past it", "4th / 1st"], lines)
+
+
+def several(rows: Sequence[dict[str, Any]], case: str) -> bool:
+    """Whether a case has several budgets, so that a figure tells something."""
+    return len({r["budget"] for r in rows if r["case"] == case and r["budget"] is not None}) > 1
 
 
 def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Score by bytes, full attention a line: a figure a model and length (`real-coder-1.5b-16384.png`)."""
     for title, mine in models(rows).items():
         for case in dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@")):
+            if not several(mine, case):
+                continue
             drawn = score_by_bytes(mine, case, in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
             (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
 

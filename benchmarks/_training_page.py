@@ -211,11 +211,13 @@ def capture_bars(rows: Rows) -> Drawing:
     figure, axes = canvas()
     for i, (method, name, colour) in enumerate((("prefill_chunked", "prefill in chunks", "#7f7f7f"),
                                                 ("capture", "capture", "#0072B2"))):
-        axes.bar([x + 0.38 * (i - 0.5) for x in range(len(cases))], [values[c, method] for c in cases], 0.36,
-                 color=colour, label=name)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(cases)), [c.replace(" 8 layers", "\n8 layers,").replace("smollm2 ", "smollm2,\n")
-                                        for c in cases], fontsize=8)
-    axes.set_ylabel("seconds")
+        axes.barh([x + 0.38 * (i - 0.5) for x in range(len(cases))], [values[c, method] for c in cases], 0.36,
+                  color=colour, label=name)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(cases)), [c.replace(" 8 layers", ", 8 layers,") for c in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color="#8888", linewidth=0.5)
+    axes.set_xlabel("seconds")
     legend(axes)
     return drawn(figure)

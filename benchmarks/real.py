@@ -343,8 +343,10 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
-        rows += [{**r, "case": f"{said['model']}:{r['case']}", "command": without_places(r["command"]), **said}
-                 for r in made]
+        for r in made:
+            joined = [{**o, "command": without_places(o["command"])} for o in r.get("origins", ())]
+            rows.append({**r, "case": f"{said['model']}:{r['case']}", "command": without_places(r["command"]),
+                         **({"origins": joined} if joined else {}), **said})
     return rows
 
 
@@ -392,6 +394,7 @@ def without_training(method: str) -> str:
 
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Those of another card too, where their file was put into the folder under another name."""
     for path in sorted(folder.glob("lines-*.jsonl")):
         yield from whole_lines(path)
 

@@ -96,8 +96,8 @@ def completion() -> dict[str, list[str]]:
 
 
 def papers() -> dict[str, list[str]]:
-    """Completion at equal worst-case budgets, beside the paper's table 2."""
-    return {"equal budgets": _real_page.by_length(load("real"))}
+    """Completion at equal worst-case budgets, beside the paper's table 2; TokenSelect's votes."""
+    return {"equal budgets": _real_page.by_length(load("real")), "votes": _real_page.votes(load("real"))}
 
 
 def served() -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ from benchmarks._prompts import (
     parse_readings,
     prompt_rows,
 )
-from benchmarks._real_page import by_length, figures, page, prompts_read
+from benchmarks._real_page import by_length, figures, page, prompts_read, windows_of
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.methods import Method, parse_methods
@@ -132,7 +132,13 @@ def test_what_was_written_is_not_written_again(model, tmp_path) -> None:
     whole = next(r for r in rows if r["method"] == "topk" and r["metric"] == "kl"
                  and not {"quarter", "past_window"} & set(r))
     assert len(quarters) == 2 and whole["samples"] == 3
-    assert whole["low"] <= whole["value"] <= whole["high"]
+    assert whole["low"] <= whole["value"] <= whole["high"] and "origins" not in whole
+    other = {**kept[0], "origin": {"machine": "n, torch 2", "command": "d", "commit": "y"}}
+    joined = long_rows([*kept, other])
+    whole = next(r for r in joined if r["method"] == "topk" and r["metric"] == "kl"
+                 and not {"quarter", "past_window"} & set(r))
+    assert whole["samples"] == 5 and [(o["commit"], o["samples"]) for o in whole["origins"]] == [("x", 3), ("y", 2)]
+    assert "3 at 10 % on m, commit x; 2 at 10 % on n, commit y." in windows_of(joined, whole["case"])
 
 
 def test_a_second_question_after_an_answer(model) -> None:
@@ -217,6 +223,8 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn
     assert "`perplexity_x`, 16k tokens" in drawn
     figures(rows, tmp_path)
+    assert not (tmp_path / "real-m-16384.png").exists()  # of one budget a figure tells nothing
+    figures([*rows, {**mean, "budget": 0.05}], tmp_path)
     assert (tmp_path / "real-m-16384.png").is_file()
 
 
