@@ -42,6 +42,8 @@ class Layerwise:
         self.called: dict[int, Called] = {}
         """How the model calls the attention of every layer that it has called."""
         self.warming = Warming()
+        self._loaded: set[int] = set()
+        """Layers whose maps are on their device, or on the way."""
         self.fused: Fused | None = None
         """What runs by kernels in the model's passes; of its seat."""
         self.whole = 0
@@ -81,8 +83,8 @@ class Layerwise:
                     shape = Shape(query.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, query.device)
                     loads[shape] = functools.partial(full_token, shape)
                 self.warming.load(loads, query.device)
-            if query.is_cuda and index == self.decoding.first_sparse and self.decoding.placement == "gpu":
-                self._warm(query, key)
+            if query.is_cuda and index not in self.decoding.dense_layers and self.decoding.placement == "gpu":
+                self._warm(index, query, key)
             reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
             if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
                 return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
@@ -114,12 +116,19 @@ class Layerwise:
                                  ends=key.shape[2] >= self.whole)
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
-    def _warm(self, query: Tensor, key: Tensor) -> None:
-        """Of a prompt that is long enough to be decoded sparsely: kernels are loaded beside it."""
+    def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
+        """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
         decoding, device = self.decoding, key.device
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
-        if key.shape[2] >= least and decoding.first_sparse is not None:
+        if key.shape[2] < least:
+            return
+        if index not in self._loaded and decoding.prompts is None:  # sparse prompts ask for maps at once
+            self._loaded.add(index)
+            estimator = decoding.estimator_of(index, device)
+            if estimator is not None:
+                self.warming.copy(functools.partial(estimator.load, key.dtype, device), device)
+        if index == decoding.first_sparse:
             shape = Shape(min(ROWS, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
             self.warming.start(shape, decoding.selector_of(decoding.first_sparse, device),
                                decoding.estimator_of(decoding.first_sparse, device), decoding.sink_size,

@@ -1,11 +1,13 @@
 """Kernels are loaded, and compiled where the machine has not yet, while a prompt is read: a step on a made-up layer,
-its parts in threads of their own. What needs the kernels waits for them. Triton keeps on disk what it has compiled."""
+its parts in threads of their own. Maps of estimators are copied to the device beside it too. What needs them waits for
+them. Triton keeps on disk what it has compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,6 +31,22 @@ class Warming:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
+        self._copies: list[Future[None]] = []
+        self._copier: ThreadPoolExecutor | None = None
+
+    def copy(self, load: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
+        """Tensors that a call puts on the device, one call after another in one thread; they are the caller's stream's
+        to read after `wait`."""
+        if self._copier is None:
+            self._copier = ThreadPoolExecutor(1, "copies")
+        reader = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+        def copied() -> None:
+            for x in load():
+                if reader is not None:
+                    x.record_stream(reader)
+
+        self._copies.append(self._copier.submit(_alone, copied, device))
 
     def start(
         self, shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int, length: int,
@@ -58,7 +76,9 @@ class Warming:
         """Until all is loaded."""
         for thread in self._threads:
             thread.join()
-        self._threads = []
+        for copy in self._copies:
+            copy.result()
+        self._threads, self._copies = [], []
 
 
 def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[..., Any]]:
@@ -102,8 +122,12 @@ def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, leng
 
 def _alone(work: Callable[[], Any], device: torch.device) -> None:
     """Work on a stream of this thread; what fails here fails again in the step, which says so."""
-    with contextlib.suppress(Exception), torch.no_grad(), torch.cuda.device(device):
-        stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(stream):
+    with contextlib.suppress(Exception), torch.no_grad():
+        if device.type != "cuda":
             work()
-        stream.synchronize()
+            return
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                work()
+            stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -30,6 +31,28 @@ def test_the_parts_of_a_step_run_each_by_itself(name: str, completes: bool) -> N
     for part in parts(selector, estimator):
         part(*made_up(SHAPE, 2, 9, 150))
     assert selector.__dict__ == before[0] and (estimator is None or estimator.__dict__ == before[1])
+
+
+def test_maps_are_loaded_beside_a_prompt_once_for_all_forks() -> None:
+    _, phi = artifacts(make_model())
+    made = PhiEstimator(phi.layer(1))
+    threads, warming = [], Warming()
+
+    def load(one: PhiEstimator) -> list[torch.Tensor]:
+        threads.append(threading.current_thread())
+        return one.load(torch.float32, SHAPE.device)
+
+    for one in (made.fork(), made.fork()):
+        warming.copy(functools.partial(load, one), SHAPE.device)
+    warming.wait()
+    assert len(threads) == 2 and threads[0] is threads[1] is not threading.main_thread()
+    loaded = dict(made.of_keys), dict(made.of_queries)
+    assert all(list(found) == [torch.float32] for found in loaded)
+    later = made.fork()
+    later.build(made_up(SHAPE, 2, 9, 150)[0])
+    assert later.key_map is loaded[0][torch.float32] and later.weights is loaded[1][torch.float32]
+    warming.copy(lambda: 1 / 0, SHAPE.device)  # type: ignore[arg-type, return-value]
+    warming.wait()  # what fails is left to the step
 
 
 def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step(monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, RowState, Selection
@@ -34,6 +35,10 @@ class Estimator(RowState):
 
     def reads(self, view: LayerView, share: float | Tensor) -> None:
         """The steps that follow read this share of the context beside the anchors: one number, or one a row `[B]`."""
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        """What was trained, on the device where layers with keys of this precision decode, made once for all forks."""
+        return []
 
     @property
     def in_kernel(self) -> bool:

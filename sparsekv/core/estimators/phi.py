@@ -154,14 +154,17 @@ class PhiEstimator(Estimator):
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
 
+    def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        made = product_dtype(torch.empty(0, dtype=dtype, device=device))
+        if made not in self.of_keys:
+            self.of_keys[made] = KeyMap(*(w.to(device) for w in self.layer.of_keys(made)))
+        return [*self.of_keys[made], *self._query_maps(dtype)]
+
     def map_for(self, view: LayerView) -> KeyMap:
-        """The map of keys in the precision of a view's and on its device, made once, and with it that of queries, and
-        whether the kernels run the first there."""
+        """The map of keys in the precision of a view's and on its device, and whether the kernels run it there."""
         if self.key_map is None:
-            dtype = product_dtype(torch.empty(0, dtype=view.keys.dtype, device=view.device))
-            if dtype not in self.of_keys:
-                self.of_keys[dtype] = KeyMap(*(w.to(view.device) for w in self.layer.of_keys(dtype)))
-            self.key_map = self.of_keys[dtype]
+            self.load(view.keys.dtype, view.device)
+            self.key_map = self.of_keys[product_dtype(torch.empty(0, dtype=view.keys.dtype, device=view.device))]
         self._query_maps(view.keys.dtype)  # here, so that the first step does not wait for them
         self.in_place = view.keys_on_device and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
         return self.key_map
