@@ -145,8 +145,8 @@ def timeline(rows: Rows, generate: Rows) -> list[Way]:
             ("both with φ", rows, "sparse_phi", "sketch_phi"))
 
     def last(of: Rows, machine: str, method: str, metric: str) -> dict[str, Any] | None:
-        found = [r for r in of if (r["machine"], r["case"], r["method"], r["metric"]) == (machine, CASE, method, metric)]
-        return found[-1] if found else None
+        wanted = (machine, CASE, method, metric)
+        return next((r for r in reversed(of) if (r["machine"], r["case"], r["method"], r["metric"]) == wanted), None)
 
     best: list[Way] = []
     for machine in dict.fromkeys(r["machine"] for r in rows):
