@@ -5,7 +5,7 @@ real.json, the time of a token of generate.json."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks._first_page import card
 from benchmarks._prompts import DENSE, SIZES, sizes_of
@@ -50,7 +50,8 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
         "layers, “coder” the shape of Qwen2.5-Coder-1.5B. [How to read prompts sparsely](../how-to/prompts.md).",
         words(("column", "what it is"),
               ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
-              ("first run", "kernels and cuDNN's plans are loaded in it"),
+              ("first run", "kernels and cuDNN's plans are loaded in it; the method that a process runs first, of the "
+                            "H200's rows sparse + φ, compiles kernels in it too"),
               ("first token", "prompt and first token by `generate`, the prompt in one piece, where it fits"),
               ("full attention", "the faster of cuDNN and FlashAttention"),
               ("sparse, 10 %", "a chunk of 2048 tokens reads a list of 10 % of the tokens before it, at least 4096"),
@@ -64,10 +65,10 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                   f"{max(r['samples'] for r in lost)} prompts each, all decoded by sketch + φ. They are read at the "
                   "same share with chunks, window and last tokens a quarter as long: 16 % of the pairs of query and "
                   "key, where a prompt of 128k reads 14 % ([rows](real.md)). Bars are 95 % intervals."]
-    if timeline(rows, generate):
+    if ways := timeline(rows, generate):
         parts += ["![One request of 128k tokens](request.png)",
                   f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
-                  "of a token of [generate](generate.md), one card each."]
+                  f"of a token of [generate](generate.md), on {card(ways[0].row).partition(',')[0]}."]
     for run in runs([r for r in rows if r["method"] != "kernels"]):
         shown = [x for x in COLUMNS if any(r["metric"] == x for r in run)]
         values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
@@ -127,37 +128,47 @@ def curve(rows: Rows, real: Rows) -> Drawing:
     return drawn(figure)
 
 
-def timeline(rows: Rows, generate: Rows) -> list[tuple[str, float, float]]:
-    """Of one request its readings and decodings: a name, seconds to the first token, seconds of the others; nothing
-    where one is not measured."""
-    def last(of: Rows, method: str, metric: str) -> float | None:
-        found = [r["value"] for r in of if (r["case"], r["method"], r["metric"]) == (CASE, method, metric)
-                 and "H100" in r["machine"]]
-        return found[-1] if found else None
+class Way(NamedTuple):
+    """One request: how it is read and decoded, seconds to its first token and of the others, a row that says where."""
 
-    first = {m: last(rows, m, "first_token_s") for m in ("dense", "sparse", "sparse_phi")}
-    pace = {m: last(generate, m, "loop_ms") for m in ("dense", "sketch", "sketch_phi")}
-    before = last(generate, "sketch_phi", "first_token_s")
-    ways = [("full attention", first["dense"], pace["dense"]),
-            ("decoded by sketch + φ", before, pace["sketch_phi"]),
-            ("prompt read sparsely, decoded by sketch", first["sparse"], pace["sketch"]),
-            ("both with φ", first["sparse_phi"], pace["sketch_phi"])]
-    if any(x is None or y is None for _, x, y in ways):
-        return []
-    return [(name, float(x or 0.0), float(y or 0.0) * (WRITTEN - 1) / 1e3) for name, x, y in ways]
+    name: str
+    first: float
+    rest: float
+    row: dict[str, Any]
+
+
+def timeline(rows: Rows, generate: Rows) -> list[Way]:
+    """Of one request its readings and decodings on one card, the last that has all of them; else nothing."""
+    ways = (("full attention", rows, "dense", "dense"),
+            ("decoded by sketch + φ", generate, "sketch_phi", "sketch_phi"),
+            ("prompt read sparsely, decoded by sketch", rows, "sparse", "sketch"),
+            ("both with φ", rows, "sparse_phi", "sketch_phi"))
+
+    def last(of: Rows, machine: str, method: str, metric: str) -> dict[str, Any] | None:
+        wanted = (machine, CASE, method, metric)
+        return next((r for r in reversed(of) if (r["machine"], r["case"], r["method"], r["metric"]) == wanted), None)
+
+    best: list[Way] = []
+    for machine in dict.fromkeys(r["machine"] for r in rows):
+        found = [Way(name, first["value"], pace["value"] * (WRITTEN - 1) / 1e3, first)
+                 for name, of, read, decoded in ways
+                 if (first := last(of, machine, read, "first_token_s")) is not None
+                 and (pace := last(generate, machine, decoded, "loop_ms")) is not None]
+        best = found if len(found) == len(ways) else best
+    return best
 
 
 def request(rows: Rows, generate: Rows) -> Drawing:
     """A bar a way: the wait for the first token, and the tokens after it."""
     figure, axes = canvas()
     ways = timeline(rows, generate)[::-1]
-    for y, (_, first, rest) in enumerate(ways):
+    for y, (_, first, rest, _) in enumerate(ways):
         axes.barh(y, first, color="#7f7f7f", alpha=0.55)
         axes.barh(y, rest, left=first, color="#882255", alpha=0.8)
         axes.annotate(f"{first:.1f} s + {rest:.1f} s", (first + rest, y), xytext=(5, -3), textcoords="offset points",
                       fontsize=9, color=INK)
     axes.set_yticks(range(len(ways)), [name for name, *_ in ways])
-    axes.set_xlim(0, 1.18 * max((a + b for _, a, b in ways), default=1.0))
+    axes.set_xlim(0, 1.18 * max((way.first + way.rest for way in ways), default=1.0))
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(f"seconds: to the first token (grey), the other {WRITTEN - 1} tokens (purple)")
     return drawn(figure)

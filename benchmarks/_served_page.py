@@ -129,9 +129,10 @@ def by_task(quality: Rows) -> Iterable[str]:
 
 def page(rows: Rows, quality: Rows) -> str:
     """docs/results/served.md."""
-    firsts = {(r["machine"], r["case"], r["method"]): r for r in on_gpus(rows)
-              if r["metric"] == "first_s" and CASE.fullmatch(r["case"])}
+    firsts, made = ({(r["machine"], r["case"], r["method"]): r for r in on_gpus(rows)
+                     if r["metric"] == metric and CASE.fullmatch(r["case"])} for metric in ("first_s", "index_s"))
     waits = [[*said(case), *(number(firsts[machine, case, m]["value"], 2) for m in list(METHODS)[:2]),
+              number(made.get((machine, case, "vllm_sparsekv"), {}).get("value"), 2),
               where(firsts[machine, case, "vllm_sparsekv"])]
              for machine, case in dict.fromkeys((m, c) for m, c, _ in firsts)
              if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
@@ -145,8 +146,10 @@ def page(rows: Rows, quality: Rows) -> str:
         "too short to gain are attended to fully. All decode steps run in full CUDA graphs.",
         side_by_side(rows, quality),
         "## First token",
-        "From the request to the first token of the last request of the batch.",
-        markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "measured on"], waits),
+        "From the request to the first token of the last request of the batch. Each request that decodes sparsely gets "
+        "an index, with its summary; – where none does.",
+        markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]", "measured on"],
+                 waits),
         *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"
@@ -160,4 +163,4 @@ def figure(rows: Rows) -> Drawing:
         line = sorted((size(r["case"].split("-")[1]), r["value"]) for r in chosen if r["method"] == method)
         axes.plot([x for x, _ in line], [y for _, y in line], color=colour, marker="o", markersize=3.5, linewidth=1.7,
                   label=METHODS[method])
-    return context_axes(drawn, axes, "a token [ms]")
+    return context_axes(drawn, axes, "a token [ms]", scale="linear")

@@ -153,18 +153,22 @@ def growth(rows: Rows) -> Drawing:
     return context_axes(figure, axes, "a step of one layer [µs]")
 
 
-def context_axes(figure: Any, axes: Any, what: str) -> Drawing:
+def context_axes(figure: Any, axes: Any, what: str, scale: str = "log") -> Drawing:
+    """By context, doubling evenly; values on a scale of ratios, or from zero on a linear one."""
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale(scale)
     ticks = [2**13, 2**15, 2**17, 2**19, 2**20]
     low, high = axes.get_xlim()
     ticks = [t for t in ticks if low <= t <= high]
     axes.set_xticks(ticks, [f"{t // 1024}k" if t < 2**20 else "1M" for t in ticks])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(written)
-    low, high = axes.get_ylim()
-    marks = [v for v in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= v <= high]
-    axes.set_yticks(marks, [written(v) for v in marks])
+    if scale == "log":
+        axes.yaxis.set_major_formatter(written)
+        low, high = axes.get_ylim()
+        marks = [v for v in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= v <= high]
+        axes.set_yticks(marks, [written(v) for v in marks])
+    else:
+        axes.set_ylim(bottom=0.0)
     axes.set_xlabel("context [tokens]")
     axes.set_ylabel(what)
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0))

@@ -74,10 +74,10 @@ class Unsorted:
         self.now = False
 
     def note(self, slots: Tensor, *, decode: bool) -> None:
-        """The new keys of a step go to slots `[n]`, negative = none. A few keys, and those of decode steps, wait: they
-        are in a tail, and get their codes with the index that takes them in."""
+        """The new keys of a step go to slots `[n]`, -1 = none. A few keys, and those of decode steps, wait: they are in
+        a tail, and get their codes with the index that takes them in. One launch: -1 is the last slot, nobody's."""
         self.now = not decode and slots.shape[0] > LATER
-        self.at.index_fill_(0, torch.where(slots < 0, self.at.shape[0] - 1, slots).long(), not self.now)
+        self.at.index_fill_(0, slots.long(), not self.now)
 
     def renew(self) -> None:
         """Nothing in the pages is known."""

@@ -59,7 +59,7 @@ class Places:
 
 class StepRows(NamedTuple):
     """The rows of a step: lengths `[R]`, this step's tokens included; starts `[R + 1]`: their queries; table
-    `[R, blocks]`; slots `[T]` of the new tokens, negative = none; prefilling: of the first rows,
+    `[R, blocks]`; slots `[T]` of the new tokens, -1 = none; prefilling: of the first rows,
     whether their prompt goes on, on the CPU."""
 
     lengths: Tensor

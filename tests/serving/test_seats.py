@@ -236,3 +236,7 @@ def test_what_waits_for_its_code() -> None:
     assert engine.unsorted.at[taken[:3]].all() and not engine.unsorted.now
     engine.unsorted.note(torch.full((5,), -1), decode=True)
     assert not engine.unsorted.at[taken[3:]].any()
+    before = engine.unsorted.at[:-1].clone()
+    for decode_step in (True, False):  # what has no slot is the last entry's, which is nobody's
+        engine.unsorted.note(torch.full((LATER + 1,), -1), decode=decode_step)
+        assert bool(engine.unsorted.at[-1]) is decode_step and engine.unsorted.at[:-1].equal(before)
