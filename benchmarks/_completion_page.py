@@ -66,5 +66,5 @@ def maps(forms: Rows, decode: Rows, real: Rows) -> list[str]:
     return ["", markdown(["map of keys", "kFLOP a key", "bytes kept a key", "step, 128k [µs]", "error, exact top-k",
                           "points"], lines), "",
             "The step is of one layer and one row, with 32 query and 8 KV heads of 128. It is how much longer than a "
-            f"step by sketches alone. Where features are kept it was measured on an {kept.origin}, what ships on an "
+            f"step by sketches alone. Kept features were measured on an {kept.origin}. What ships was measured on an "
             f"{ships.origin}.", ""]

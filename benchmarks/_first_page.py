@@ -82,14 +82,14 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
     columns = speed(generate)
     lines: list[list[str]] = []
-    others: dict[str, list[str]] = {}
+    of_card: dict[str, list[str]] = {}
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
         budgets = sorted(b for m, b in scores if m == method and b is not None)
         budget = None if method == FULL else BUDGET if BUDGET in budgets else next(iter(budgets), None)
         one = scores.get((method, budget))
         if one is None:
             continue
-        others.setdefault(card(one), []).append(named(method))
+        of_card.setdefault(card(one), []).append(named(method))
         more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
         error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
@@ -99,7 +99,7 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
                       *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
-    return ["", table, "", origins(real, columns, others), ""]
+    return ["", table, "", origins(real, columns, of_card), ""]
 
 
 def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str]]) -> str:

@@ -126,8 +126,8 @@ def decode(rows: Rows) -> str:
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):
         parts += [f"## Full attention, {card(run[0]).replace('one ', '')}",
                   "The kernel that layers with full attention decode with, against its peers. The ratio is to the "
-                  "faster of cuDNN and FlashInfer, which ran with one row alone. “Bytes alone” is at the bandwidth of "
-                  "the card's data sheet.", dense(run)]
+                  "faster of cuDNN and FlashInfer. “–”: a peer did not run. “Bytes alone” is at the bandwidth of the "
+                  "card's data sheet.", dense(run)]
     if layer:
         parts.append("## What a prefill adds, one layer")
     for run in runs(layer):

@@ -155,16 +155,12 @@ class PhiEstimator(Estimator):
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        made = product_dtype(torch.empty(0, dtype=dtype, device=device))
-        if made not in self.of_keys:
-            self.of_keys[made] = KeyMap(*(w.to(device) for w in self.layer.of_keys(made)))
-        return [*self.of_keys[made], *self._query_maps(dtype)]
+        return [*self._map_of_keys(dtype, device), *self._query_maps(dtype)]
 
     def map_for(self, view: LayerView) -> KeyMap:
         """The map of keys in the precision of a view's and on its device, and whether the kernels run it there."""
         if self.key_map is None:
-            self.load(view.keys.dtype, view.device)
-            self.key_map = self.of_keys[product_dtype(torch.empty(0, dtype=view.keys.dtype, device=view.device))]
+            self.key_map = self._map_of_keys(view.keys.dtype, view.device)
         self._query_maps(view.keys.dtype)  # here, so that the first step does not wait for them
         self.in_place = view.keys_on_device and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
         return self.key_map
@@ -325,6 +321,13 @@ class PhiEstimator(Estimator):
     def _doubled(self, size: int) -> bool:
         described = self.layer.centred or self.layer.capped
         return self.built_equal is not None and described and size > 2 * self.built_equal
+
+    def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap:
+        """The map of keys in the precision that products of such keys have, on the device."""
+        made = product_dtype(torch.empty(0, dtype=dtype, device=device))
+        if made not in self.of_keys:
+            self.of_keys[made] = KeyMap(*(w.to(device) for w in self.layer.of_keys(made)))
+        return self.of_keys[made]
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
         """The maps of queries in their precision, where the offset lies: the trained ones may lie elsewhere."""
