@@ -62,9 +62,10 @@ CASES = {
     "8b-32k-b16": ("8b", 32_768, 16), "8b-128k-b1": ("8b", 131_072, 1), "8b-512k-b1": ("8b", 524_288, 1),
     "8b-128k-b4": ("8b", 131_072, 4), "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1),
     "smollm2-8k-b1": ("smollm2", 8192, 1), "coder-30k-b1": ("coder", 30_000, 1),
-    "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24), "tiny-512-b2": ("tiny", 512, 2),
+    "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24),
+    "coder-16k-b64": ("coder", 16_384, 64), "coder-32k-b64": ("coder", 32_768, 64), "tiny-512-b2": ("tiny", 512, 2),
 }
-DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1")
+DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1", "coder-16k-b64", "coder-32k-b64")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
@@ -167,7 +168,7 @@ def artifacts(
 
 
 def prompts(model: Any, tokenizer: Any, rows: int, length: int, device: str) -> Tensor:
-    """Ids `[rows, length]`: drawn, or of Python's library, every row of another stretch."""
+    """Ids `[rows, length]`: drawn, or of Python's library where there is a tokenizer, every row of another stretch."""
     torch.manual_seed(1)
     if tokenizer is None:
         return torch.randint(1, model.config.vocab_size, (rows, length), device=device)
@@ -308,7 +309,7 @@ def theirs(model: Any, method: str, ids: Tensor, tokens: int, drawn: bool) -> di
 
 def measure(case: str, options: argparse.Namespace, device: str, model: Any, tokenizer: Any) -> None:
     _, length, rows = CASES[case]
-    ids = prompts(model, tokenizer, rows, length, device)
+    ids = prompts(model, None if case in DRAWN else tokenizer, rows, length, device)
     router, phi = load_artifacts(options.artifacts, None, None) if tokenizer is not None else (None, None)
     trained = artifacts(model_fingerprint(model)) if router is None else (router, phi)
     units = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "from": "tokens"}
