@@ -18,12 +18,15 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
-    main, side = torch.cuda.current_stream(device), _stream(device)
+    main = torch.cuda.current_stream(device)
+    side = next(stream for stream in _streams(device) if stream != main)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         yield lambda: main.wait_stream(side)
 
 
 @functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Two, of which one is never the caller's: torch has 32 streams of a device and gives them out in turn, so that the
+    stream of a capture may be any of them."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)
