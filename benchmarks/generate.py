@@ -192,7 +192,8 @@ def read(attachment: Any, ids: Tensor, cache: SparseCache) -> Tensor:
 def draw(model: Any, cache: SparseCache, ids: Tensor) -> None:
     """Fill all but the last token of a cache with drawn keys and values."""
     config = model.config
-    shape = ids.shape[0], config.num_key_value_heads, ids.shape[1] - 1, config.head_dim
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = ids.shape[0], config.num_key_value_heads, ids.shape[1] - 1, dim
     for layer in cache.layers:
         assert isinstance(layer, SparseLayer)
         layer.update(*(torch.randn(shape, device=ids.device, dtype=model.dtype) for _ in range(2)))

@@ -20,8 +20,9 @@ from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
 
 FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
-"""What is written between two calls, so that none finds what it reads in a cache of the device; runs, and calls of
-each."""
+"""What is read between two calls, so that none finds what it reads in a cache of the device; runs, and calls of each.
+Read, not written: a cache full of what was written makes a call wait until that is in memory, the longer the more the
+call itself reads."""
 
 
 class Kept(NamedTuple):
@@ -83,8 +84,8 @@ def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) 
     work()
     if device.type != "cuda":
         return _median([_seconds(work) for _ in range(REPEATS)]) * 1e6
-    dirt = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    clean, both = (_run_of(f, device, captured) for f in (dirt.zero_, lambda: (dirt.zero_(), work())))
+    other = torch.zeros(FLUSH_BYTES // 8, dtype=torch.int64, device=device)
+    clean, both = (_run_of(f, device, captured) for f in (other.sum, lambda: (other.sum(), work())))
     spent = [[_device_seconds(run, device) for run in (clean, both)] for _ in range(REPEATS)]
     return max(0.0, _median([b for _, b in spent]) - _median([a for a, _ in spent])) / CALLS * 1e6
 
