@@ -23,6 +23,10 @@ LONG = "coder-1.5b-32k"
 """The same model with maps of windows of twice that length."""
 WORST = {4096: f"{FIRST[0]}-4k", 8192: f"{FIRST[0]}-8k", 16_384: FIRST[0]}
 """The same model with maps of windows of each length, whose budgets pay for all that is fetched."""
+REPEATS = {"coder-1.5b-again": "the same model and recipe, trained anew",
+           "coder-1.5b-kept": "maps of keys of four layers, by the code that kept features",
+           "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
+"""Models in rows that repeat README's measurement, and what differs."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -168,7 +172,26 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
         "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r not in here and not is_shorter(r)], tasks=False)]) + "\n"
+        *sections([r for r in rows if r not in here and not is_shorter(r)
+                   and r["case"].partition(":")[0] not in REPEATS], tasks=False)]) + "\n"
+
+
+def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of the same measurement with another training, or of another model."""
+    case = f"ruler@{FIRST[1]}"
+    lines = []
+    for name, words in REPEATS.items():
+        mine = of_model(rows, name)
+        if of_metric(mine, case, "difference"):
+            lines += [[words if m == "sketch" else "…", str(most(mine, case)), f"`{m}`",
+                       *(paired(mine, case, m, b) for b in (0.01, 0.02, 0.05))] for m in ("sketch", "sketch+phi")]
+    return "\n\n".join([
+        "# Is it the same again, and with a smaller model?",
+        "README's measurement with another training of the same recipe, with maps of keys of four layers, and by a "
+        "model of a third of the size. [The first page](real.md) says what is measured and how.",
+        f"Points to full attention at {FIRST[1] // 1024}k tokens ± half the 95 % interval.",
+        markdown(["what is measured", "prompts", "method", "1 %", "2 %", "5 %"], lines),
+        *sections([r for r in rows if r["case"].partition(":")[0] in REPEATS], tasks=False)]) + "\n"
 
 
 def shorter_page(rows: Sequence[dict[str, Any]]) -> str:

@@ -39,12 +39,14 @@ def load(name: str) -> list[dict[str, Any]]:
 
 def phi() -> str:
     models, training = load("real"), load("phi-training")
-    return _phi_page.page(training, load("phi-forms"), _real_page.by_text(models)[1], _phi_page.spent(training)[1])
+    return _phi_page.page(training, load("phi-forms"), _real_page.by_text(models)[1], _phi_page.spent(training)[1],
+                          models)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "real": lambda: _real_page.page(load("real")),
     "real-others": lambda: _real_page.other_page(load("real")),
+    "real-repeats": lambda: _real_page.repeats_page(load("real")),
     "real-short": lambda: _real_page.shorter_page(load("real")),
     "phi": phi,
     "decode": lambda: _speed_page.decode(load("decode")),
