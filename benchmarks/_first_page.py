@@ -124,7 +124,8 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         f"Model: {MODEL}, {one['quantisation']}.",
         f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names no other "
         "number. ± is half the 95 % interval.",
-        "Bytes: what a step of a sparse layer reads, index and estimate included, of that layer's keys and values.",
+        "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
+        "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
         *(f"Time: {sentences([c.what for c in columns if c.card == of])}{when(of)}" for of in timed),
         f"Run on: {card(one)}." + "".join(

@@ -97,8 +97,8 @@ class PromptEvaluator(Evaluator):
             self.prompt_loss = loss_of(self.model, kept[0], prompts[0])
         return found
 
-    def _continue(self, batch: AnswerBatch, request: Question, method: Method) -> dict[str, Any]:
-        return super()._continue(batch, request, method) | {"prompt_losses": [self.prompt_loss]}
+    def _continue(self, batch: AnswerBatch, request: Question, method: Method, goes_on: bool) -> dict[str, Any]:
+        return super()._continue(batch, request, method, goes_on) | {"prompt_losses": [self.prompt_loss]}
 
 
 @contextmanager

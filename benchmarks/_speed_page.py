@@ -232,14 +232,15 @@ def tokens(rows: Rows) -> Drawing:
     run = max(runs([r for r in rows if r["metric"] == "loop_ms"]), key=lambda r: len({x["case"] for x in r}))
     cases = list(dict.fromkeys(r["case"] for r in run))
     methods = [m for m in TOKENS if any(r["method"] == m for r in run)]
-    colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#882255", "#CC79A7", "#117733", "#56B4E9", "#0072B2"),
+    colours = dict(zip(TOKENS, ("#7f7f7f", "#D55E00", "#E69F00", "#CC79A7", "#882255", "#117733", "#56B4E9", "#0072B2"),
                        strict=True))
     figure, axes = canvas()
     wide = 0.8 / len(methods)
     for i, method in enumerate(methods):
         found = [(cases.index(r["case"]) + wide * (i - (len(methods) - 1) / 2), r["value"]) for r in run
                  if r["method"] == method]
-        axes.bar([x for x, _ in found], [y for _, y in found], wide, color=colours[method], label=TOKENS[method])
+        axes.bar([x for x, _ in found], [y for _, y in found], wide, color=colours[method],
+                 label=TOKENS[method].replace("`", ""))
     axes.set_xticks(range(len(cases)), [
         "{}\n{}, {}".format(name, context, f"{batch[1:]} row{'s' * (batch != 'b1')}")
         for name, context, batch in (c.rsplit("-", 2) for c in cases)], fontsize=8)

@@ -73,7 +73,7 @@ def demo() -> dict[str, list[str]]:
     # the table asks the captured text for the sizes of sink and window alone: those of `capture`
     sizes: Any = SimpleNamespace(config={"sink_size": 4, "window_size": 16})
     cores, commit = rows[0]["machine"].partition(",")[0], rows[0]["commit"]
-    return {"demo": ["", demo_table(rows, sizes).text(), "", f"One run on a {cores} with two cores, commit {commit}. "
+    return {"demo": ["", demo_table(rows, sizes).text(), "", f"One run, {cores} with two cores, commit {commit}. "
                      "Perplexity and error are of held-out addresses to Congress. Tokens and bytes are what a sparse "
                      "layer reads in a step, of its own. Found are hidden numbers. The error is the relative L2 "
                      "distance of a head's output to full attention's.", ""]}

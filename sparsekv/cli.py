@@ -110,7 +110,7 @@ COMMANDS = {
         "Say what this machine can run, and what installs the rest.",
         "sparsekv.commands.doctor", "DoctorConfig", "run_doctor"),
     "demo": Command(
-        "All of the above on a small real model, in minutes, on a CPU; writes report.html.",
+        "Capture, train and decode on a small real model, in minutes on two CPU cores; writes report.html.",
         "sparsekv.commands.demo", "DemoConfig", "run_demo",
         "run the same command with --overwrite to start again"),
 }

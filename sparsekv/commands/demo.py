@@ -9,15 +9,12 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, check_place, only_writer, write_text
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
-
-if TYPE_CHECKING:
-    from sparsekv.evaluation.methods import Method
 
 MARKER = "demo.json"
 PROSE = "embedded-prose"
@@ -32,10 +29,10 @@ class DemoConfig:
                                            "and addresses to Congress are trained on, and other addresses measured.")
     output: Path = option(Path("demo-output"), help="Folder for the captures, the artifacts, the table and the report.")
     context_length: int = option(2048, group="Sizes", help="Length of every window and prompt [tokens].", min=256)
-    num_documents: int = option(20, group="Sizes", help="Windows captured for training [windows].", min=4)
+    num_documents: int = option(10, group="Sizes", help="Windows captured for training [windows].", min=4)
     num_heldout: int = option(4, group="Sizes", help="Held-out windows continued for error and perplexity [windows].",
                               min=1)
-    num_needles: int = option(5, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
+    num_needles: int = option(4, group="Sizes", help="Needle prompts answered by every method [prompts].", min=1)
     num_buckets: int = option(256, group="Sizes", help="Buckets of the router [buckets].", min=2)
     phi_steps: int = option(200, group="Sizes", help="Training steps of the feature maps [steps].", min=1,
                             max=MOST_STEPS)
@@ -109,10 +106,6 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
         model=model, tokenizer=tokenizer)
     windows = make_windows(read_documents(measured, split="heldout"), tokenizer, length=config.context_length,
                            count=config.num_heldout, seed=config.seed, remedy="a smaller --num-heldout")
-    heldout = run_capture(  # the first of them, for the figure of where attention falls
-        CaptureConfig(**shared, corpus=measured, split="heldout", output=str(out / "heldout"), num_documents=1,
-                      queries_per_document=64),
-        model=model, tokenizer=tokenizer)
     where: dict[str, Any] = {"capture": str(train.path), "device": config.device, "seed": config.seed}
     train_router(RouterConfig(**where, output=str(out / "router"), num_buckets=config.num_buckets))
     # Muon needs thousands of steps, and on a CPU each costs more than the gradient
@@ -123,16 +116,16 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     numbers = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
     cells = collect(out)
     rows = with_origin(score_rows(cells, seed=config.seed))
-    shown = demo_table(rows, heldout)
+    shown = demo_table(rows, train)
     table = shown.text()
     write_text(out / "table.md", table + "\n")
     for path in (out / "results.json", config.save_results):
         if path is not None:
             write_text(Path(path), as_text(rows))
-    report = write_demo_report(out, rows, cells, numbers, heldout, model=config.model, windows=config.num_documents,
-                               heldout_windows=len(windows), corpus=learned,
+    report = write_demo_report(out, rows, cells, numbers, train, model=config.model, heldout_windows=len(windows),
+                               corpora=(learned, measured),
                                seconds=(trained, time.perf_counter() - started))
-    return DemoResult(rows, table, in_short(shown, heldout), report)
+    return DemoResult(rows, table, in_short(shown, train), report)
 
 
 def _corpora(config: DemoConfig) -> tuple[str, str]:
@@ -144,8 +137,8 @@ def _demo_output() -> OutputKind:
     from sparsekv.capture.prepare import OWN as STORE
     from sparsekv.trainers.work import OWN as ARTIFACT
 
-    parts = [f"{folder}/{name}" for folders, names in ((("capture", "heldout"), STORE), (("router", "phi"), ARTIFACT))
-             for folder in folders for name in names]
+    parts = [f"{folder}/{name}" for folder, names in (("capture", STORE), ("router", ARTIFACT), ("phi", ARTIFACT))
+             for name in names]
     return OutputKind("a demo's output", (MARKER, "table.md", "results.json", "report.html", "cells*.jsonl",
                                          TEMPORARIES, ".*.lock", *parts),
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
@@ -153,10 +146,11 @@ def _demo_output() -> OutputKind:
 
 def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path) -> list[str]:
     """Cells of the table's methods on held-out windows of token ids and on needle prompts, and of the figure's other
-    budgets on the first two windows. Returns the hidden numbers."""
+    budgets on the first windows. Returns the hidden numbers."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
-    from sparsekv.commands.demo_report import BUDGETS, shown
+    from sparsekv.commands.demo_report import BUDGETS, WINDOWS_BY_BUDGET, shown
+    from sparsekv.core.registry import FULL
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.methods import parse_methods, usual_methods
     from sparsekv.evaluation.own_tasks import continuations, make_needles
@@ -164,12 +158,14 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[i
     needles = make_needles(tokenizer, [t for w in windows for t in w], length=config.context_length,
                            count=config.num_needles, seed=config.seed)
     table = shown()
-    curves = [m for m in parse_methods(usual_methods(("router", "sketches", "phi")), BUDGETS) if m not in table]
+    # the budgets of a method one after the other: what is built over a prompt serves all of them
+    methods = list(dict.fromkeys([
+        *parse_methods([FULL, *usual_methods(("router", "sketches", "phi"))], BUDGETS), *table]))
     texts = continuations(windows)
+    first = texts[:WINDOWS_BY_BUDGET]
     router, phi = RouterArtifact.load(out / "router"), PhiArtifact.load(out / "phi")
-    parts: list[tuple[str, list[Any], list[Method]]] = [
-        ("", texts + needles, table), ("-curves", texts[:2], curves)]
-    with progress("decode", sum(len(requests) * len(methods) for _, requests, methods in parts), "runs") as advance:
-        for part, requests, methods in parts:
-            Evaluator(model, tokenizer, requests, output=out, part=part, router=router, phi=phi).run(methods, advance)
+    evaluator = Evaluator(model, tokenizer, texts + needles, output=out, router=router, phi=phi)
+    with progress("decode", len(first) * len(methods) + len(texts + needles) * len(table), "runs") as advance:
+        evaluator.run(methods, advance, some=first)
+        evaluator.run(table, advance)
     return [needle.targets[0] for needle in needles]

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.01, 0.02, 0.05)
 """Budgets of the figure; a row of the table has one."""
+WINDOWS_BY_BUDGET = 2
+"""Windows that are continued at all of them."""
 COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
 CURVE_REQUESTS = 4
 READING = (
@@ -36,8 +38,8 @@ def shown() -> list[Method]:
         name.partition("+")[0])) is not None for method in parse_methods([name], [row.demo_budget])]
 
 
-def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
-    """The table, its rows in the order of `shown`. rows: result rows of one length; heldout: for the sizes of sink and
+def demo_table(rows: list[dict[str, Any]], captured: CaptureStore) -> Table:
+    """The table, its rows in the order of `shown`. rows: result rows of one length; captured: for the sizes of sink and
     window."""
     from sparsekv.evaluation.report import Table
     from sparsekv.evaluation.tables import hits, measured
@@ -48,16 +50,17 @@ def demo_table(rows: list[dict[str, Any]], heldout: CaptureStore) -> Table:
         texts, needles, loss = (known.get((method.name, method.budget, metric))
                                 for metric in ("rel_err", "score", "perplexity"))
         lines.append([
-            _words(method, heldout.config), measured(texts, "{:.1%}", "read"), measured(texts, "{:.1%}", "bytes_share"),
-            hits(needles), measured(loss, "{:.2f}"), measured(texts, "{:.3f}")])
+            _words(method, captured.config), measured(texts, "{:.1%}", "read"),
+            measured(texts, "{:.1%}", "bytes_share"), hits(needles),
+            measured(loss, "{:.2f}"), measured(texts, "{:.3f}")])
     return Table("What was read, what was found, what it cost", COLUMNS, lines, READING)
 
 
-def in_short(table: Table, heldout: CaptureStore) -> str:
+def in_short(table: Table, captured: CaptureStore) -> str:
     """The first and the last line of the table as a sentence, with the bytes that full attention reads."""
-    about = heldout.model
+    about = captured.model
     size = {"float32": 4}.get(about.get("dtype", ""), 2)
-    whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * heldout.context_length * size
+    whole = 2 * about["num_layers"] * about["num_kv_heads"] * about["head_dim"] * captured.context_length * size
     full, last = table.rows[0], table.rows[-1]
     return (f"Full attention reads {whole / 1e6:.0f} MB of keys and values for every token that it writes and finds "
             f"{full[3]} hidden numbers; sketches of the keys with φ find {last[3]} and read {last[1]} of the tokens "
@@ -65,41 +68,41 @@ def in_short(table: Table, heldout: CaptureStore) -> str:
 
 
 def write_demo_report(
-    out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore, *,
-    model: str, windows: int, heldout_windows: int, corpus: str, seconds: tuple[float, float],
+    out: Path, rows: list[dict[str, Any]], cells: list[dict[str, Any]], numbers: list[str], captured: CaptureStore, *,
+    model: str, heldout_windows: int, corpora: tuple[str, str], seconds: tuple[float, float],
 ) -> Path:
-    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; heldout: a capture of the
-    first of the windows that were continued; corpus: what was trained on; seconds: of capture and training, and of
-    everything."""
+    """`report.html` in the folder. numbers: hidden in the needle prompts, in their order; captured: what was trained
+    on; corpora: of that, and of what was held out; seconds: of capture and training, and of everything."""
     from sparsekv.evaluation import figures
     from sparsekv.evaluation.report import Figure, write_report
     from sparsekv.sources.shipped import in_words
     from sparsekv.trainers.metrics import read_metrics
 
     metrics = read_metrics(out / "phi" / "metrics.csv")
-    fractions, quartiles = _mass_curves(heldout)
+    fractions, quartiles = _mass_curves(captured)
     found = {(r["method"], r["budget"]): r["value"] for r in rows if r["metric"] == "rel_err"}
     errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
               for m in dict.fromkeys(m for m, _ in found if m != "full")}
-    table = demo_table(rows, heldout)
-    intro = (f"The model {model} was left as it is. From {windows} windows of {heldout.context_length} tokens of "
-             f"{in_words(corpus)} it was learned, in {seconds[0]:.0f} s, where its attention falls; then it continued "
-             f"{heldout_windows} windows of {in_words(heldout.config['corpus'])} that were held out and answered "
+    table = demo_table(rows, captured)
+    intro = (f"The model {model} was left as it is. From {captured.num_documents} windows of "
+             f"{captured.context_length} tokens of {in_words(corpora[0])} it was learned, in {seconds[0]:.0f} s, where "
+             f"its attention falls; then it continued {heldout_windows} windows of {in_words(corpora[1])} that were "
+             f"held out and answered "
              f"{len(numbers)} questions, reading a part of what is there. "
-             f"{in_short(table, heldout)} Everything took {seconds[1]:.0f} s.")
+             f"{in_short(table, captured)} Everything took {seconds[1]:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: the same model, reading less", intro,
-        [table, _answers(cells, numbers, heldout)],
+        [table, _answers(cells, numbers, captured)],
         [Figure("The more is read, the smaller the error", figures.error_by_budget(BUDGETS, errors),
                 "Down is better. Dashed: only what is read. Solid: with the estimate φ of the rest. Held-out text."),
          Figure("Why it works: few tokens hold most of the attention", figures.mass_by_keys(fractions, quartiles),
                 "How much of its attention outside sink and tail a head gives to its best tokens; heads in quarters, "
-                "from those that look at few tokens to those that look at many."),
+                "from those that look at few tokens to those that look at many. A window of training."),
          Figure("Training", figures.training_curves({"φ": (metrics["step"], metrics["loss"])}),
                 "Loss of the feature maps on the training windows.")])
 
 
-def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureStore) -> Table:
+def _answers(cells: list[dict[str, Any]], numbers: list[str], captured: CaptureStore) -> Table:
     """What every method answered where a number was hidden about the middle of the text."""
     from sparsekv.evaluation.report import Table
 
@@ -110,7 +113,7 @@ def _answers(cells: list[dict[str, Any]], numbers: list[str], heldout: CaptureSt
     for method in shown():
         answer = answers.get((method.name, method.budget))
         if answer is not None:
-            lines.append([_words(method, heldout.config), " ".join(answer.split()) or "–",
+            lines.append([_words(method, captured.config), " ".join(answer.split()) or "–",
                           "yes" if numbers[asked] in answer else "no"])
     return Table(f"One of the questions: the hidden number is {numbers[asked]}",
                  ("what a step reads", "the answer", "right"), lines)
@@ -124,7 +127,7 @@ def _words(method: Method, config: dict[str, Any]) -> str:
     return said + ("" if estimator is None else f" + {estimator.symbol or estimator.name}")
 
 
-def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
+def _mass_curves(captured: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:
     import torch
 
     from sparsekv.core.offline import mass_curve, mid_share, requests
@@ -133,14 +136,14 @@ def _mass_curves(heldout: CaptureStore) -> tuple[list[float], dict[str, list[flo
 
     shares, entropies = [], []
     fractions: list[float] = []
-    for layer in heldout.layers[1::3] or heldout.layers:
-        window = captured_window(heldout, layer, 0, heldout.config["sink_size"], heldout.config["window_size"])
+    for layer in captured.layers[1::3] or captured.layers:
+        window = captured_window(captured, layer, 0, captured.config["sink_size"], captured.config["window_size"])
         curves = []
         for request in requests(window, CURVE_REQUESTS):
             fractions, curve = mass_curve(mid_share(request), int(request.view.regions.mid_sizes))
             curves.append(curve)
         shares.append(torch.stack(curves).mean(0))
-        entropies.append(heldout.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
+        entropies.append(captured.read(layer, 0).statistics["entropy_mid"].float().mean(-1))
     every, entropy = torch.cat(shares), torch.cat(entropies)
     order = entropy.argsort().tensor_split(4)
     return fractions, {name: every[part].mean(0).tolist() for name, part in zip(QUARTILES, order, strict=True)

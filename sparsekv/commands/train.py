@@ -55,7 +55,8 @@ ON_GPU = Sizes(None, 16_384, 768, {}, {}, "the recipe measured with Qwen2.5-Code
                "(docs/results/real.md); on larger models its quality was not measured")
 ON_CPU = Sizes(26, 2048, 128, {"num_buckets": 256},
                {"max_steps": 200, "width": 64, "batch_size": 48, "keys_per_step": 352, "optimizer": "adam", "lr": 3e-3},
-               "the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/results/demo.json); a GPU has others")
+               "maps of the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/results/demo.json); a GPU has "
+               "others")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class TrainConfig:
                               "glob of them, or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
     output: str = option(help="Folder of the training: capture/, router/, phi/, quality.json and README.md.",
                          names=("--output", "-o"))
-    num_documents: int | None = option(None, help="Windows captured; without it the default, at most what 100 GB hold "
-                                                  "[windows].", group="Sizes", min=2)
+    num_documents: int | None = option(None, help="Windows captured; without it those of 393,216 tokens, at least 16, "
+                                                  "at most what 100 GB hold, and on a CPU 26 [windows].",
+                                       group="Sizes", min=2)
     context_length: int | None = option(None, help="Length of every window, best that of the contexts that will be "
                                                    "decoded; without it 16384, on a CPU 2048, at most the model's own "
                                                    "[tokens].", group="Sizes", min=64)
@@ -76,8 +78,8 @@ class TrainConfig:
                                                         "quarter [windows].", group="Sizes", min=0)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
-    phi_steps: int | None = option(None, help="Training steps of the feature maps; most of the time is theirs [steps].",
-                                   group="Sizes", min=1, max=MOST_STEPS)
+    phi_steps: int | None = option(None, help="Training steps of the feature maps; most of the time is theirs; without "
+                                              "it 2500, on a CPU 200 [steps].", group="Sizes", min=1, max=MOST_STEPS)
     dtype: str = option("auto", help="Arithmetic of the model: auto, float32, bfloat16 or float16.", group="Running")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",
                          group="Running")

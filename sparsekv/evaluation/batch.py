@@ -97,16 +97,19 @@ class Continued(NamedTuple):
 
 
 @torch.inference_mode()
-def continue_text(attachment: Attachment, batch: AnswerBatch, following: Sequence[int]) -> Continued:
+def continue_text(
+    attachment: Attachment, batch: AnswerBatch, following: Sequence[int], keeps: bool = False,
+) -> Continued:
     """The tokens that follow the batch's one prompt, in one chunk in which every query selects for itself (the
-    attachment runs `sparse_chunks`). The batch is as before afterwards."""
+    attachment runs `sparse_chunks`). The batch is as before afterwards, but that it `keeps` what was built over its
+    prompt for the same attachment with another budget."""
     width, part = batch.width, batch.begin()
     right = torch.tensor(following, device=batch.last.device)
     given = torch.cat([batch.last, right[None, :-1]], dim=1)
     try:
         logits = attachment.model(given, past_key_values=part.cache, use_cache=True).logits
     finally:
-        batch.restore(width)
+        batch.restore(width, keeps)
     losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
     return Continued(losses.tolist(), logits[0].argmax(-1).tolist())
 

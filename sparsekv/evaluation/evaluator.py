@@ -22,6 +22,7 @@ from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
 from sparsekv.runtime.attach import Attachment, RunOptions, attach
+from sparsekv.runtime.cache import SparseCache
 from sparsekv.runtime.decoding import SIZES
 
 CPU_BYTES = 4 * 2**30
@@ -51,8 +52,8 @@ class Evaluator:
         self.window_size = configs[0].window_size if configs else SIZES["window_size"]
         self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
-        self.begun: tuple[Method, Attachment] | None = None
-        """The method that answered last, and its attachment."""
+        self.begun: tuple[Method, RunOptions | None, Attachment] | None = None
+        """The method that was measured last, how its steps ran, and its attachment."""
         self._tokens: dict[int, list[int]] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
@@ -63,10 +64,11 @@ class Evaluator:
 
     def run(
         self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None, until: float = math.inf,
+        some: Sequence[Question] | None = None,
     ) -> bool:
         """Fill the cells; whether all are full. `advance(n)` is called as requests are measured by methods. Past
-        `until` (`time.perf_counter()`) nothing is begun."""
-        for requests in self.batches():
+        `until` (`time.perf_counter()`) nothing is begun. some: of the requests, those that are measured."""
+        for requests in self.batches(some):
             todo = [m for m in methods if self._open(requests, m)]
             advance((len(methods) - len(todo)) * len(requests))
             if not todo:
@@ -94,13 +96,14 @@ class Evaluator:
         with self._attached(method) as attachment:
             return prefill_batch(attachment, prompts, room=room)
 
-    def batches(self) -> Iterator[list[Question]]:
+    def batches(self, some: Sequence[Question] | None = None) -> Iterator[list[Question]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
         continued is alone, and so is every prompt of a model with sliding-window layers."""
         limit = self.batch_tokens or self._fitting_tokens()
-        sizes = {id(r): len(self._tokens_of(r)) for r in self.requests}
+        asked = self.requests if some is None else some
+        sizes = {id(r): len(self._tokens_of(r)) for r in asked}
         tasks: dict[tuple[int, str], list[Question]] = {}
-        for r in self.requests:
+        for r in asked:
             tasks.setdefault((r.length, r.task), []).append(r)
         order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
         with attach(self.model, selector="dense") as dense:
@@ -176,7 +179,7 @@ class Evaluator:
         found: dict[str, Any] = {}
         texts: dict[int, str] = {}
         if rows and requests[0].metric == "continuation":
-            found = self._continue(batch, requests[0], method)
+            found = self._continue(batch, requests[0], method, goes_on)
         elif rows:
             texts, found = self._answer(batch, requests, method, rows, goes_on)
         if not goes_on:
@@ -200,13 +203,22 @@ class Evaluator:
             add_cell(self.path, line)
             self.done |= {(case, i, method.name, method.budget) for i in line["indices"]}
 
-    def _continue(self, batch: AnswerBatch, request: Question, method: Method) -> dict[str, Any]:
+    def _going(self, method: Method, run: RunOptions | None, cache: SparseCache) -> Attachment:
+        """The attachment of a method: the last one, if another budget is all that changes."""
+        if self.begun is None or not method.alike(self.begun[0]) or run != self.begun[1]:
+            self.begun = method, run, self._attached(method, run)
+        attachment = self.begun[2]
+        if method.budget is not None:
+            attachment.spend(method.budget, cache)
+        return attachment
+
+    def _continue(self, batch: AnswerBatch, request: Question, method: Method, goes_on: bool) -> dict[str, Any]:
         """Losses of a window's last tokens [nats] and their mean, the tokens that were likeliest, error of the
         attention's output, share of the context read."""
         following = self._tokens_of(request)[-request.max_new_tokens:]
         run = RunOptions(sparse_chunks=True, compares=method.selector != "full")
-        with self._attached(method, run) as attachment:
-            losses, likeliest = continue_text(attachment, batch, following)
+        with self._going(method, run, batch.cache) as attachment:
+            losses, likeliest = continue_text(attachment, batch, following, keeps=goes_on)
         report = attachment.report()
         return {"losses": [sum(losses) / len(losses)], "token_losses": [[round(x, 5) for x in losses]],
                 "likeliest": [likeliest], "errors": [report["rel_err"] or 0.0], **_shares(report)}
@@ -217,15 +229,11 @@ class Evaluator:
         """Answers by row, and what a sparse layer read; in parts where the device's memory does not
         hold what the method builds for all rows."""
         splits = self.splits.get(method.selector, 1)
-        if self.begun is None or not method.alike(self.begun[0]):
-            self.begun = method, self._attached(method)
-        attachment = self.begun[1]
         if len(rows) < len(requests):
             batch.restore(batch.width)  # some rows' budget pays for nothing
         while True:
             try:
-                if method.budget is not None:
-                    attachment.spend(method.budget, batch.cache)
+                attachment = self._going(method, None, batch.cache)
                 return self._answer_in_parts(attachment, batch, requests, rows, splits, goes_on)
             except torch.OutOfMemoryError:
                 batch.restore(batch.width)

@@ -13,7 +13,7 @@ ROW_BYTES = 256
 """The widest key of which ASSIGNED_AT_ONCE are compared with BUCKETS_AT_ONCE buckets at once."""
 SORTED_AT_ONCE, PLACED_AT_ONCE = 2048, 64
 """Places that a program counts, and how many of them are put in order at once."""
-TWIN_KEYS = 8192
+TWIN_KEYS = 1024
 
 
 def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
 def assign_buckets_reference(keys: Tensor, centroids: Tensor) -> Tensor:
     """`assign_buckets` in plain torch, some keys at a time."""
     acc = acc_dtype(keys)
-    parts = [(part.to(acc) @ centroids.to(acc).mT).argmax(-1) for part in keys.split(TWIN_KEYS, dim=2)]
+    parts = [(part.to(acc) @ centroids.to(acc).mT).max(-1).indices for part in keys.split(TWIN_KEYS, dim=2)]
     return torch.cat(parts, dim=2).to(torch.int32)
 
 

@@ -20,7 +20,7 @@ METHODS = {"full attention": "full", "exact top-k": "topk", "sketch": "sketch",
 """What README calls a method, and what rows do."""
 EXPLAINED = {
     "60 points": "docs/results/real.md", "8B": "docs/runtime.md",
-    "1.5B": "docs/results/phi.md", "3.11": "pyproject.toml", "9 minutes": "docs/start.md",
+    "1.5B": "docs/results/phi.md", "3.11": "pyproject.toml", "7 minutes": "docs/start.md",
     "1, 2 and 5 %": "docs/how-to/budget.md", "30k tokens": "docs/results/generate.md",
     "128k tokens": "docs/serving.md", "6.3 ms": "docs/serving.md", "8.8 ms": "docs/serving.md",
     "6.2": "docs/how-to/prompts.md", "11.6": "docs/how-to/prompts.md"}

@@ -140,6 +140,30 @@ def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
     assert len(begun) == (make_model().config.num_hidden_layers - 1) * (1 if once else len(budgets))
 
 
+@pytest.mark.parametrize("name", ["topk+phi", "router", "sketch+phi", "snapkv"])
+def test_a_text_is_continued_at_other_budgets_by_what_was_built_once(
+    tmp_path, tokenizer, name: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, budgets = make_model(), [0.1, 0.5, 0.2]
+    router, phi = artifacts(model, space="rot")
+    text = tokenizer(TEXT * 6)["input_ids"]
+    asked = continuations([text[:200], text[50:250]])
+
+    def cells(folder, budgets, some=None):
+        made = Evaluator(model, tokenizer, asked, router=router, phi=phi, output=tmp_path / folder)
+        made.run(parse_methods([name], budgets), some=some)
+        return {(c["budget"], tuple(c["indices"])): (c["losses"], c["errors"], c["read"], c["bytes"])
+                for c in collect(tmp_path / folder)}
+
+    begun = []
+    monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
+        begun.append(1), own(self, *args, **kwargs))[1])
+    together = cells("together", budgets)
+    assert len(begun) == len(asked) * (model.config.num_hidden_layers - 1) * (len(budgets) if name == "snapkv" else 1)
+    assert together == {k: v for b in budgets for k, v in cells(f"at {b}", [b]).items()}
+    assert cells("some", budgets, asked[1:]) == {k: v for k, v in together.items() if k[1] == (1,)}
+
+
 def test_a_budget_changes_between_steps(tokenizer) -> None:
     model = make_model()
     with attach(model, selector="topk", token_budget=0.2, dense_below=0) as attachment:
