@@ -139,9 +139,9 @@ def by_answers(real: Sequence[dict[str, Any]]) -> list[str]:
             lines.append([words, f"`{method}`", *(
                 f"{(r := by[method, metric, b])['value']:.1f} ± {(r['high'] - r['low']) / 2:.1f}".replace("-", "−")
                 for metric in ("difference", "agreement") for b in BUDGETS)])
-    return ["Answers to the same 52 prompts of 16k, by maps of 24 windows and 2500 steps, each by the code of its "
-            "time. The first form's windows are all of prose. Points are to full attention; agreement is how much of "
-            "its answer is given before the first character that differs.",
+    return ["Answers to the same 52 prompts of 16k, by maps of 24 windows and 2500 steps, the first form by the "
+            "code of c2f4bce, which kept features. Its windows are all of prose. Points are to full attention; "
+            "agreement is how much of its answer is given before the first character that differs.",
             markdown(["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement")
                                                  for b in BUDGETS)], lines)]
 
