@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._missed_page import PLUS, STEP, found, of_prompt, over
-from benchmarks._real_page import FIRST, LONG, first, minus, most, of_metric, of_model, paired
+from benchmarks._real_page import AGAIN, FIRST, KEPT, LONG, first, minus, most, of_metric, of_model, paired
 from sparsekv.evaluation.tables import markdown
 
 Rows = Sequence[dict[str, Any]]
@@ -18,8 +18,6 @@ MAPS = ((None, "none"), ("base", "four layers of 256 in each half, features kept
         ("shared64", "one hidden layer of 64 in each half (ships)"))
 """What phi-forms.json calls a map of keys, and what it is."""
 CASE = "32x8-128k-b1"
-KEPT, AGAIN = "coder-1.5b-kept", "coder-1.5b-again"
-"""Models in real.json: maps of four layers by the code that kept features, what ships on the same prompts."""
 
 
 def above(rows: Rows, length: int, method: str) -> str:
@@ -62,14 +60,14 @@ def maps(forms: Rows, decode: Rows, real: Rows) -> list[str]:
     mine, case = first(real)
     kept, ships = (found(decode, c, lambda v: v[PLUS, "us"] - v[STEP, "us"])[0] for c in (f"{CASE}-kept", CASE))
     steps = {None: "0", "base": f"+{kept.value:.1f}", "shared64": f"+{ships.value:.1f}"}
-    points = {None: "sketch", "shared64": "sketch+phi"}
+    origins = {None: "–", "base": kept.origin, "shared64": ships.origin}
+    before = of_model(real, KEPT)
+    points = {None: paired(mine, case, "sketch", BUDGET), "shared64": paired(mine, case, "sketch+phi", BUDGET),
+              "base": f"{paired(before, case, 'sketch+phi', BUDGET)} ({most(before, case)} prompts)"}
     lines = [[words, *("0" if form is None else f"{errors[form][x]:.0f}" for x in ("kflop_key", "bytes_kept")),
-              steps[form], f"{errors[form]['value']:.4f}",
-              paired(mine, case, points[form], BUDGET) if form in points else
-              f"{paired(of_model(real, KEPT), case, 'sketch+phi', BUDGET)} (52 prompts)"] for form, words in MAPS]
-    return ["", markdown(["map of keys", "kFLOP a key", "bytes kept a key", "step, 128k [µs]", "error, exact top-k",
-                          "points"], lines), "",
+              steps[form], origins[form], f"{errors[form]['value']:.4f}", points[form]] for form, words in MAPS]
+    return ["", markdown(["map of keys", "kFLOP a key", "bytes kept a key", "step, 128k [µs]", "step of",
+                          "error, exact top-k", "points"], lines), "",
             "The step is of one layer and one row, with 32 query and 8 KV heads of 128. It is how much longer than a "
-            f"step by sketches alone. Kept features were measured on an {kept.origin}. What ships was measured on an "
-            f"{ships.origin}. On the 52 prompts of kept features what ships has "
-            f"{paired(of_model(real, AGAIN), case, 'sketch+phi', BUDGET)}.", ""]
+            "step by sketches alone. On the prompts of kept features what ships has "
+            f"{paired(of_model(real, AGAIN), case, 'sketch+phi', BUDGET)} points.", ""]

@@ -6,7 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks._real_page import FIRST, LONG, best_rivals, first, minus, most, of_metric, of_model, paired, text_cells
+from benchmarks._real_page import (
+    AGAIN,
+    FIRST,
+    LONG,
+    best_rivals,
+    first,
+    minus,
+    most,
+    of_metric,
+    of_model,
+    paired,
+    text_cells,
+)
 from sparsekv.core.registry import FULL, row_of
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent, plain
@@ -160,7 +172,16 @@ def facts(real: Rows) -> list[str]:
             lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
                           minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
     table = markdown(["method", "against", "retrieved", "points", "95 % interval", "difference"], lines)
-    return ["", table, "", " ".join(said for said in (untrained(real), twice_as_long(real)) if said), ""]
+    return ["", table, "", " ".join(said for said in (again(real), untrained(real), twice_as_long(real)) if said), ""]
+
+
+def again(real: Rows) -> str:
+    """How another training of the same recipe stands to full attention."""
+    mine, case = of_model(real, AGAIN), f"ruler@{FIRST[1]}"
+    if not mine:
+        return ""
+    return (f"Trained anew, sketch + φ is {paired(mine, case, 'sketch+phi', BUDGET)} points from full attention at "
+            f"{percent(BUDGET)}, on {most(mine, case)} prompts.")
 
 
 def twice_as_long(real: Rows) -> str:

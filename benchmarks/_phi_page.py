@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._first_page import card
+from benchmarks._real_page import minus
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
 from sparsekv.evaluation.methods import percent
 from sparsekv.evaluation.tables import markdown
@@ -111,39 +112,20 @@ def ships(rows: Sequence[dict[str, Any]]) -> str:
 
     def more(case: str, metric: str, budget: float) -> str:
         mine, first = (known[case, form, metric, budget]["value"] for form in ("shared64", "base"))
-        return f"{100 * mine / first - 100:+.1f} %".replace("-", "−")
+        return minus(f"{100 * mine / first - 100:+.1f} %")
 
     lines = []
     for case in cases:
         one = known[case, "shared64", "rel_err", BUDGETS[0]]
         lines.append([f"{one['length'] // 1024}k, {card(one).removeprefix('one ')}",
                       *(more(case, m, b) for m in ("rel_err", "kl") for b in BUDGETS)])
-    (long,) = cases[1:]
-    mine, first = (known[long, form, "rel_err", BUDGETS[0]]["train_seconds"] for form in ("shared64", "base"))
+    one, other = (known[cases[-1], form, "rel_err", BUDGETS[0]] for form in ("shared64", "base"))
     return ("The form that ships has an eighth of the operations of the first one. Its errors and KL beside the "
             "first one's, where up to +3 % was allowed:\n\n"
             + markdown(["windows", *(f"{m}, top-k {percent(b)}" for m in ("error", "KL") for b in BUDGETS)], lines)
             + f"\n\nOf windows of {one['length'] // 1024}k there were {one['windows']}. Their training took "
-              f"{mine:.0f} s with what ships and {first:.0f} s with the first form, one after the other on one card.")
-
-
-def by_answers(real: Sequence[dict[str, Any]]) -> list[str]:
-    """Answers by maps of the first form and of what ships, to the same prompts on the same kind of card."""
-    lines = []
-    for model, words in (("coder-1.5b-kept", FORMS["base"]), ("coder-1.5b-again", "what ships")):
-        by = {(r["method"], r["metric"], r["budget"]): r for r in real if r["case"] == f"{model}:ruler@16384"
-              and r.get("against", "full") == "full"}
-        if not by:
-            return []
-        for method in ("topk+phi", "sketch+phi"):
-            lines.append([words, f"`{method}`", *(
-                f"{(r := by[method, metric, b])['value']:.1f} ± {(r['high'] - r['low']) / 2:.1f}".replace("-", "−")
-                for metric in ("difference", "agreement") for b in BUDGETS)])
-    return ["Answers to the same 52 prompts of 16k, by maps of 24 windows and 2500 steps, the first form by the "
-            "code of c2f4bce, which kept features. Its windows are all of prose. Points are to full attention; "
-            "agreement is how much of its answer is given before the first character that differs.",
-            markdown(["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement")
-                                                 for b in BUDGETS)], lines)]
+              f"{one['train_seconds']:.0f} s with what ships and {other['train_seconds']:.0f} s with the first form, "
+              "one after the other on one card.")
 
 
 def spent(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -178,9 +160,10 @@ def bars(rows: Sequence[dict[str, Any]]) -> Drawing:
 
 def page(
     rows: Sequence[dict[str, Any]], of_forms: Sequence[dict[str, Any]], of_models: str, took: str,
-    real: Sequence[dict[str, Any]],
+    answers: Sequence[str],
 ) -> str:
-    """docs/results/phi.md. of_models, took: tables of whole trainings' answers and of their seconds."""
+    """docs/results/phi.md. of_models, took: tables of whole trainings' answers and of their seconds; answers: by maps
+    of other forms."""
     one, form = rows[0], of_forms[0]
     ours = one["command"].startswith("phi_training.py")
     how = ("two held-out windows of each text, each query a decode step right behind a prefill of its own"
@@ -238,5 +221,5 @@ def page(
               f"tokens, {form['steps']} steps, commit {form['commit']}, whose trainer made all forms; the script is "
               "`benchmarks/experiments/phi_forms.py` of 97934de. All have GELU units. A query and a key have 128 "
               "dimensions. Bytes are of a key of one KV head whose keys and values take 512.", *forms(of_forms)[1:2],
-              ships(of_forms), *by_answers(real)]
+              ships(of_forms), *answers]
     return "\n\n".join(parts) + "\n"

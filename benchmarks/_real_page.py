@@ -23,8 +23,10 @@ LONG = "coder-1.5b-32k"
 """The same model with maps of windows of twice that length."""
 WORST = {4096: f"{FIRST[0]}-4k", 8192: f"{FIRST[0]}-8k", 16_384: FIRST[0]}
 """The same model with maps of windows of each length, whose budgets pay for all that is fetched."""
-REPEATS = {"coder-1.5b-again": "the same model and recipe, trained anew",
-           "coder-1.5b-kept": "maps of keys of four layers, by the code that kept features",
+AGAIN, KEPT = "coder-1.5b-again", "coder-1.5b-kept"
+"""The same model trained anew; by the code that kept features, with maps of keys of four layers. Same prompts."""
+REPEATS = {AGAIN: "the same model and recipe, trained anew",
+           KEPT: "maps of keys of four layers, by the code that kept features",
            "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
 """Models in rows that repeat README's measurement, and what differs."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
@@ -556,6 +558,28 @@ def text_cells(rows: Sequence[dict[str, Any]], method: str, budget: float) -> li
                 half = 50 * (found["high"] - found["low"])
                 cells.append(minus(f"{100 * (found['value'] - 1):+.1f} ± {half:.1f} %"))
     return cells
+
+
+def by_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A table of docs/results/phi.md: answers by maps of four layers and by those that ship."""
+    case, budgets = f"ruler@{FIRST[1]}", (0.01, 0.02)
+
+    def line(of: Sequence[dict[str, Any]], form: str, method: str) -> list[str]:
+        agreed = {r["budget"]: r for r in of_metric(of, case, "agreement") if r["method"] == method}
+        return [form, f"`{method}`", *(paired(of, case, method, b) for b in budgets),
+                *(cell_text(agreed.get(b)) for b in budgets)]
+
+    forms = {KEPT: "four layers of 256 in each half", AGAIN: "what ships"}
+    held = {name: of_model(rows, name) for name in forms}
+    if not all(held.values()):
+        return []
+    return [f"Answers to the same {most(held[KEPT], case)} prompts of {FIRST[1] // 1024}k, by maps of 24 windows and "
+            f"2500 steps, the first form by the code of {held[KEPT][0]['commit']}, which kept features. Its windows "
+            "are all of prose. Points are to full attention; agreement is how much of its answer is given before the "
+            "first character that differs.",
+            markdown(["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement")
+                                                 for b in budgets)],
+                     [line(held[name], form, m) for name, form in forms.items() for m in ("topk+phi", "sketch+phi")])]
 
 
 def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:

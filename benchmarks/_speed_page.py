@@ -192,7 +192,8 @@ def generate(rows: Rows) -> str:
               ("first token", "from the call to the first token, prompt and index included"),
               ("longest pause", "between two tokens, the first and the second included; cold: in a method's first "
                "answer of its process, kernels of earlier processes on disk"),
-              ("index", "making index and estimate, kernels already loaded"),
+              ("index", "making index and estimate, kernels already loaded; where there is no first token the cache "
+               "was drawn and not read, and copying φ's maps is in the index too"),
               ("a capture", "mean of the captures"),
               ("most memory", "the GPU's, weights and cache included")),
         "“`attach` by itself” is what artifacts give without an option: it retrieves 5 % where the lines above it "

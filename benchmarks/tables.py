@@ -40,7 +40,7 @@ def load(name: str) -> list[dict[str, Any]]:
 def phi() -> str:
     models, training = load("real"), load("phi-training")
     return _phi_page.page(training, load("phi-forms"), _real_page.by_text(models)[1], _phi_page.spent(training)[1],
-                          models)
+                          _real_page.by_answers(models))
 
 
 PAGES: dict[str, Callable[[], str]] = {

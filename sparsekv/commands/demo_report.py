@@ -87,8 +87,7 @@ def write_demo_report(
     intro = (f"The model {model} was left as it is. From {captured.num_documents} windows of "
              f"{captured.context_length} tokens of {in_words(corpora[0])} it was learned, in {seconds[0]:.0f} s, where "
              f"its attention falls; then it continued {heldout_windows} windows of {in_words(corpora[1])} that were "
-             f"held out and answered "
-             f"{len(numbers)} questions, reading a part of what is there. "
+             f"held out and answered {len(numbers)} questions, reading a part of what is there. "
              f"{in_short(table, captured)} Everything took {seconds[1]:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: the same model, reading less", intro,

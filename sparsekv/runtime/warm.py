@@ -33,8 +33,6 @@ class Warming:
         self._threads: list[threading.Thread] = []
         self._copies: list[Future[None]] = []
         self._copier: ThreadPoolExecutor | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        """Of the copies, one a device."""
 
     def copy(self, load: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         """Tensors that a call puts on the device, one call after another in one thread; they are the caller's stream's
@@ -42,15 +40,13 @@ class Warming:
         if self._copier is None:
             self._copier = ThreadPoolExecutor(1, "copies")
         reader = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        if reader is not None and device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
 
         def copied() -> None:
             for x in load():
                 if reader is not None:
                     x.record_stream(reader)
 
-        self._copies.append(self._copier.submit(_alone, copied, device, self._streams.get(device)))
+        self._copies.append(self._copier.submit(_alone, copied, device))
 
     def start(
         self, shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int, length: int,
@@ -124,14 +120,14 @@ def _tried(part: Callable[..., Any], shape: Shape, sinks: int, window: int, leng
     _alone(lambda: part(*made_up(shape, sinks, window, length)), shape.device)
 
 
-def _alone(work: Callable[[], Any], device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-    """Work on a stream, by default one of this thread; what fails here fails again in the step, which says so."""
+def _alone(work: Callable[[], Any], device: torch.device) -> None:
+    """Work on a stream of this thread; what fails here fails again in the step, which says so."""
     with contextlib.suppress(Exception), torch.no_grad():
         if device.type != "cuda":
             work()
             return
         with torch.cuda.device(device):
-            stream = stream or torch.cuda.Stream(device)
+            stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
                 work()
             stream.synchronize()
