@@ -63,9 +63,11 @@ CASES = {
     "8b-128k-b4": ("8b", 131_072, 4), "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1),
     "smollm2-8k-b1": ("smollm2", 8192, 1), "coder-30k-b1": ("coder", 30_000, 1),
     "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24),
+    "coder-16k-b8": ("coder", 16_384, 8), "coder-16k-b24": ("coder", 16_384, 24),
     "coder-16k-b64": ("coder", 16_384, 64), "coder-32k-b64": ("coder", 32_768, 64), "tiny-512-b2": ("tiny", 512, 2),
 }
-DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1", "coder-16k-b64", "coder-32k-b64")
+DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1", "coder-16k-b8", "coder-16k-b24", "coder-16k-b64",
+         "coder-32k-b64")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},

@@ -19,9 +19,9 @@ from sparsekv.core.step import build
 from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 
-LONGEST, ROWS = 32_768, 16
-"""Of the layer, whose length is the prompt's [tokens], with more than two rows less of it; and rows at most, as many as
-take the form of φ's query side for several rows."""
+LONGEST, ROWS = 131_072, 16
+"""Of the layer, whose length is the prompt's: tokens of all its rows at most, since longer lists take other kernels;
+and rows at most, as many as take the form of φ's query side for several rows."""
 _WARM: set[Any] = set()
 """What was loaded in this process: steps by `crossing.key_of`, products by `fused.Fused.loads`."""
 
@@ -57,7 +57,7 @@ class Warming:
         if key in _WARM or not selector.replayable:
             return
         _WARM.add(key)
-        length = min(length, max(min(LONGEST, 2 * LONGEST // shape.rows), 4 * (sinks + window)))
+        length = min(length, max(LONGEST // shape.rows, 4 * (sinks + window)))
         for part in parts(selector, estimator):
             thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
             thread.start()
