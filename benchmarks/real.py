@@ -191,8 +191,8 @@ def turned(kind: type[Evaluator], part: float) -> type[Evaluator]:
     """An evaluator that begins with another batch, and so with other tasks, by the share `part` of them: where
     processes are cut short, each lacks other tasks."""
     class Turned(kind):  # type: ignore[valid-type, misc]
-        def batches(self) -> Iterator[list[Question]]:
-            found = list(super().batches())
+        def batches(self, some: Sequence[Question] | None = None) -> Iterator[list[Question]]:
+            found = list(super().batches(some))
             at = int(part * len(found))
             yield from found[at:] + found[:at]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from benchmarks._prompts import (
 from benchmarks._real_page import by_length, figures, page, prompts_read, windows_of
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
+from sparsekv.evaluation.evaluator import Evaluator
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question
 
@@ -268,10 +270,14 @@ def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
 
 def test_processes_begin_with_batches_of_their_own() -> None:
     class Five:
-        def batches(self):
+        def batches(self, some=None):
             yield from "abcde"
 
-    assert ["".join(real.turned(Five, i / 4)().batches()) for i in range(4)] == ["abcde", "bcdea", "cdeab", "deabc"]
+        def run(self):
+            return "".join(self.batches(None))
+
+    assert [real.turned(Five, i / 4)().run() for i in range(4)] == ["abcde", "bcdea", "cdeab", "deabc"]
+    assert inspect.signature(real.turned(Evaluator, 0.5).batches) == inspect.signature(Evaluator.batches)
 
 
 def test_prompts_that_read_everything_are_dense_ones(tmp_path) -> None:
