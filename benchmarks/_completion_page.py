@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._missed_page import PLUS, STEP, found, of_prompt, over
-from benchmarks._real_page import AGAIN, FIRST, KEPT, LONG, first, minus, most, of_metric, of_model, paired
+from benchmarks._real_page import AGAIN, FIRST, KEPT, LONG, first, minus, models, most, of_metric, of_model, paired
 from sparsekv.evaluation.tables import markdown
 
 Rows = Sequence[dict[str, Any]]
@@ -33,7 +33,7 @@ def by_context(real: Rows) -> list[str]:
     lines = []
     for length in LENGTHS:
         case = f"ruler@{length}"
-        trainings = [of_model(real, name) for name in (FIRST[0], LONG)]
+        trainings = [m for title, m in models(real).items() if title.partition(" ")[0] in (FIRST[0], LONG)]
         mine = max((t for t in trainings if set(METHODS) <= {
             r["method"] for r in of_metric(t, case, "difference") if r["budget"] == BUDGET}),
             key=lambda t: most(t, case))

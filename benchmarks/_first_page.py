@@ -14,9 +14,13 @@ from benchmarks._real_page import (
     first,
     minus,
     most,
+    of_card,
     of_metric,
     of_model,
     paired,
+    placed,
+    prompts,
+    second,
     text_cells,
 )
 from sparsekv.core.registry import FULL, row_of
@@ -94,24 +98,26 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
     scores = {(r["method"], r["budget"]): r for r in of_metric(mine, case, "score")}
     columns = speed(generate)
     lines: list[list[str]] = []
-    of_card: dict[str, list[str]] = {}
+    of_whom: dict[str, list[str]] = {}
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
         budgets = sorted(b for m, b in scores if m == method and b is not None)
         budget = None if method == FULL else BUDGET if BUDGET in budgets else next(iter(budgets), None)
         one = scores.get((method, budget))
         if one is None:
             continue
-        of_card.setdefault(card(one), []).append(named(method))
+        of_whom.setdefault(card(one), []).append(named(method))
         more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
         error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
         fewer = f", {one['samples']} prompts" if one["samples"] < most(mine, case) else ""
         name = named(method) + more + fewer + (" (scores every key)" if method == "topk" else "")
-        lines.append([name, f"{one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f}", read, error,
+        points = (f"0 (score {one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f})" if method == FULL else
+                  paired(mine, case, method, budget or 0.0))
+        lines.append([name, points, read, error,
                       *(c.cells.get(method, "–") for c in columns)])
-    table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "score [points of 100]",
+    table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "points to full attention",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
-    return ["", table, "", origins(real, columns, of_card), ""]
+    return ["", table, "", origins(real, columns, of_whom), ""]
 
 
 def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str]]) -> str:
@@ -128,18 +134,15 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
     def sentences(words: list[str]) -> str:
         return " ".join(f"{x if i == 0 else x[0].upper() + x[1:]}." for i, x in enumerate(words))
 
-    def when(of: str) -> str:
-        return "" if of == card(one) else f" Timed on {of}."
-
-    timed = dict.fromkeys(c.card for c in columns)
+    timed = sentences([f"{c.what}{by(c.card)}" for c in columns])
     lines = [
         f"Model: {MODEL}, {one['quantisation']}.",
-        f"Score: RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names no other "
-        "number. ± is half the 95 % interval.",
+        f"Points: of 100, RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names "
+        "no other number, paired by prompt. ± is half the 95 % interval.",
         "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
-        *(f"Time: {sentences([c.what for c in columns if c.card == of])}{when(of)}" for of in timed),
+        *([f"Time: {timed}"] if timed else []),
         f"Run on: {card(one)}." + "".join(
             f" {', '.join(names)}: {of}." for of, names in methods.items() if of != card(one)),
         *([f"Training: {trained}."] if trained else [])]
@@ -161,7 +164,8 @@ def apart(found: dict[str, Any]) -> str:
 def facts(real: Rows) -> list[str]:
     """What the scores say of pairs of methods, and two sentences on untrained completion."""
     mine, case = first(real)
-    best = [(plain(m), b) for m in best_rivals(mine, case) for b in (BUDGET, 0.02)]
+    best = [(plain(m), next((b for b in (BUDGET, 0.02) if difference(real, "sketch+phi", plain(m), b)), BUDGET))
+            for m in best_rivals(mine, case)]
     pairs = [("sketch", FULL, BUDGET), ("topk", FULL, BUDGET), ("sketch+phi", FULL, BUDGET),
              ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
              *(("sketch+phi", rival, b) for rival, b in best)]
@@ -176,22 +180,25 @@ def facts(real: Rows) -> list[str]:
 
 
 def again(real: Rows) -> str:
-    """How another training of the same recipe stands to full attention."""
-    mine, case = of_model(real, AGAIN), f"ruler@{FIRST[1]}"
-    if not mine:
+    """How other trainings of the same recipe stand to full attention."""
+    case = f"ruler@{FIRST[1]}"
+    found = [paired(some, case, "sketch+phi", BUDGET) for some in (of_model(real, AGAIN), second(real))
+             if prompts(some, case, "sketch+phi")]
+    if not found:
         return ""
-    return (f"Trained anew, sketch + φ is {paired(mine, case, 'sketch+phi', BUDGET)} points from full attention at "
-            f"{percent(BUDGET)}, on {most(mine, case)} prompts.")
+    return (f"Other trainings of this recipe, measured with fewer prompts, stand at {' and '.join(found)} points to "
+            "full attention.")
 
 
 def twice_as_long(real: Rows) -> str:
-    """How sketches and φ stand to full attention at twice README's length, with maps of windows of that length."""
+    """How sketches and φ stand to full attention at twice README's length, with maps of windows of either length."""
     case = f"ruler@{2 * FIRST[1]}"
-    found = [paired(of_model(real, LONG), case, "sketch+phi", b) for b in (BUDGET, 0.02)]
-    if "–" in found:
+    found = [[paired(of_card(real, name, case), case, "sketch+phi", b) for b in (BUDGET, 0.02)]
+             for name in (FIRST[0], LONG)]
+    if "–" in (*found[0], *found[1]):
         return ""
-    return (f"At {2 * FIRST[1] // 1024}k tokens, with maps of such windows, sketch + φ is {found[0]} points from full "
-            f"attention. At a budget of 2 % it is {found[1]}.")
+    return (f"At {2 * FIRST[1] // 1024}k tokens sketch + φ is {found[0][0]} points from full attention. At a budget of "
+            f"2 % it is {found[0][1]}. With maps of windows of that length these are {found[1][0]} and {found[1][1]}.")
 
 
 def untrained(real: Rows) -> str:
@@ -224,7 +231,7 @@ def figure(real: Rows) -> Drawing:
     """Score by bytes, a line a method through its budgets, named in a legend; budgets stand at the points of sketch +
     φ."""
     mine, case = first(real)
-    scores = [r for r in of_metric(mine, case, "score") if r["value"] is not None]
+    scores = [r for r in placed(mine, case) if r["value"] is not None]
     shown = dict(zip((*METHODS, *best_rivals(mine, case)), (*COLOURS.values(), *OTHERS), strict=False))
     whole, axes = canvas()
     shares = []

@@ -12,7 +12,7 @@ Values = dict[tuple[str, str], float]
 """Of one case, card and commit, by method and metric."""
 
 PEERS = ("dense", "transformers", "transformers_compiled")
-OURS = ("sketch", "sketch_phi", "default")
+OURS = ("router", "sketch", "sketch_phi", "default")
 CODES, ALL, PHI = ("../log/decode.md#coarser-grades-and-less-to-look-through", "../log/decode.md#scoring-all-codes",
                    "../log/decode.md#completion-without-kept-features")
 OUTSIDE, INDEX = "../log/decode.md#a-step-outside-attention", "../log/requests.md#index"

@@ -68,6 +68,19 @@ CASES = {"ruler": "RULER, all tasks", "perplexity_prose": "Going on with prose",
 """What a case's name says, in words."""
 
 
+def of_card(rows: Sequence[dict[str, Any]], name: str, case: str) -> list[dict[str, Any]]:
+    """The rows of a model on the card with most prompts of a case; none where the case was not measured."""
+    found = [m for title, m in models(rows).items() if title.partition(" ")[0] == name]
+    best = max(found, key=lambda m: prompts(m, case), default=[])
+    return best if prompts(best, case) else []
+
+
+def prompts(rows: Sequence[dict[str, Any]], case: str, method: str | None = None) -> int:
+    """The prompts of a case, of one method where it is given; 0 where there are none."""
+    return max((r.get("samples") or 0 for r in rows if r["case"] == case and r["metric"] == "score"
+                and method in (None, r["method"])), default=0)
+
+
 def titled(case: str) -> str:
     """`ruler@16384` in words."""
     name, _, length = case.partition("@")
@@ -114,9 +127,12 @@ def after_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def ours(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of README's model with what the default recipe trains, but for contexts shorter than README's."""
+    """Those of README's model with what the default recipe trains, but for contexts shorter than README's: of the first
+    card, and of another what the first has no rows of."""
     mine = [r for r in rows if r["case"].partition(":")[0] == FIRST[0]] or list(rows)
-    return [r for r in mine if not is_shorter(r)]
+    best, _ = first(rows)
+    machine, held = best[0]["machine"] if best else None, {f"{FIRST[0]}:{r['case']}" for r in best}
+    return [r for r in mine if not is_shorter(r) and (r["machine"] == machine or r["case"] not in held)]
 
 
 def is_shorter(row: dict[str, Any]) -> bool:
@@ -131,7 +147,7 @@ def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
     length = 2 * FIRST[1]
     case = f"ruler@{length}"
     found = {name: mine for name in (FIRST[0], LONG)
-             if of_metric(mine := of_model(rows, name), case, "difference")}
+             if of_metric(mine := of_card(rows, name, case), case, "difference")}
     lines = [[mine[0]["trained"].partition(",")[0], str(most(mine, case)),
               *(paired(mine, case, m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02))]
              for mine in found.values()]
@@ -169,21 +185,18 @@ def most(rows: Sequence[dict[str, Any]], case: str) -> int:
 
 def other_page(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of models and trainings that are not README's."""
-    here = ours(rows)
     return "\n\n".join([
         "# What do other trainings give, and the rivals?",
         "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
         "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r not in here and not is_shorter(r)
-                   and r["case"].partition(":")[0] not in REPEATS], tasks=False)]) + "\n"
+        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS)], tasks=False)]) + "\n"
 
 
 def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of the same measurement with another training, or of another model."""
-    case = f"ruler@{FIRST[1]}"
-    lines = []
-    for name, words in REPEATS.items():
-        mine = of_model(rows, name)
+    case, lines = f"ruler@{FIRST[1]}", []
+    for words, mine in (*((words, of_model(rows, name)) for name, words in REPEATS.items()),
+                        ("the same model and recipe, on another card, with untrained completions", second(rows))):
         if of_metric(mine, case, "difference"):
             lines += [[words if m == "sketch" else "…", str(most(mine, case)), f"`{m}`",
                        *(paired(mine, case, m, b) for b in (0.01, 0.02, 0.05))] for m in ("sketch", "sketch+phi")]
@@ -194,6 +207,18 @@ def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
         f"Points to full attention at {FIRST[1] // 1024}k tokens ± half the 95 % interval.",
         markdown(["what is measured", "prompts", "method", "1 %", "2 %", "5 %"], lines),
         *sections([r for r in rows if r["case"].partition(":")[0] in REPEATS], tasks=False)]) + "\n"
+
+
+def untrained_page(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows of README's model on the cards that are not the first, which have untrained completions."""
+    here = {id(r) for r in ours(rows)}
+    return "\n\n".join([
+        "# And with completions that nobody trained?",
+        "README's model and recipe, another training of it, on another card: with untrained completions (centroids, "
+        "uniform samples), the other fit of the codes, a list for each query head, wide budgets, and rivals by another "
+        "package's code. [The first page](real.md) says what is measured and how.",
+        *sections([r for r in rows if r["case"].partition(":")[0] == FIRST[0] and id(r) not in here
+                   and not is_shorter(r)], tasks=False)]) + "\n"
 
 
 def shorter_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -222,7 +247,8 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
             name, length = title.partition(" ")[0], case.partition("@")[2]
-            figure = [f"![{titled(case)}, score by bytes](real-{name}-{length}.png)"] if several(mine, case) else []
+            figure = [f"![{titled(case)}, score by bytes](real-{name}-{length}.png)"] if (
+                several(mine, case) and has_figure(rows, title, case)) else []
             parts += [f"### {titled(case)}", *figure, samples(mine, case)]
             for metric, note in NOTES.items():
                 found = of_metric(mine, case, metric)
@@ -308,12 +334,16 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A line a target that README's model does not reach, at twice README's length with maps of such windows: target,
-    what was found, length."""
-    mine, case = first(rows)
-    return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", minus(found)]
-            for some, case in ((mine, case), (of_model(rows, LONG), f"ruler@{2 * FIRST[1]}"))
-            for what, found, reached in targets(some, case) if reached == "no"]
+    """A line a target that README's model does not reach, at README's length and at twice that, there with maps of
+    windows of either length too: target, what was found. What the first card has is not asked of another."""
+    (mine, case), twice = first(rows), f"ruler@{2 * FIRST[1]}"
+    of_long = f"maps of windows of {2 * FIRST[1] // 1024}k"
+    lines: dict[str, tuple[str, str]] = {}
+    for some, of, more in ((mine, case, ""), (second(rows), case, ""), (of_card(rows, FIRST[0], twice), twice, ""),
+                           (of_card(rows, LONG, twice), twice, f", {of_long}")):
+        for what, found, reached in targets(some, of):
+            lines.setdefault(f"{what}, {int(of.partition('@')[2]) // 1024}k tokens{more}", (minus(found), reached))
+    return [[what, found] for what, (found, reached) in lines.items() if reached == "no"]
 
 
 def continued(rows: Sequence[dict[str, Any]], case: str) -> str:
@@ -450,13 +480,20 @@ def several(rows: Sequence[dict[str, Any]], case: str) -> bool:
     return len({r["budget"] for r in rows if r["case"] == case and r["budget"] is not None}) > 1
 
 
+def has_figure(rows: Sequence[dict[str, Any]], title: str, case: str) -> bool:
+    """Whether a model's card is the one with most prompts of a case."""
+    name, _, machine = title.partition(" · ")
+    return of_card(rows, name, case)[0]["machine"].partition(",")[0] == machine
+
+
 def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Score by bytes, full attention a line: a figure a model and length (`real-coder-1.5b-16384.png`)."""
     for title, mine in models(rows).items():
         for case in dict.fromkeys(r["case"] for r in mine if r["case"].startswith("ruler@")):
-            if not several(mine, case):
+            if not several(mine, case) or not has_figure(rows, title, case):
                 continue
-            drawn = score_by_bytes(mine, case, in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
+            drawn = score_by_bytes(placed(mine, case), case,
+                                   in_order({r["method"] for r in mine}, ["full", *every_method(mine)]))
             (folder / f"real-{title.partition(' ')[0]}-{case.partition('@')[2]}.png").write_bytes(drawn.png)
 
 
@@ -464,9 +501,23 @@ def first(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """The rows of README's model on the card with most prompts, and their case of RULER."""
     name, length = FIRST
     case = f"ruler@{length}"
-    found = [m for title, m in models(rows).items() if title.partition(" ")[0] == name]
-    return max(found, key=lambda m: max((r.get("samples") or 0 for r in m if r["case"] == case), default=0),
-               default=[]), case
+    return of_card(rows, name, case), case
+
+
+def second(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of README's model on other cards, which have methods that the first has not."""
+    mine, _ = first(rows)
+    return [r for r in of_model(rows, FIRST[0]) if mine and r["machine"] != mine[0]["machine"]]
+
+
+def placed(rows: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    """Rows of scores for a figure: a method of fewer prompts than full attention stands at full attention's score plus
+    its paired difference, since other prompts are easier or harder."""
+    scores = of_metric(rows, case, "score")
+    full = next((r for r in scores if r["method"] == "full"), None)
+    above = {(r["method"], r["budget"]): r["value"] for r in of_metric(rows, case, "difference")}
+    return [r if full is None or r["value"] is None or (r["method"], r["budget"]) not in above else
+            {**r, "value": full["value"] + above[r["method"], r["budget"]]} for r in scores]
 
 
 def rivals_of(rows: Sequence[dict[str, Any]], case: str) -> list[dict[str, Any]]:
@@ -501,11 +552,23 @@ def short(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for method in (*(m for m in SHORT if any(m == k for k, _ in scores)), *others):
         share = [f"{100 * scores[method, b]['bytes_share']:.1f} %" if (method, b) in scores else "–" for b in budgets]
-        lines.append([WORDS[plain(method)], *(paired(mine, case, method, b) for b in budgets), *share])
-    header = ["what a step reads", *(f"points to full attention: {percent(b)}" if not i else percent(b)
+        lines.append([WORDS[plain(method)], str(prompts(mine, case, method)),
+                      *(paired(mine, case, method, b) for b in budgets), *share])
+    header = ["what a step reads", "prompts", *(f"points to full attention: {percent(b)}" if not i else percent(b)
                                      for i, b in enumerate(budgets)),
               *(f"bytes: {percent(b)}" if not i else percent(b) for i, b in enumerate(budgets))]
-    return ["", markdown(header, lines), ""]
+    return ["", "\n\n".join([markdown(header, lines), *by_others(second(rows), case, set(others))]), ""]
+
+
+def by_others(rows: Sequence[dict[str, Any]], case: str, shown: set[str]) -> list[str]:
+    """Rivals that only another card has."""
+    found = [r for r in rivals_of(rows, case) if r["method"] not in shown]
+    if not found:
+        return []
+    return [f"On {found[0]['machine'].partition(',')[0]}, {found[0]['samples']} prompts:", markdown(
+        ["what a step reads", "budget", "points to full attention", "bytes"],
+        [[WORDS[plain(r["method"])], percent(r["budget"]), paired(rows, case, r["method"], r["budget"]),
+          f"{100 * r['bytes_share']:.1f} %"] for r in found])]
 
 
 def beyond(rows: Sequence[dict[str, Any]], budget: float = 0.01) -> list[str]:
@@ -517,27 +580,39 @@ def beyond(rows: Sequence[dict[str, Any]], budget: float = 0.01) -> list[str]:
     return ["", markdown([f"at {percent(budget)}", *TEXT_COLUMNS, "answers equal to full attention's"], lines), ""]
 
 
-PAIRS = (("topk", "full"), ("sketch", "full"), ("topk+phi", "topk"), ("topk+centroid", "topk"),
-         ("topk+phi", "topk+centroid"), ("sketch+phi", "sketch"), ("sketch+centroid", "sketch"),
-         ("sketch+phi", "sketch+centroid"), ("sketch+phi", "token_select"), ("sketch+phi", "lfps"),
-         ("sketch+phi", "quest"), ("sketch+phi", "snapkv"))
+PAIRS = (("topk", "full"), ("sketch", "full"), ("sketch+phi", "full"), ("topk+phi", "topk"), ("topk+centroid", "topk"),
+         ("topk+phi", "topk+centroid"), ("topk+phi", "topk+uniform"), ("sketch+phi", "sketch"),
+         ("sketch+centroid", "sketch"), ("sketch+phi", "sketch+centroid"), ("sketch+phi", "sketch+uniform"),
+         ("sketch+phi", "token_select"), ("sketch+phi", "lfps"), ("sketch+phi", "quest"), ("sketch+phi", "snapkv"))
 """What is compared."""
 
 
 def pairs(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Differences between methods, paired by prompt, with their intervals."""
+    """Differences between methods, paired by prompt, with their intervals; those that the first card lacks by another's
+    rows."""
     mine, case = first(rows)
-    known = {(r["method"], plain(r["against"]), r["budget"]): r for r in mine
-             if r["case"] == case and r["metric"] == "difference"
-             and (r["against"] in RIVALS or r["against"] == plain(r["against"]))}
-    budgets = sorted({b for *_, b in known})
+    other, parts, shown = second(rows), [], set()
+    for some in (mine, other):
+        known = {(r["method"], plain(r["against"]), r["budget"]): r for r in some
+                 if r["case"] == case and r["metric"] == "difference"
+                 and (r["against"] in RIVALS or r["against"] == plain(r["against"]))}
+        here = [p for p in PAIRS if p not in shown and any(k[:2] == p for k in known)]
+        if not here:
+            continue
+        shown |= set(here)
+        budgets = sorted({b for *p, b in known if tuple(p) in here})
+        if some is other:
+            counts = {r["samples"] for k, r in known.items() if k[:2] in here}
+            parts.append(f"Other comparisons are of {' or '.join(map(str, sorted(counts)))} prompts, on "
+                         f"{other[0]['machine'].partition(',')[0]} ([rows](real-untrained.md)):")
+        parts.append(markdown(["", *map(percent, budgets)],
+                              [[f"`{m}` above `{of}`", *(interval(known.get((m, of, b))) for b in budgets)]
+                               for m, of in here]))
+    return ["", "\n\n".join(parts), ""]
 
-    def cell(found: dict[str, Any] | None) -> str:
-        return "–" if found is None else minus(f"{found['value']:+.1f} ({found['low']:.1f} to {found['high']:.1f})")
 
-    lines = [[f"`{method}` above `{against}`", *(cell(known.get((method, against, b))) for b in budgets)]
-             for method, against in PAIRS]
-    return ["", markdown(["", *map(percent, budgets)], lines), ""]
+def interval(found: dict[str, Any] | None) -> str:
+    return "–" if found is None else minus(f"{found['value']:+.1f} ({found['low']:.1f} to {found['high']:.1f})")
 
 
 TEXT_COLUMNS = ("perplexity above full attention's: prose", "program text", "error of attention: prose", "program text")
@@ -561,25 +636,30 @@ def text_cells(rows: Sequence[dict[str, Any]], method: str, budget: float) -> li
 
 
 def by_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of docs/results/phi.md: answers by maps of four layers and by those that ship."""
-    case, budgets = f"ruler@{FIRST[1]}", (0.01, 0.02)
+    """Tables of docs/results/phi.md: answers by maps of four layers and by those that ship, at README's length and at
+    twice that."""
+    budgets, forms = (0.01, 0.02), {KEPT: "four layers of 256 in each half", AGAIN: "what ships"}
+    parts = []
+    for length in (FIRST[1], 2 * FIRST[1]):
+        case = f"ruler@{length}"
+        held = {name: of_card(rows, name, case) for name in forms}
+        if not all(held.values()):
+            continue
 
-    def line(of: Sequence[dict[str, Any]], form: str, method: str) -> list[str]:
-        agreed = {r["budget"]: r for r in of_metric(of, case, "agreement") if r["method"] == method}
-        return [form, f"`{method}`", *(paired(of, case, method, b) for b in budgets),
-                *(cell_text(agreed.get(b)) for b in budgets)]
+        def line(name: str, method: str, case: str = case, held: Any = held) -> list[str]:
+            agreed = {r["budget"]: r for r in of_metric(held[name], case, "agreement") if r["method"] == method}
+            return [forms[name], f"`{method}`", *(paired(held[name], case, method, b) for b in budgets),
+                    *(cell_text(agreed.get(b)) for b in budgets)]
 
-    forms = {KEPT: "four layers of 256 in each half", AGAIN: "what ships"}
-    held = {name: of_model(rows, name) for name in forms}
-    if not all(held.values()):
+        parts += [f"{most(held[KEPT], case)} prompts of {length // 1024}k:", markdown(
+            ["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement") for b in budgets)],
+            [line(name, m) for name in forms for m in ("topk+phi", "sketch", "sketch+phi")])]
+    if not parts:
         return []
-    return [f"Answers to the same {most(held[KEPT], case)} prompts of {FIRST[1] // 1024}k, by maps of 24 windows and "
-            f"2500 steps, the first form by the code of {held[KEPT][0]['commit']}, which kept features. Its windows "
-            "are all of prose. Points are to full attention; agreement is how much of its answer is given before the "
-            "first character that differs.",
-            markdown(["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement")
-                                                 for b in budgets)],
-                     [line(held[name], form, m) for name, form in forms.items() for m in ("topk+phi", "sketch+phi")])]
+    commit = of_model(rows, KEPT)[0]["commit"]
+    return [f"Answers to the same prompts, by maps of 24 windows of {FIRST[1] // 1024}k and 2500 steps, the first form "
+            f"by the code of {commit}, which kept features. Its windows are all of prose. Points are to full "
+            "attention; agreement is how much of its answer is given before the first character that differs.", *parts]
 
 
 def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -587,12 +667,13 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
     and error; untrained completion first."""
     case = f"ruler@{FIRST[1]}"
     mine, _ = first(rows)
+    untrained = next((m for m in (mine, second(rows)) if any(r["method"] == "topk+centroid" for r in m)), mine)
 
     def line(of: Sequence[dict[str, Any]], trained: str, method: str) -> list[str]:
         return [trained, f"`{method}`", *(paired(of, case, method, b) for b in (0.01, 0.02, 0.05)),
                 *text_cells(of, method, 0.01)]
 
-    lines = [line(mine, "nothing", "topk"), line(mine, "…", "topk+centroid")]
+    lines = [line(untrained, "nothing", "topk"), line(untrained, "…", "topk+centroid")]
     for title, found in models(rows).items():
         if title.startswith(FIRST[0]):
             made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]

@@ -46,6 +46,7 @@ def phi() -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "real": lambda: _real_page.page(load("real")),
     "real-others": lambda: _real_page.other_page(load("real")),
+    "real-untrained": lambda: _real_page.untrained_page(load("real")),
     "real-repeats": lambda: _real_page.repeats_page(load("real")),
     "real-short": lambda: _real_page.shorter_page(load("real")),
     "phi": phi,

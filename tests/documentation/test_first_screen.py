@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks._first_page import card
 from benchmarks._real_page import FIRST
 
 ROOT = Path(__file__).parents[2]
@@ -55,8 +56,9 @@ def shown(cell: str) -> float:
 
 
 def only(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one row of README's model."""
-    found = [r for r in found if r["case"].startswith(f"{FIRST[0]}:")]
+    """The one row of README's model, on the card and of the commit that README names."""
+    found = [r for r in found if r["case"].startswith(f"{FIRST[0]}:")
+             and f"{card(r)}." in between("first").partition("Run on: ")[2]]
     assert len(found) == 1, found
     return found[0]
 
@@ -66,15 +68,18 @@ def test_the_table_is_in_the_rows() -> None:
     first = budget_of(header[0])
     real = [r for r in rows("real") if r["case"].endswith((f":ruler@{FIRST[1]}", f":perplexity_prose@{FIRST[1]}"))]
     assert len(lines) >= 5
-    for name, score, read, error, *_ in lines:
+    for name, points, read, error, *_ in lines:
         name, _, more = name.replace(" (scores every key)", "").strip("*").partition(",")
         method = METHODS[name]
         budget = None if method == "full" else budget_of(more) or first
-        one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == ("score", method, budget)])
-        assert one["commit"] in between("first")
-        assert shown(score) == pytest.approx(one["value"], abs=0.051)
-        assert shown(score.partition("± ")[2]) == pytest.approx((one["high"] - one["low"]) / 2, abs=0.051)
+        metric = "score" if method == "full" else "difference"
+        one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == (metric, method, budget)
+                    and r.get("against", "full") == "full"])
+        assert shown(points.removeprefix("0 (score ")) == pytest.approx(one["value"], abs=0.051)
+        assert shown(points.partition("± ")[2]) == pytest.approx((one["high"] - one["low"]) / 2, abs=0.051)
         if method != "full":
+            one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == ("score", method, budget)])
+            assert f", {one['samples']} prompts" in name + more or f" {one['samples']} prompts" in between("first")
             assert shown(read) == pytest.approx(100 * one["bytes_share"], abs=0.051)
         if error not in ("–", "0"):
             one = only([r for r in real if (r["metric"], r["method"], r["budget"]) == ("rel_err", method, first)])
