@@ -181,9 +181,9 @@ def generate(rows: Rows) -> str:
     budgets = {(r["case"], r["method"], r["machine"], r["commit"]): r.get("budget") for r in rows}
     parts = [
         "# How long does a token of a whole model take?",
-        "Models in bfloat16, with random weights but for the last. “8b” has the shape of Llama 3.1 8B, “8b-quarter” "
-        "eight of its 32 layers, and “coder” is Qwen2.5-Coder-1.5B with its own weights. The quality of answers plays "
-        "no part here.",
+        "Models in bfloat16, with random weights but for the last. “8b” has the shape of Llama 3.1 8B, “smollm2” "
+        "that of SmolLM2-135M, and “coder” is Qwen2.5-Coder-1.5B with its own weights. The quality of answers plays no "
+        "part here.",
         "![Time of a token by model, context and rows](generate.png)",
         words(("column", "what it is"),
               ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "

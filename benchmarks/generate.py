@@ -5,12 +5,11 @@
 
 Rows take the place of those of the same case, method, metric and machine in generate.json.
 
-`8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128), `8b-quarter` eight of its layers, since
-80 GB do not hold 512k tokens of all, and `smollm2` the shape of SmolLM2-135M, with random weights and prompts. `coder`
-is the model of --model (Qwen2.5-Coder-1.5B-Instruct: a folder or a GGUF file) on prompts of Python's own library, with
-what --artifacts holds; without it router and maps are random, of the shape and width that the recipes train. Every
-method reads the prompt itself; caches of the cases in `DRAWN` are filled with drawn keys and values, and have no first
-token.
+`8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128; 80 GB do not hold 512k tokens of it), and
+`smollm2` the shape of SmolLM2-135M, with random weights and prompts. `coder` is the model of --model
+(Qwen2.5-Coder-1.5B-Instruct: a folder or a GGUF file) on prompts of Python's own library, with what --artifacts holds;
+without it router and maps are random, of the shape and width that the recipes train. Every method reads the prompt
+itself; caches of the cases in `DRAWN` are filled with drawn keys and values, and have no first token.
 
 - transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
   (reduce-overhead, CUDA graphs);
@@ -60,13 +59,12 @@ from sparsekv.trainers.sketch import code_size
 CASES = {
     "8b-8k-b1": ("8b", 8192, 1), "8b-16k-b16": ("8b", 16_384, 16), "8b-32k-b1": ("8b", 32_768, 1),
     "8b-32k-b16": ("8b", 32_768, 16), "8b-128k-b1": ("8b", 131_072, 1), "8b-512k-b1": ("8b", 524_288, 1),
-    "8b-128k-b4": ("8b", 131_072, 4), "8b-quarter-512k-b1": ("8b-quarter", 524_288, 1),
-    "smollm2-8k-b1": ("smollm2", 8192, 1), "coder-30k-b1": ("coder", 30_000, 1),
-    "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24),
+    "8b-128k-b4": ("8b", 131_072, 4), "smollm2-8k-b1": ("smollm2", 8192, 1), "smollm2-32k-b1": ("smollm2", 32_768, 1),
+    "coder-30k-b1": ("coder", 30_000, 1), "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24),
     "coder-16k-b8": ("coder", 16_384, 8), "coder-16k-b24": ("coder", 16_384, 24),
     "coder-16k-b64": ("coder", 16_384, 64), "coder-32k-b64": ("coder", 32_768, 64), "tiny-512-b2": ("tiny", 512, 2),
 }
-DRAWN = ("8b-512k-b1", "8b-128k-b4", "8b-quarter-512k-b1", "coder-16k-b8", "coder-16k-b24", "coder-16k-b64",
+DRAWN = ("8b-512k-b1", "8b-128k-b4", "smollm2-32k-b1", "coder-16k-b8", "coder-16k-b24", "coder-16k-b64",
          "coder-32k-b64")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -379,7 +377,7 @@ def by_model(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
-                        default=[c for c in CASES if not c.startswith(("tiny", "coder", "8b-quarter"))])
+                        default=[c for c in CASES if not c.startswith(("tiny", "coder"))])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run of ours [tokens]")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
