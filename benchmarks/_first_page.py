@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks._real_page import (
-    AGAIN,
     FIRST,
     LONG,
     best_rivals,
@@ -16,7 +15,6 @@ from benchmarks._real_page import (
     most,
     of_card,
     of_metric,
-    of_model,
     paired,
     placed,
     prompts,
@@ -180,14 +178,12 @@ def facts(real: Rows) -> list[str]:
 
 
 def again(real: Rows) -> str:
-    """How other trainings of the same recipe stand to full attention."""
-    case = f"ruler@{FIRST[1]}"
-    found = [paired(some, case, "sketch+phi", BUDGET) for some in (of_model(real, AGAIN), second(real))
-             if prompts(some, case, "sketch+phi")]
-    if not found:
+    """How another training of the same recipe stands to full attention."""
+    case, other = f"ruler@{FIRST[1]}", second(real)
+    if not prompts(other, case, "sketch+phi"):
         return ""
-    return (f"Other trainings of this recipe, measured with fewer prompts, stand at {' and '.join(found)} points to "
-            "full attention.")
+    return (f"Another training of this recipe, on another card and with {prompts(other, case, 'sketch+phi')} prompts, "
+            f"stands at {paired(other, case, 'sketch+phi', BUDGET)} points to full attention.")
 
 
 def twice_as_long(real: Rows) -> str:

@@ -24,8 +24,9 @@ LONG = "coder-1.5b-32k"
 WORST = {4096: f"{FIRST[0]}-4k", 8192: f"{FIRST[0]}-8k", 16_384: FIRST[0]}
 """The same model with maps of windows of each length, whose budgets pay for all that is fetched."""
 AGAIN, KEPT = "coder-1.5b-again", "coder-1.5b-kept"
-"""The same model trained anew; by the code that kept features, with maps of keys of four layers. Same prompts."""
-REPEATS = {AGAIN: "the same model and recipe, trained anew",
+"""The first card's maps on those prompts that the second has: it ran by the code that kept features, with maps of keys
+of four layers."""
+REPEATS = {AGAIN: "README's maps, a quarter of the prompts",
            KEPT: "maps of keys of four layers, by the code that kept features",
            "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
 """Models in rows that repeat README's measurement, and what differs."""
@@ -196,14 +197,14 @@ def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of the same measurement with another training, or of another model."""
     case, lines = f"ruler@{FIRST[1]}", []
     for words, mine in (*((words, of_model(rows, name)) for name, words in REPEATS.items()),
-                        ("the same model and recipe, on another card, with untrained completions", second(rows))):
+                        ("the same recipe trained on another card ([rows](real-untrained.md))", second(rows))):
         if of_metric(mine, case, "difference"):
             lines += [[words if m == "sketch" else "…", str(most(mine, case)), f"`{m}`",
                        *(paired(mine, case, m, b) for b in (0.01, 0.02, 0.05))] for m in ("sketch", "sketch+phi")]
     return "\n\n".join([
         "# Is it the same again, and with a smaller model?",
-        "README's measurement with another training of the same recipe, with maps of keys of four layers, and by a "
-        "model of a third of the size. [The first page](real.md) says what is measured and how.",
+        "README's measurement on a quarter of the prompts, with maps of keys of four layers on the same, by a model of "
+        "a third of the size, and with another training. [The first page](real.md) says what is measured and how.",
         f"Points to full attention at {FIRST[1] // 1024}k tokens ± half the 95 % interval.",
         markdown(["what is measured", "prompts", "method", "1 %", "2 %", "5 %"], lines),
         *sections([r for r in rows if r["case"].partition(":")[0] in REPEATS], tasks=False)]) + "\n"
@@ -675,7 +676,7 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
 
     lines = [line(untrained, "nothing", "topk"), line(untrained, "…", "topk+centroid")]
     for title, found in models(rows).items():
-        if title.startswith(FIRST[0]):
+        if title.startswith(FIRST[0]) and not title.startswith(AGAIN):
             made = [line(found, "…", m) for m in ("sketch", "sketch+centroid", "topk+phi", "sketch+phi", "router+phi")]
             made = [x for x in made if set(x[2:]) != {"–"}]
             if not made:
