@@ -19,8 +19,9 @@ ABOUT = {
     "quality": (
         "How many single keys does selection lose?", MODEL,
         "![RULER score by bytes, 16k tokens](quality-keys.png)",
-        "Router, codes and maps are of other text than the tasks: 48 windows of 16k for the prompts of 16k, 24 windows "
-        "of 32k for those of 32k and 4096."),
+        "Router, codes and maps are of other text than the tasks:\n\n"
+        "| prompts of [tokens] | trained on |\n| ---: | --- |\n| 16k | 48 windows of 16k |\n"
+        "| 4096 and 32k | 24 windows of 32k |"),
     "quality-rivals": (
         "How do other systems do at the same budget?", MODEL + " Every system has the same prompts, the first ones of "
         "each task.",
