@@ -33,8 +33,8 @@ ABOUT = {
         "Does completion pay where its own bytes are taken off the budget?", MODEL,
         "![RULER score by worst-case budget, 4096 tokens](quality-worst.png)",
         "Anchors, the completion's cache and a half token of features beside every token retrieved are taken off a "
-        "budget here ([accounting](../runtime.md#budgets)). φ of now keeps no features beside keys, so that it costs "
-        "less than these rows charge.")}
+        "budget here ([accounting](../runtime.md#budgets)). What ships keeps no features beside keys, so that φ "
+        "costs less than these rows charge.")}
 OLDER = ("c04f146", "ef2dbd1", "d7bb713")
 """Commits whose rows call the codes fitted to a request `sketch`, and those of the artifact's basis
 `sketch:fit=fixed`."""

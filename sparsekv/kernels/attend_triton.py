@@ -268,7 +268,7 @@ def completed_kernel(
                     mask=(column < GROUP)[None, :] & wide[:, None], other=0.0)
     asked = tl.load(features + (row * heads * GROUP + asking)[None, :] * FEATURES + feature[:, None],
                     mask=(estimates & (member < GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
-    # always so where there is a token, but not known before all of it was asked for: nothing is waited for until then
+    # True wherever there is a token, which the compiler cannot know: all loads are issued before any is waited for
     stem, second = tl.where(here > 0, stem, 0.0), tl.where(here > 0, second, 0.0)
     query, asked = tl.where(here > 0, query, 0.0), tl.where(here > 0, asked, 0.0)
     asked = asked.to(stem.dtype)

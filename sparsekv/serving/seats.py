@@ -121,7 +121,7 @@ class Seats:
         return short and not self.taken
 
     def leave(self) -> None:
-        """Nobody sits here any more."""
+        """The seat is free."""
         self.length.zero_()
         self.last.fill_(NOWHERE)
         self.outgrows = [NEVER] * self.count
@@ -138,7 +138,7 @@ class Seats:
             self.unsorted.note(new, decode=decode)
         lengths = batch.lengths.long()
         slots, rows = batch.slots.long(), lengths.shape[0]
-        # somebody else writes where a seat's request has its last token: that one is gone
+        # another request writes where a seat's request has its last token: the seat's has ended
         gone = (slots[:, None] == self.last[None]).any(0)
         self.length.masked_fill_(gone, 0)
         self.last.masked_fill_(gone, NOWHERE)
