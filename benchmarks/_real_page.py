@@ -656,13 +656,10 @@ def by_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
             [line(name, m) for name in forms for m in ("topk+phi", "sketch", "sketch+phi")])]
     if not parts:
         return []
-    return [f"Answers are to the same {most(held[KEPT], case)} prompts of {FIRST[1] // 1024}k, by maps of 24 windows "
-            f"and 2500 steps. The first form is of the code of {held[KEPT][0]['commit']}, which keeps features. Its "
-            "windows are all of prose. Points are to full attention. Agreement is how much of its answer is given "
-            "before the first character that differs.",
-            markdown(["map of keys", "method", *(f"{m}, {percent(b)}" for m in ("points", "agreement")
-                                                 for b in budgets)],
-                     [line(held[name], form, m) for name, form in forms.items() for m in ("topk+phi", "sketch+phi")])]
+    commit = of_model(rows, KEPT)[0]["commit"]
+    return [f"Answers are to the same prompts, by maps of 24 windows of {FIRST[1] // 1024}k and 2500 steps. The first "
+            f"form is of the code of {commit}, which keeps features. Its windows are all of prose. Points are to full "
+            "attention. Agreement is how much of its answer is given before the first character that differs.", *parts]
 
 
 def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
