@@ -202,8 +202,8 @@ def few_gated(parts: list[Any], x: Tensor) -> Tensor:
 
 
 def wrap_rotation(attention: type) -> None:
-    """Let the rotation of this attention class's module use the plan that runs in its thread; without a plan it is the
-    model's own. Once a process, as with attention functions that are registered."""
+    """Let the rotation of this attention class's module ask the plan that runs in its thread; elsewhere it is what it
+    was. Once a process, as with attention functions that are registered."""
     space = vars(sys.modules[attention.__module__])
     with _GATE:
         own = space.get(ROTATION)

@@ -237,7 +237,7 @@ def leave(attachment: Any) -> None:
 
 
 def seat_of(attachment: Any) -> Seat:
-    """The seat of an attachment that has entered. Raises SparseKVError for one that has not."""
+    """Where an attachment that has entered sits. Raises SparseKVError for one that has not."""
     seat = known(attachment.model).seat
     if seat is None or attachment not in seat.attachments:
         raise SparseKVError("this attachment is not in use: enter it first, `with sparsekv.attach(...) as "

@@ -87,7 +87,7 @@ class Layers:
 
 
 def why_not_planned(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
-    """Why no step of this cache can be planned; None where one can. ours: sparsekv's hooks by id."""
+    """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id."""
     layers_of_cache: list[Any] = cache.layers
     if layers.failed is not None:
         return layers.failed
