@@ -67,8 +67,8 @@ def elsewhere(rows: Sequence[dict[str, Any]]) -> str:
         here = r["machine"].partition(",")[0], r["commit"]
         if r["case"] == "training" and here != (one["machine"].partition(",")[0], one["commit"]):
             found.setdefault(here, []).append(f"{r['windows']} windows and {r['steps']} steps")
-    return "".join(f" Trainings of {'; of '.join(of)} are of {machine}, commit {commit}: their seconds do not compare."
-                   for (machine, commit), of in found.items())
+    return "".join(f" Trainings of {', and those of '.join(of)}, are of {machine}, commit {commit}. Their seconds do "
+                   "not compare." for (machine, commit), of in found.items())
 
 
 def by_entropy(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -83,8 +83,8 @@ def by_entropy(rows: Sequence[dict[str, Any]]) -> list[str]:
         for i in sorted({q for q, _ in errors})]
     text, windows, length, steps = _training(found[0])
     return ["## Heads by entropy", "Error of exact top-k 1 % on prose, by quarter of the heads, those of least entropy "
-            f"first. Maps of {windows} windows of {length // 1024}k ({text}), {steps} steps. The completion paper says "
-            "that gains concentrate in heads of high entropy.",
+            f"first. Maps are of {windows} windows of {length // 1024}k and {steps} steps. The windows: {text}. The "
+            "completion paper says that gains concentrate in heads of high entropy.",
             markdown(["quarter of the heads", "entropy of full attention [nats]", "no maps", "φ", "taken away"], lines)]
 
 
@@ -185,9 +185,9 @@ def page(
         "is nearly the best of both.\n"
         "- **Take windows as long as the contexts served.** Maps of shorter windows lose most at 32k. Windows that are "
         "too long cost a little at 16k.\n"
-        "- **8 windows of 16k are nearly as good as 24.** The default of `sparsekv train` is 24.\n"
-        "- **2500 steps, the default, have 7 % less error than 1000.** 10,000 steps have 4 % less again on prose and "
-        "nothing less on program text, for four times the work.\n"
+        "- **8 windows of 16k are nearly as good as 24**, the default of `sparsekv train`.\n"
+        "- **2500 steps, the default, have 7 % less error than 1000.** On prose 10,000 steps have 4 % less again. On "
+        "program text they have no less. They are four times the work.\n"
         "- **96 windows bring nothing over 24.** [The form before](../log/maps.md#more-steps-and-more-windows) gained "
         "as little.\n"
         "- **The model's own text brings nothing** on prose, and a few percent on program text.",
@@ -195,7 +195,7 @@ def page(
         "differences of a few percent may be noise. Prose is speeches to Congress, the latest of them held out. "
         "Program text is Python: packages to train on, the standard library held out.",
         "## Trainings, by error",
-        f"Layers {one['layers'].replace(' ', ', ')}, commit {one['commit']}. Windows of 8k, 16k and 32k have equally "
+        f"Commit {one['commit']}. Layers: {one['layers'].replace(' ', ', ')}. Windows of every length have equally "
         "many tokens in all. Shift and cap are fitted to two more windows of the same text and length. " + about
         + elsewhere(rows),
         markdown(header, lines), *by_entropy(rows),
@@ -217,9 +217,10 @@ def page(
                 parts += [f"{title}, {'sink + tail alone' if budget is None else f'top-k {percent(budget)}'}.",
                           markdown(header, lines)]
     parts += ["## Forms of the maps",
-              f"Layers {form['layers'].replace(' ', ', ')}, {form['windows']} windows of prose of {form['length']} "
-              f"tokens, {form['steps']} steps, commit {form['commit']}, whose trainer made all forms; the script is "
-              "`benchmarks/experiments/phi_forms.py` of 97934de. All have GELU units. A query and a key have 128 "
-              "dimensions. Bytes are of a key of one KV head whose keys and values take 512.", *forms(of_forms)[1:2],
+              f"All forms were trained by the code of commit {form['commit']} on {form['windows']} windows of prose of "
+              f"{form['length'] // 1024}k tokens, for {form['steps']} steps. Layers: "
+              f"{form['layers'].replace(' ', ', ')}. The script is `benchmarks/experiments/phi_forms.py` of 97934de. "
+              "All have GELU units. A query and a key have 128 dimensions. Bytes are of a key of one KV head whose "
+              "keys and values take 512.", *forms(of_forms)[1:2],
               ships(of_forms), *answers]
     return "\n\n".join(parts) + "\n"

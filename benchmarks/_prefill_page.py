@@ -46,8 +46,9 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
     """docs/results/prefill.md."""
     parts = [
         "# How long does a prompt take, read densely and sparsely?",
-        "Models with random weights in bfloat16; “8b” has the shape of Llama 3.1 8B, “8b-quarter” eight of its 32 "
-        "layers, “coder” the shape of Qwen2.5-Coder-1.5B. [How to read prompts sparsely](../how-to/prompts.md).",
+        "Models have random weights in bfloat16. [How to read prompts sparsely](../how-to/prompts.md).",
+        words(("model", "shape"), ("8b", "Llama 3.1 8B"), ("8b-quarter", "eight of its layers"),
+              ("coder", "Qwen2.5-Coder-1.5B")),
         words(("column", "what it is"),
               ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
               ("first run", "kernels and cuDNN's plans are loaded in it; the method that a process runs first, of the "

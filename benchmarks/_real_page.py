@@ -658,9 +658,9 @@ def by_answers(rows: Sequence[dict[str, Any]]) -> list[str]:
     if not parts:
         return []
     commit = of_model(rows, KEPT)[0]["commit"]
-    return [f"Answers to the same prompts, by maps of 24 windows of {FIRST[1] // 1024}k and 2500 steps, the first form "
-            f"by the code of {commit}, which kept features. Its windows are all of prose. Points are to full "
-            "attention; agreement is how much of its answer is given before the first character that differs.", *parts]
+    return [f"Answers are to the same prompts, by maps of 24 windows of {FIRST[1] // 1024}k and 2500 steps. The first "
+            f"form is of the code of {commit}, which keeps features. Its windows are all of prose. Points are to full "
+            "attention. Agreement is how much of its answer is given before the first character that differs.", *parts]
 
 
 def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -29,7 +29,7 @@ OPERATIONS = {
     "sketch_fitted": "codes, basis of the request", "sketch_fixed": "codes, basis of the artifact"}
 """What decode.json calls a part of a prefill, and what it is; `_torch`: in plain torch."""
 EARLIER = ("e7d6883", "8b2d5e3", "b7124e2", "54aa91f", "5d3afc0")
-"""Commits of decode.json whose kernels have been replaced."""
+"""Commits of decode.json that have other kernels than those that ship."""
 GROWTH = ("sdpa_cudnn", "sparse_sketch", "sparse_sketch_phi", "sparse")
 TOKENS = {"dense": "full attention", "router": "buckets, 3.1 %", "router_phi": "buckets, 3.1 % + φ",
           "sketch": "sketch, 1 %", "sketch_phi": "sketch, 1 % + φ",
@@ -95,12 +95,12 @@ def dense(rows: Rows) -> str:
 
 
 def earlier(run: Rows) -> list[str]:
-    """What a run of kernels that are gone says of itself."""
+    """What the page says of a run whose kernels are not those that ship."""
     if run[0]["commit"] not in EARLIER:
         return []
     kept = any(r["case"].endswith("-kept") for r in run)
-    return ["Index, codes and steps have other kernels since." + (
-        " In columns “kept” φ has its features kept beside the keys, as it no longer does." if kept else "")]
+    return ["What ships has other kernels for index, codes and steps than this commit." + (
+        " In columns “kept” φ's features are kept beside the keys. What ships keeps none." if kept else "")]
 
 
 def decode(rows: Rows) -> str:

@@ -114,8 +114,8 @@ def nearest_centroids(request: offline.Request, router: Router, budget: float) -
 
 
 def cases(routers: dict[str, RouterArtifact], request: offline.Request) -> dict[str, Selection]:
-    """What every case reads of the mid region. `router` is the untrained one, which `train-router` makes unless told
-    otherwise; oracle and kmeans choose among its buckets."""
+    """What every case reads of the mid region. `router` is the untrained one, which `train-router` makes by default;
+    oracle and kmeans choose among its buckets."""
     view, queries = request.view, request.queries
     reads = {"sink_tail": request.build(reader(None), None)[0].select(view, queries)}
     for budget in BUDGETS:

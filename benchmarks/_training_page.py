@@ -38,6 +38,15 @@ def in_words(case: str) -> str:
     return READ.get(name, name) + (f" {float(budget) * 100:g} %" if budget else "")
 
 
+def options(row: dict[str, Any]) -> str:
+    """A table of a row's options (`phi: a=1 b=2; router: …; length=8192`), a line a command."""
+    lines = []
+    for part in row["options"].split("; "):
+        command, apart, those = part.rpartition(": ")
+        lines += [(f"`train-{command}`" if apart else "capture", f"`{o.replace('=', ' = ')}`") for o in those.split()]
+    return words(("of", "option"), *lines)
+
+
 def page(rows: Rows) -> str:
     """docs/results/training.md."""
     quality = [r for r in rows if r["metric"] != "seconds"]
@@ -71,9 +80,9 @@ def page(rows: Rows) -> str:
               ("identity softmax", "softmax of the plain query and key: twice φ's features"),
               ("256 centroids", "several times φ's bytes")),
         "Trained on the first 80 % of a text. Measured on its last 20 % and, out of domain, on Python's documentation. "
-        "Anchors are 4 + 16 tokens, queries lie past 4096. Routers and oracles share 4096 buckets, two keys each: "
-        "buckets this fine show what a partition can reach, not what it costs.",
-        f"Options: {one['options']}."]
+        "Anchors are 4 + 16 tokens. Queries lie past token 4096. Routers and oracles share 4096 buckets of two keys "
+        "each. Buckets this fine show what a partition can reach, not what it costs.",
+        "Options:", options(one)]
     for prefix, title in (("", "Held-out text"), ("ood:", "Out of domain")):
         cases = [c for c in dict.fromkeys(r["case"] for r in quality) if (c, "none", "rel_err") in values
                  and c.startswith("ood:") == bool(prefix)]
@@ -85,9 +94,9 @@ def page(rows: Rows) -> str:
     times = [r for r in rows if r["metric"] == "seconds"]
     parts += ["## Calibration of φ", "Quantiles of `ŝ − s` over the mid keys [nats], its mean under the true "
               "attention, and `Σŵ / Σw`; means over heads.", markdown(["", *metrics], table),
-              "## Time of a layer", f"{card(times[0])}. One layer of the 8B shape (8 KV heads, 32 query heads of 128), "
-              "one prompt of synthetic keys, the whole command: reading, training, card, artifact. These are no "
-              "default settings: the default trains no query model, and smaller steps of φ.",
+              "## Time of a layer", f"Measured on {card(times[0])}: one layer of the 8B shape, one prompt of synthetic "
+              "keys. It is the time of the whole command: reading, training, card, artifact. These are no default "
+              "settings. The default trains no query model, and has smaller steps of φ.",
               markdown(["", "seconds", "options"], [[r["case"], f"{r['value']:.1f}", r["options"]] for r in times])]
     return "\n\n".join(parts) + "\n"
 
@@ -147,11 +156,11 @@ def sketch(rows: Rows) -> str:
         header = ["read by", *(f"{TEXTS[t]}: 1 %" if i == 0 else f"{float(b) * 100:g} %"
                                for t in texts for i, b in enumerate(BUDGETS))]
         layers = ", ".join(map(str, some["layers"]))
-        measured = "; ".join(
-            f"{TEXTS[t]}, {r['windows']} window{'s' * (r['windows'] > 1)} of {r['length']:,} tokens, {r['requests']} "
-            "requests" for t in texts for r in [found[t, "topk", f"mass_share@{BUDGETS[0]}"]])
-        parts += [f"## {model}", f"Trained on {some['trained']}. Measured on {measured}. Layers {layers}. A code has "
-                  f"{some['bytes']} bytes, {some['wide']} of its channels 8 bits.",
+        measured = [[TEXTS[t], f"{r['windows']}", f"{r['length']:,}", f"{r['requests']}"]
+                    for t in texts for r in [found[t, "topk", f"mass_share@{BUDGETS[0]}"]]]
+        parts += [f"## {model}", f"Trained on {some['trained']}. A code has {some['bytes']} bytes, {some['wide']} of "
+                  f"its channels 8 bits. Layers: {layers}. Measured on:",
+                  markdown(["text", "windows", "length [tokens]", "requests"], measured), "Share of the mass:",
                   markdown(header, [[name, *(f"{found[t, m, f'mass_share@{b}']['value']:.3f}"
                                              for t in texts for b in BUDGETS)] for m, name in CODES.items()])]
     parts.append("In points of RULER: [quality](quality.md). Other sizes of a code, and what was tried and left out: "

@@ -340,7 +340,7 @@ def check() -> None:
             missed, every = int((chosen & ~marked(step.selection, length)).sum()), int(chosen.sum())
             print(f"check {heads_q}/{heads} n{length} b{batch} {name}: out {error:.1e}, lse {gap:.1e}, {missed} of "
                   f"{every} tokens are others", flush=True)
-            # one token of a list may be a tie, and of the sketches' last grade any are right
+            # one token of a list may be a tie, and of the threshold's bin of sketches any are right
             allowed = max(len(chosen.flatten(0, 1)), every // (4 if "sketch" in name else 20))
             if not (error < 5e-3 and gap < 1e-2 and missed <= allowed):
                 raise SystemExit("a kernel differs from its twin; no speed is reported")

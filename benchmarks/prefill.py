@@ -327,7 +327,7 @@ def tflops(pairs: float, ms: float) -> float:
 
 
 def sweep(dtype: torch.dtype, device: str) -> None:
-    """Milliseconds of the kernels of a chunk by how they are launched, the ways of now first."""
+    """Milliseconds of the kernels of a chunk by how they are launched, the current ways first."""
     past, chunk, count, runs = (131_072, 2048, 13_312, 5) if device == "cuda" else (2048, 64, 512, 1)
     q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
     scale, asking = DIM**-0.5, representatives(q, HEADS_KV)
@@ -367,7 +367,7 @@ def sweep(dtype: torch.dtype, device: str) -> None:
                 found = milliseconds(work, device, runs)
                 rate = f", {tflops(pairs, found):.0f} TFLOP/s" if module is attend else ""
                 print(f"    {said}: {found:.3f} ms{rate}", flush=True)
-            except Exception as error:  # a launch that does not fit is told and passed over
+            except Exception as error:  # a launch that does not fit is printed and passed over
                 print(f"    {said}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
             for name, value in before.items():
                 setattr(module, name, value)

@@ -284,9 +284,9 @@ def report(rows: list[dict[str, Any]], page: Path) -> None:
             built = found.get((f"cpu-128k{shape}", method, "build_seconds"))
             lines.append(f"| {method} | {' | '.join(cells)} | {'' if built is None else f'{built:.2f}'} |")
     machines = dict.fromkeys(r["machine"].partition(",")[0] for r in rows if r["case"].startswith("offload"))
-    lines += ["", "Keys and values in CPU memory: a layer of 32 query and 8 KV heads of 128 in bfloat16 on an "
-              f"{', '.join(machines)}. Buckets (`router`) at 2 %, sketches at several budgets, with φ at the least. A "
-              "token is 32 such layers one by one, none of them in a graph.", "",
+    lines += ["", f"Keys and values in CPU memory: a layer of the 8B shape in bfloat16 on an {', '.join(machines)}. "
+              "Buckets (`router`) are read at 2 %, sketches at several budgets, with φ at the least. A token is 32 "
+              "such layers one by one, none of them in a graph.", "",
               "| context | method | ms a token | over the bus, MB a layer | GPU memory, GiB a layer | keys on the GPU: "
               "ms a token | GiB a layer |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
     for case in (c for c in cases if c.startswith("offload")):

@@ -120,7 +120,7 @@ def asked(options: argparse.Namespace) -> list[tuple[int, Question]]:
     return sorted(rounds, key=lambda x: (x[0], x[1].length))
 
 
-def told(options: argparse.Namespace, method: str, budget: float) -> Path:
+def answers_file(options: argparse.Namespace, method: str, budget: float) -> Path:
     """Where a method's answers are kept, a line each."""
     return options.answers / f"{options.name}-{method}-{budget:g}.jsonl"
 
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> None:
     """One method, in this process: a line an answer."""
     from transformers import AutoTokenizer
 
-    path = told(options, options.method, options.budget)
+    path = answers_file(options, options.method, options.budget)
     known = {(x["case"], x["round"]) for x in answered(path)}
     requests = [(i, request) for i, request in asked(options) if (request.case, i) not in known]
     if not requests:
@@ -235,7 +235,7 @@ def _in_a_process(
             if done.returncode:
                 print(f"{method}: the process stopped with {done.returncode}", flush=True)
         devices.put(device)
-    answers = answered(told(options, method, budget))
+    answers = answered(answers_file(options, method, budget))
     scores = whole(answers, {request.case for _, request in asked(options)})
     rows = []
     for length in options.lengths:

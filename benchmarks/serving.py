@@ -323,9 +323,9 @@ def main() -> None:
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
 
-    told: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
+    answers: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
     if options.said is not None and options.said.exists():
-        told |= json.loads(options.said.read_text())
+        answers |= json.loads(options.said.read_text())
 
     def serve(method: str, device: int | None) -> None:
         lacking = lacks(method)
@@ -338,18 +338,18 @@ def main() -> None:
             if cases and ranks > (1 if device is not None else max(devices, 1)):
                 print(f"{' '.join(cases)} {method}: left out, {ranks} devices are needed for one engine", flush=True)
             elif cases:
-                told[method] |= _in_a_process(cases, method, device, options)
+                answers[method] |= _in_a_process(cases, method, device, options)
 
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
         list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
     if options.said is not None:
-        options.said.write_text(json.dumps(told))
+        options.said.write_text(json.dumps(answers))
     for case in options.cases:
-        ours, own = told["vllm_sparsekv"].get(case), told["vllm_fa3"].get(case)
+        ours, own = answers["vllm_sparsekv"].get(case), answers["vllm_fa3"].get(case)
         if ours and own:
             print(f"{case}: vllm_sparsekv begins as vllm_fa3 for {same(ours, own)} of {len(own)} tokens", flush=True)
         for method in options.methods:
-            two, one = told[method].get(case), told[method].get(case.removeprefix("tp2-"))
+            two, one = answers[method].get(case), answers[method].get(case.removeprefix("tp2-"))
             if case.startswith("tp2-") and two and one:
                 add_rows("serving", [row(case, method, "same_tokens", same(two, one), "tokens", of=len(one))],
                          options.output)
@@ -384,11 +384,11 @@ def _in_a_process(
             if not line.startswith(FOUND):
                 print(line, end="", flush=True)
                 continue
-            told = json.loads(line.removeprefix(FOUND))
-            said[told["case"]] = told["tokens"]
-            print(told["case"], method, {k: round(v, 3) for k, v in told["found"].items()}, flush=True)
-            add_rows("serving", [row(told["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
-                                 for name, value in told["found"].items()], options.output)
+            message = json.loads(line.removeprefix(FOUND))
+            said[message["case"]] = message["tokens"]
+            print(message["case"], method, {k: round(v, 3) for k, v in message["found"].items()}, flush=True)
+            add_rows("serving", [row(message["case"], method, name, round(value, 3), UNITS[name.rpartition("_")[2]])
+                                 for name, value in message["found"].items()], options.output)
         if process.wait():
             print(f"{' '.join(cases)} {method}: the engine stopped with {process.returncode}", flush=True)
     return said

@@ -100,7 +100,7 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
     inner, g = engine.llm_engine, torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, vocabulary, (a.prompt,), generator=g).tolist() for a in work]
     rows, steps = counter.rows.clone(), counter.steps.clone()
-    told: dict[str, list[float]] = {str(i): [] for i in range(len(work))}
+    stamps: dict[str, list[float]] = {str(i): [] for i in range(len(work))}
     due, waiting, decoding, tokens = list(range(len(work))), 0, 0, 0
     began = time.perf_counter()
     while due or inner.has_unfinished_requests():
@@ -116,15 +116,15 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
         now = time.perf_counter() - began
         later = 0
         for out in outs:
-            times, new = told[out.request_id], len(out.outputs[0].token_ids)
+            times, new = stamps[out.request_id], len(out.outputs[0].token_ids)
             later += bool(times)
             times += [now] * (new - len(times))
         decoding, tokens = decoding + bool(later), tokens + later
         arrived = sum(a.at <= now for a in work)
-        waiting = max(waiting, arrived - sum(bool(t) for t in told.values()))
-    between = torch.tensor([b - a for t in told.values() for a, b in pairwise(t)])
-    first = torch.tensor([told[str(i)][0] - a.at for i, a in enumerate(work)])
-    found = {"tokens_per_second": sum(map(len, told.values())) / now, "waiting": float(waiting)}
+        waiting = max(waiting, arrived - sum(bool(t) for t in stamps.values()))
+    between = torch.tensor([b - a for t in stamps.values() for a, b in pairwise(t)])
+    first = torch.tensor([stamps[str(i)][0] - a.at for i, a in enumerate(work)])
+    found = {"tokens_per_second": sum(map(len, stamps.values())) / now, "waiting": float(waiting)}
     for name, values, unit in (("between", 1e3 * between, "ms"), ("first", first, "s")):
         for share in (50, 99):
             found[f"{name}_p{share}_{unit}"] = float(values.double().quantile(share / 100))
@@ -194,11 +194,11 @@ def _in_a_process(method: str, device: int | None, options: argparse.Namespace) 
             if not line.startswith(FOUND):
                 print(line, end="", flush=True)
                 continue
-            told = json.loads(line.removeprefix(FOUND))
-            case = f"{options.shape}-load-{told['rate']:g}"
-            print(case, method, {k: round(v, 3) for k, v in told["found"].items()}, flush=True)
+            message = json.loads(line.removeprefix(FOUND))
+            case = f"{options.shape}-load-{message['rate']:g}"
+            print(case, method, {k: round(v, 3) for k, v in message["found"].items()}, flush=True)
             add_rows("serving", [row(case, method, name, round(value, 4), UNITS[name.rpartition("_")[2]],
-                                     count=options.count) for name, value in told["found"].items()], options.output)
+                                     count=options.count) for name, value in message["found"].items()], options.output)
         if process.wait():
             print(f"{method}: the engine stopped with {process.returncode}", flush=True)
 

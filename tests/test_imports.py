@@ -132,9 +132,9 @@ def test_what_touches_transformers_stands_in_one_file_each() -> None:
     found = {module_of(path) for path in FILES if any(inside(n, "transformers") for n in imports(path))}
     assert found == set(TRANSFORMERS)
     page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    told = page[page.index("## What touches transformers"):]
+    section = page[page.index("## What touches transformers"):]
     for module in (*TRANSFORMERS, *(m for modules in INTERNALS.values() for m in modules if "evaluation" not in m)):
-        assert f"`{module.replace('.', '/')}.py`" in told, f"docs/architecture.md does not name {module}"
+        assert f"`{module.replace('.', '/')}.py`" in section, f"docs/architecture.md does not name {module}"
     for word, modules in INTERNALS.items():
         strange = {module_of(path) for path in FILES if word in path.read_text(encoding="utf-8")} - modules
         assert not strange, f"{', '.join(sorted(strange))} speak of {word}; only {', '.join(sorted(modules))} may"

@@ -90,14 +90,14 @@ class RouterArtifact:
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:
         """From a folder, or by its name on the hub (`sources/named.py`). Raises SparseKVError for a missing, damaged,
-        newer or foreign artifact, and for one of a kind that is no longer made."""
+        newer or foreign artifact, and for one of a kind that this version does not read."""
         path = find_artifact(path, KIND, revision)
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         if raw.get("scores") == "hybrid" or raw.get("router_scope", "kv_head") != "kv_head":
             kind = "hybrid scores" if raw.get("scores") == "hybrid" else "one query model a query head"
-            raise SparseKVError(f"the router {str(path)!r} has {kind}, which sparsekv no longer reads: expected scores "
-                                "mean_key, or mlp with one query model a KV head; train it again")
+            raise SparseKVError(f"the router {str(path)!r} has {kind}, which this version does not read: expected "
+                                "scores mean_key, or mlp with one query model a KV head; train it again")
         config = from_record(RouterArtifactConfig, raw, where)
         check_scope(config, where, num_buckets=1)
         if config.key_space not in ("pre", "rot") or config.scores not in ("mean_key", "mlp"):
@@ -149,8 +149,8 @@ def _sketch(
 
 
 def _float32(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...], where: str) -> Tensor:
-    """Artifacts made before may hold a matrix in bfloat16."""
+    """Artifacts of earlier versions may hold a matrix in bfloat16."""
     if f"{name}.scale" in tensors:
-        raise SparseKVError(f"{where} has a query model in float8, which sparsekv no longer reads: expected one in "
+        raise SparseKVError(f"{where} has a query model in float8, which this version does not read: expected one in "
                             "float32 or bfloat16; train it again")
     return take(tensors, name, shape, where).float()

@@ -164,7 +164,7 @@ def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: 
 
 
 def grow_buckets(buckets: Buckets, keys: Keys, trained: TrainedBuckets, old: Regions) -> Buckets:
-    """The same with the tokens that joined the mid region since it was `old`, in the buckets that there are."""
+    """The same buckets with the tokens that joined the mid region after `old`."""
     regions = keys.regions
     first = torch.maximum(old.mid_last, regions.mid_first)
     low, end = int(old.mid_last.min()), int(regions.mid_last.max())

@@ -292,7 +292,7 @@ def _slices(how: Launch, lists: int) -> int:
 
 def completed_bytes(how: Launch, dim: int, units: int, features: int, group: int, size: int) -> int:
     """The most shared memory that the completed kernel takes [bytes], as Triton 3.6 and 3.9 compile it for sm_80, sm_89
-    and sm_90, where the kernel holds everything but its sums: the map of keys, what the queries ask, biases as rows of
+    and sm_90, where the kernel holds everything but its sums: the map of keys, the queries' features, biases as rows of
     products, and a block of keys and values."""
     width, units, features = padded(dim), padded(units), padded(features)
     columns = 4 * quarter(group)

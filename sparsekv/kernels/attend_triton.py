@@ -263,15 +263,15 @@ def completed_kernel(
     column = tl.arange(0, 4 * QUARTER)
     estimates, lower = column >= 2 * QUARTER, column >= 3 * QUARTER
     member = column % QUARTER
-    asking = head * GROUP + member
-    query = tl.load(q.base + row * q.row + asking[None, :] * q.head + width[:, None],
+    query_head = head * GROUP + member
+    query = tl.load(q.base + row * q.row + query_head[None, :] * q.head + width[:, None],
                     mask=(column < GROUP)[None, :] & wide[:, None], other=0.0)
-    asked = tl.load(features + (row * heads * GROUP + asking)[None, :] * FEATURES + feature[:, None],
+    own_features = tl.load(features + (row * heads * GROUP + query_head)[None, :] * FEATURES + feature[:, None],
                     mask=(estimates & (member < GROUP))[None, :] & (feature < FEATURES)[:, None], other=0.0)
-    # always so where there is a token, but not known before all of it was asked for: nothing is waited for until then
+    # True wherever there is a token, which the compiler cannot know: all loads are issued before any is waited for
     stem, second = tl.where(here > 0, stem, 0.0), tl.where(here > 0, second, 0.0)
-    query, asked = tl.where(here > 0, query, 0.0), tl.where(here > 0, asked, 0.0)
-    asked = asked.to(stem.dtype)
+    query, own_features = tl.where(here > 0, query, 0.0), tl.where(here > 0, own_features, 0.0)
+    own_features = own_features.to(stem.dtype)
     shift_of_sums = tl.where(shift_of_sums == float("-inf"), 0.0, shift_of_sums)
     # biases come into the products as three more rows; -inf has no such rows, and 2^-30000 is zero
     outward = tl.maximum(outward, -30000.0)
@@ -311,7 +311,7 @@ def completed_kernel(
             log = log_features(key, stem, tl.dot(ones, hidden_rows, input_precision="ieee"), second,
                                tl.dot(ones, outward_rows, input_precision="ieee"))
             log -= shift_of_sums[None, :]
-            estimate = tl.dot(tl.exp2(log).to(stem.dtype), asked, input_precision="ieee")
+            estimate = tl.dot(tl.exp2(log).to(stem.dtype), own_features, input_precision="ieee")
         weight = tl.where(estimates[None, :], tl.where(listed[:, None], estimate, 0.0), weight)
         mass = mass * keep + tl.sum(weight, 0)
         rounded = weight.to(query.dtype)
@@ -323,13 +323,13 @@ def completed_kernel(
     if OVERLAP:
         gdc_launch_dependents()
 
-    slot_out = (row * heads * GROUP + asking) * slots + ahead + split
+    slot_out = (row * heads * GROUP + query_head) * slots + ahead + split
     kept = column < GROUP
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
     scaled = out / tl.where(mass > 0, mass, 1.0)[None, :]
     tl.store(partial.out + slot_out[None, :] * DIM + width[:, None], scaled, mask=kept[None, :] & wide[:, None])
     kept = estimates & (column < 2 * QUARTER + GROUP)
-    tl.store(partial.taken_mass + (row * heads * GROUP + asking) * parts + split, mass, mask=kept)
+    tl.store(partial.taken_mass + (row * heads * GROUP + query_head) * parts + split, mass, mask=kept)
     quarter, one = tl.arange(0, 4), tl.arange(0, QUARTER)
     taken = tl.sum(tl.where((quarter >= 2)[None, :, None], tl.reshape(out, [WIDTH, 4, QUARTER]), 0.0), 1)
     slot_out = (row * heads * GROUP + head * GROUP + one) * parts + split

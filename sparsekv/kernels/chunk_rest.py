@@ -49,13 +49,13 @@ def add_rest_reference(
         key, factors, rest = (x.repeat_interleave(batch // len(x), dim=0) for x in moments[:3])
         moments = ScoreMoments(key, factors, rest, moments.size, moments.bound)
     left = PhiState(left.m, left.z, left.s.to(left.z.dtype) * left.z[..., None], centre, moments)
-    asked = phi_query_reference(q.transpose(1, 2).reshape(-1, heads, dim), maps, moved, left)
-    safe = torch.where(asked.mass > 0, asked.mass, 1.0)
-    more = torch.where(asked.mass > 0, safe.log() + asked.log_scale, NEG_INF)
-    if asked.cap is not None:
-        more = torch.minimum(more, asked.cap.to(more.dtype))
+    estimate = phi_query_reference(q.transpose(1, 2).reshape(-1, heads, dim), maps, moved, left)
+    safe = torch.where(estimate.mass > 0, estimate.mass, 1.0)
+    more = torch.where(estimate.mass > 0, safe.log() + estimate.log_scale, NEG_INF)
+    if estimate.cap is not None:
+        more = torch.minimum(more, estimate.cap.to(more.dtype))
     more = more.unflatten(0, (batch, count)).transpose(1, 2)
-    rest = (asked.numerator / safe[..., None]).unflatten(0, (batch, count)).transpose(1, 2)
+    rest = (estimate.numerator / safe[..., None]).unflatten(0, (batch, count)).transpose(1, 2)
     both, whole = merge(torch.stack([out.to(rest.dtype), rest]), torch.stack([lse, more.to(lse.dtype)]))
     return out.copy_(both), lse.copy_(whole)
 

@@ -1,10 +1,10 @@
 """The tokens that chunks of a prompt read: one list a KV head for all of a chunk's queries. Chunks that stand one
 behind the other and read as many tokens each are rows of one call.
 
-Some representatives ask every key before the chunk, each with a softmax of its own; a key's score is the sum of what
-they give it, the attention that would be lost without it. The best are found by the bins of a histogram
-(`histogram.py`). Nothing waits for the host. This project's own; TokenSelect §5.2 has one mean query a chunk and one
-list for all heads.
+Some representative queries attend to every key before the chunk, each with a softmax of its own. A key's score is the
+sum of the attention that it gets from them: what would be lost without it. The best are found by the bins of a
+histogram (`histogram.py`). Nothing waits for the host. This project's own; TokenSelect §5.2 has one mean query a chunk
+and one list for all heads.
 """
 
 from __future__ import annotations

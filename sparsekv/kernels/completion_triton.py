@@ -78,7 +78,7 @@ def query_kernel(
     x = tl.load(q.base + (first + slot)[:, None] * q.row + head * q.head + place[None, :],
                 mask=(first + slot < last)[:, None] & inside[None, :], other=0.0)
     kv_head = head // (heads_q // heads_kv)
-    # a query's sums are asked for before those of the query ahead of it are used
+    # a query's sums are loaded before those of the query ahead of it are used
     cache_row = kept_row(seats, first // per_row, True, SEATED=SEATED)
     sums = cached_sums(cache.s, cache_row * heads_kv + kv_head, feature, place, features, dim, features)
     h = gelu(layer(x, maps.w_in + head * dim * width, maps.b_in + head * width, dim, width, INSIDE=DIM, OUTSIDE=WIDTH,

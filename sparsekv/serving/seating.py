@@ -1,5 +1,5 @@
-"""What the layers of a served decode step share: who sits where, and what every row reads. Two launches, and no host
-synchronisation; the truth is the plain torch of `seats`, which says what the words mean.
+"""What the layers of a served decode step share: the seat of every row, and what it reads. Two launches, and no host
+synchronisation. The reference is the plain torch of `seats`, which defines the terms.
 
 The first launch reads the seats in one program a row, and the program that ends last writes them; between the two the
 host may give seats to rows. Both write to buffers of the caller, whose places a CUDA graph may know.
@@ -17,11 +17,11 @@ SLOTS_AT_ONCE, PAGES_AT_ONCE, ROWS_AT_ONCE = 1024, 4096, 64
 """Slots or anchors, entries of a page table, and rows beside all seats that a program looks at together."""
 WARPS = 4
 NOWHERE = -2
-"""The last slot of a seat that nobody has: no token's slot, and not that of one that has none."""
+"""The last slot of a free seat: no token's slot, and not that of a row without tokens."""
 
 
 class SeatState(NamedTuple):
-    """The seats, the last one nobody's: length, last, tail, used `[S + 1]` int64, table `[S + 1, blocks]` int32;
+    """The seats, the last one always free: length, last, tail, used `[S + 1]` int64, table `[S + 1, blocks]` int32;
     arrived `[1]` int32: programs of a launch that have ended, zero between launches."""
 
     length: Tensor

@@ -47,7 +47,7 @@ def follow_kernel(
     PAGE: tl.constexpr, SEATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr,
     NOWHERE: tl.constexpr,
 ):
-    """One program a row; the one that comes last of all, when nobody reads the seats any more, writes them."""
+    """One program a row. The last of all to finish writes the seats, when no program reads them."""
     # grid: (rows,), R of them
     # lengths   [R] int32           tokens of a row, this step's included
     # starts    [R + 1] int32       where the queries of a row begin
@@ -64,7 +64,7 @@ def follow_kernel(
     pages = table + row.to(tl.int64) * table_row
     place = tl.maximum(length - 2, 0)
     before = tl.load(pages + tl.minimum(place // PAGE, width - 1)).to(tl.int64) * PAGE + place % PAGE
-    # a seat that has the token before this one, unless somebody writes there now
+    # a seat that has the token before this one, unless another request writes there in this step
     s = tl.arange(0, SEATS)
     there = s < count
     hit = (tl.load(seats.length + s, mask=there, other=-2) == length - 1) & (

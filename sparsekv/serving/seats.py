@@ -30,7 +30,7 @@ from sparsekv.serving.seating import NOWHERE, SeatState, launch_follow, launch_l
 SLACK = 64
 """Tokens that a tail may grow beyond its room before the row is attended to fully."""
 PATIENCE = 16
-"""Steps for which nobody without a seat asks again when all seats were taken."""
+"""Steps for which no row without a seat asks again when all seats were taken."""
 NEVER = 1 << 62
 IDLE = 64
 """Batches of short requests in a row after which the seats are given up."""
@@ -113,7 +113,7 @@ class Seats:
         self.clock = Clock(device)
 
     def empty(self, short: bool) -> bool:
-        """Whether a batch needs no seats: its requests are too short for one, and nobody has one. After some such
+        """Whether a batch needs no seats: its requests are too short for one, and no seat is taken. After some such
         batches in a row the seats are given up: a long request that comes back later gets a new index."""
         self.idle = self.idle + 1 if short else 0
         if self.taken and self.idle > IDLE:
@@ -121,7 +121,7 @@ class Seats:
         return short and not self.taken
 
     def leave(self) -> None:
-        """Nobody sits here any more."""
+        """The seat is free."""
         self.length.zero_()
         self.last.fill_(NOWHERE)
         self.outgrows = [NEVER] * self.count
@@ -138,7 +138,7 @@ class Seats:
             self.unsorted.note(new, decode=decode)
         lengths = batch.lengths.long()
         slots, rows = batch.slots.long(), lengths.shape[0]
-        # somebody else writes where a seat's request has its last token: that one is gone
+        # another request writes where a seat's request has its last token: the seat's has ended
         gone = (slots[:, None] == self.last[None]).any(0)
         self.length.masked_fill_(gone, 0)
         self.last.masked_fill_(gone, NOWHERE)
@@ -273,7 +273,7 @@ class Seats:
                          for n, t, u in zip(length, tail, used, strict=True)]
 
     def other_batch(self) -> None:
-        """A batch that is not all decode: the next one that is may have rows that nobody has seen."""
+        """A batch that is not all decode: the next one that is may have new rows."""
         self.asked = False
 
     def _note(self, seat: Tensor, lengths: Tensor, own: Tensor) -> None:
@@ -285,7 +285,7 @@ class Seats:
         self.last[self.count].fill_(NOWHERE)
 
     def _free(self) -> list[int]:
-        """Seats that nobody of this step has, empty ones first, then those that were left longest ago."""
+        """Seats that no row of this step has, empty ones first, then the least recently used."""
         used, length = self.used.tolist(), self.length.tolist()
         free = [s for s in range(self.count) if used[s] < self.steps]
         return sorted(free, key=lambda s: (length[s] > 0, used[s]))

@@ -26,8 +26,8 @@ def heads_of(maps: PhiLayer, query_heads: tuple[int, int], kv_heads: tuple[int, 
 
 
 class Summaries:
-    """By seat a row of all that the core's estimator keeps of a request. Seat `seats` is nobody's: nothing is left of
-    its estimate, which is zero. like: keys of the layer, `[1, Hkv, n, d]`; scale: what the numbers that a step reads
+    """By seat a row of all that the core's estimator keeps of a request. Seat `seats` is always free: its estimate is
+    zero. like: keys of the layer, `[1, Hkv, n, d]`; scale: what the numbers that a step reads
     as keys are multiplied by. Raises SparseKVError for maps that no kernel holds."""
 
     def __init__(self, maps: PhiLayer, like: Tensor, seats: int, scale: float = 1.0):

@@ -61,7 +61,7 @@ def fit(
     `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
     `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
     says so. Raises Interrupted after SIGTERM or Ctrl-C, once the block is done and the checkpoint written; and
-    SparseKVError where a loss or a weight is no number any more, with the step, the `heads` (names of the KV heads) and
+    SparseKVError where a loss or a weight is NaN or infinite, with the step, the `heads` (names of the KV heads) and
     the last good checkpoint.
     """
     checkpoint = output / "checkpoints" / f"{name}.ckpt"
@@ -124,7 +124,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 class Diverged(Exception):
-    """A loss or weights that are no numbers any more. rows: of which heads, of as many as the losses have."""
+    """A loss or weights that are NaN or infinite. rows: of which heads, of as many as the losses have."""
 
     def __init__(self, what: str, step: int, rows: list[int]):
         super().__init__(what)

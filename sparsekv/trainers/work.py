@@ -113,7 +113,7 @@ class Run:
                 raise SparseKVError(f"{str(mark)!r} is damaged; delete that folder and train again")
             name = f"the interrupted training in {str(self.out)!r}"
             check_fingerprint(theirs["model"], mine["model"], name)
-            differ = [k for k, v in theirs["options"].items()  # one that is gone and was off changed nothing
+            differ = [k for k, v in theirs["options"].items()  # an option that this version lacks and that was off
                       if (v or k in mine["options"]) and v != mine["options"].get(k)]
             if differ:
                 raise SparseKVError(f"{name} was started with " + ", ".join(

@@ -56,9 +56,9 @@ def test_query_models_in_fewer_bits_still_load(tmp_path, dtype: str, limit: floa
 
 
 @pytest.mark.parametrize(("dtype", "changed", "message"), [
-    ("float8", {}, "has a query model in float8, which sparsekv no longer reads: .* train it again"),
-    ("float32", {"scores": "hybrid"}, "has hybrid scores, which sparsekv no longer reads: .* train it again"),
-    ("float32", {"router_scope": "query_head"}, "has one query model a query head, which sparsekv no longer reads")])
+    ("float8", {}, "has a query model in float8, which this version does not read: .* train it again"),
+    ("float32", {"scores": "hybrid"}, "has hybrid scores, which this version does not read: .* train it again"),
+    ("float32", {"router_scope": "query_head"}, "has one query model a query head, which this version does not read")])
 def test_routers_of_a_kind_that_is_gone_are_refused(tmp_path, dtype: str, changed: dict, message: str) -> None:
     old_router(tmp_path / "a", dtype, **changed)
     with pytest.raises(SparseKVError, match=message):

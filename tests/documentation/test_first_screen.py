@@ -160,9 +160,8 @@ def test_a_page_is_no_longer_than_250_lines_but_its_tables(page: Path) -> None:
     assert len(lines) <= 250
 
 
-GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / f"{name}.md" for name in (
-    "index", "start", "questions", "concepts", "ways", "sketch", "completion", "prefill")),
-    *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md",
+          *(p for p in PAGES if p.parent.name not in ("log", "results") and p.stem != "changelog")]
 HISTORY = ("no longer", "of before", "without more words", "unless told", "used to be", "before this", "until now")
 """What only the log says."""
 
@@ -184,10 +183,16 @@ def test_a_sentence_of_a_guide_has_few_figures(page: Path) -> None:
         assert len(figures) <= 4, f"three numbers make a table: {sentence}"
 
 
-NO_LOGS = [p for p in PAGES if p.parent.name not in ("log", "results") and p.stem != "changelog"]
-
-
-@pytest.mark.parametrize("page", NO_LOGS, ids=lambda p: p.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*GUIDES, *sorted((ROOT / "docs" / "results").glob("*.md"))],
+                         ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_history_stands_in_the_log_alone(page: Path) -> None:
     for words in HISTORY:
         assert words not in prose(page), f"{words!r} is history"
+
+
+@pytest.mark.parametrize("folder", ["sparsekv", "benchmarks", "examples"])
+def test_history_stands_in_no_comment(folder: str) -> None:
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for words in ("without more words", "unless told", "of before,", "of before.", "of now", "until now"):
+            assert words not in text, f"{file.relative_to(ROOT)}: {words!r} is history"

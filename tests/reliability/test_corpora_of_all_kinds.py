@@ -144,8 +144,8 @@ def test_lines_that_are_no_documents(line: str, sentence: str, tmp_path) -> None
     refused(tmp_path / "a.jsonl", sentence)
 
 
-def test_windows_of_short_documents_are_what_they_were(tmp_path) -> None:
-    """A document that is tokenized whole is cut into the windows of before."""
+def test_short_documents_are_cut_as_whole_texts_are(tmp_path) -> None:
+    """A document that is tokenized whole has the same windows, whether it is read from a file or given."""
     texts = ["abc " * (10 + i) for i in range(30)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     plain = make_windows(iter([Document(f"a.jsonl:{i}", t) for i, t in enumerate(texts)]), Words(), length=50, count=30)

@@ -119,9 +119,9 @@ CHANGES: list[tuple[str, Any]] = [
     ("layers.1", {"layout": "half", "rotary": 0, "scale": float("inf")})]
 
 
-@pytest.mark.parametrize("hashed", ["hashed", "format 1", "hash of before"])
+@pytest.mark.parametrize("hashed", ["hashed", "format 1", "stale hash"])
 def test_manifests_that_say_something_else_are_refused(store, hashed: str) -> None:
-    """With the checksum of what they say, without one as version 1 wrote them, and with that of what they said."""
+    """With the checksum of what they say, without one as format 1 has it, and with that of another content."""
     good = json.loads((store / MANIFEST).read_text())
     before = good.pop("sha256")
     for name, value in CHANGES:
@@ -134,7 +134,7 @@ def test_manifests_that_say_something_else_are_refused(store, hashed: str) -> No
             part = part[key]
         part[last] = value
         content = sealed(content) if hashed == "hashed" else content
-        (store / MANIFEST).write_text(json.dumps(content | ({"sha256": before} if hashed == "hash of before" else {})))
+        (store / MANIFEST).write_text(json.dumps(content | ({"sha256": before} if hashed == "stale hash" else {})))
         refused(store, r"damaged|unfinished|has no|needs|only a part")
     for text in (b"", b"[1]", b"{", b"\xff\xfe\x00", b"[" * 100_000, b'{"a": ' * 100_000, b'{"a": 1, "a": 1}'):
         (store / MANIFEST).write_bytes(text)

@@ -338,10 +338,10 @@ def test_a_model_that_cannot_be_planned_is_told_once_and_decoded_layer_by_layer(
 
     with faulty(model, lambda step: None):
         wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
-    with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: only one of size") as told:
+    with pytest.warns(UserWarning, match="decodes layer by layer, its step failed: only one of size") as caught:
         with faulty(model, fail) as attachment:
             assert torch.equal(model.generate(ids, max_new_tokens=9, do_sample=False), wanted)
-    assert sum("its step failed" in str(w.message) for w in told) == 1
+    assert sum("its step failed" in str(w.message) for w in caught) == 1
     report = attachment.report()
     assert report["replayed_steps"] == 0 and "only one of size" in report["not_replayed"]
     assert state_of(model) == before

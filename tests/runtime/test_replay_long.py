@@ -60,9 +60,9 @@ def full_precision() -> Iterator[None]:
 
 
 @torch.no_grad()
-def decode(device: str, name: str, replays: bool, told: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Logits `[2, steps, V]` on the way, each step's token that of `told [2, steps]`, without it the likeliest; and the
-    report."""
+def decode(device: str, name: str, replays: bool, given: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits `[2, steps, V]` on the way and the report. Each step's token is that of `given [2, steps]`, without it the
+    likeliest."""
     model, ids, _ = long_model(device)
     options = {"dense_below": 0, **METHODS[name]}
     router, phi = artifacts(model, buckets=128, space="rot", scores="mean_key", features=32)
@@ -97,7 +97,7 @@ def decode(device: str, name: str, replays: bool, told: torch.Tensor | None) -> 
             if step == round(SECOND * steps):
                 tokens = torch.cat([tokens, turn], dim=1)
             found.append(read(tokens, cache.get_seq_length()))
-            tokens = (found[-1].argmax(-1) if told is None else told[:, step])[:, None]
+            tokens = (found[-1].argmax(-1) if given is None else given[:, step])[:, None]
         return torch.stack(found, 1), attachment.report()
 
 

@@ -87,6 +87,6 @@ def test_a_prompt_has_gradients_of_the_sinks(model) -> None:
 
 
 def test_capture_refuses_in_one_sentence(model) -> None:
-    with pytest.raises(SparseKVError, match="not supported: learned attention sinks") as told:
+    with pytest.raises(SparseKVError, match="not supported: learned attention sinks") as refused:
         probe(model)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)

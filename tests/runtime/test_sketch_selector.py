@@ -47,14 +47,14 @@ def selector(view: LayerView, **options):
     return built(SELECTORS["sketch"](**{"token_budget": BUDGET, "layer": Trained().layer(0), **options}), view)
 
 
-def grade(share: float) -> int:
+def bin_of(share: float) -> int:
     """Eight to a doubling, and one for all that is below 2⁻²⁵."""
     mantissa, exponent = math.frexp(share)
     return 8 * exponent + math.floor(16 * mantissa) - 8 if share >= 2**-25 else -1000
 
 
 def literal(found, view, queries, b: int, h: int, t: int, candidates: list[int]) -> set[int]:
-    """The best candidates by codes made one number at a time, of equal grades the first."""
+    """The best candidates by codes made one number at a time, of one bin the first."""
     sketch = found.sketch
     keys, centre = (x[h] if found.basis is None else x[b, h] for x in sketch[:2])
     asks = sketch.queries[b, h]
@@ -69,7 +69,7 @@ def literal(found, view, queries, b: int, h: int, t: int, candidates: list[int])
         top = max(scores.values(), default=0.0)
         weights = {i: math.exp((s - top) * view.scale) for i, s in scores.items()}
         shares.append({i: w / sum(weights.values()) for i, w in weights.items()})
-    return best({i: grade(sum(s[i] for s in shares)) for i in candidates}, BUDGET)
+    return best({i: bin_of(sum(s[i] for s in shares)) for i in candidates}, BUDGET)
 
 
 @pytest.mark.parametrize("case", CASES)

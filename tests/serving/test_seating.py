@@ -128,15 +128,15 @@ def test_launches_do_what_torch_does(
         # the host serves many steps or few, and does not see some
         serves = traffic.random.random() < (0.2 if seed % 2 else 0.8)
         new = batch.slots[:0] if step % 10 == 9 else batch.slots
-        told: list[list[torch.Tensor]] = []
+        results: list[list[torch.Tensor]] = []
         for seats, own in ((one, batch), (two, there)):
             found = seats.follow(own, new=new.to(seats.device), decode=True)
             first = [x.clone() for x in found]
             if serves:
                 found = seats.serve(own, found, [])
-            told.append([*first, found.known, found.seat, *seats.lanes(own, found)])
+            results.append([*first, found.known, found.seat, *seats.lanes(own, found)])
         names = ("single own known seat wants served sits sparse lane anchors places rest anchored").split()
-        for name, expected, got in zip(names, told[0], told[1], strict=True):
+        for name, expected, got in zip(names, results[0], results[1], strict=True):
             same(got, expected, f"step {step}, {name}")
         for name in ("length", "last", "tail", "table"):
             same(getattr(two, name), getattr(one, name), f"step {step}, {name} of the seats")
@@ -145,8 +145,8 @@ def test_launches_do_what_torch_does(
         assert not two.arrived.any()
         rows = batch.lengths.shape[0]
         assert all(bool((x[rows:] == junk(x)).all()) for x in written(two)), "rows behind the batch's"
-        sparse += int(told[0][7].sum())
-        many += int(torch.bincount(told[0][3][told[0][2]], minlength=1).max() > 1)
+        sparse += int(results[0][7].sum())
+        many += int(torch.bincount(results[0][3][results[0][2]], minlength=1).max() > 1)
     assert sparse > steps / 10, "hardly a row decodes sparsely"
     assert many or seed, "no two rows are ever found in one seat"
 

@@ -75,7 +75,7 @@ def test_a_router_without_sketches_is_served_by_buckets(folder: Path) -> None:
 
 
 def test_maps_complete_where_there_are_some(folder: Path) -> None:
-    """On with artifacts that have them, in the layers that they have, off if told so."""
+    """On with artifacts that have them, in the layers that they have, off where the settings say so."""
     plan = served_model(load(folder, artifacts="both", dense_layers=[]), SHAPE)
     assert all(plan.maps(i) is not None for i in range(3)) and plan.layer(1) is not None
     for off in ({"artifacts": "both", "completion": "none"}, {"router": "both"}):

@@ -136,7 +136,7 @@ def test_maps_of_every_form_train_and_load(store, tmp_path, monkeypatch) -> None
         (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1, name: value}))
         with pytest.raises(SparseKVError, match="map\\."):
             PhiArtifact.load(out)
-    del raw["key_width"]  # as it was before
+    del raw["key_width"]  # as format 1 has it
     (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1}))
     with pytest.raises(SparseKVError, match=r"four layers.*train them again with sparsekv train-phi"):
         PhiArtifact.load(out)
