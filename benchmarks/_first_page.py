@@ -10,6 +10,7 @@ from benchmarks._real_page import (
     FIRST,
     LONG,
     best_rivals,
+    bound,
     first,
     minus,
     most,
@@ -36,8 +37,8 @@ METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
 TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
-TOKEN_CASES = {"coder-30k-b1": "this model, one request of 30k tokens",
-               "coder-30k-b24": "this model, 24 requests of 30k tokens",
+TOKEN_CASES = {"coder-16k-b24": "this model, 24 requests of 16k tokens",
+               "coder-30k-b1": "this model, one request of 30k tokens",
                "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
 """Cases of generate.json that are shown where a run has all three methods, and what they are."""
 
@@ -134,16 +135,16 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
 
     timed = sentences([f"{c.what}{by(c.card)}" for c in columns])
     lines = [
-        f"Model: {MODEL}, {one['quantisation']}.",
+        f"Model: {MODEL}, {one['quantisation']} file, run in bfloat16."
+        + (f" Trained on {trained.replace('made up', 'synthetic')}." if trained else ""),
         f"Points: of 100, RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names "
         "no other number, paired by prompt. ± is half the 95 % interval.",
         "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
         *([f"Time: {timed}"] if timed else []),
-        f"Run on: {card(one)}." + "".join(
-            f" {', '.join(names)}: {of}." for of, names in methods.items() if of != card(one)),
-        *([f"Training: {trained}."] if trained else [])]
+        f"Run on: {card(one)}." + "".join(f" {', '.join(names)}: {of}." for of, names in methods.items()
+                                          if of != card(one)) + " “–” was not measured."]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -165,14 +166,14 @@ def facts(real: Rows) -> list[str]:
     best = [(plain(m), next((b for b in (BUDGET, 0.02) if difference(real, "sketch+phi", plain(m), b)), BUDGET))
             for m in best_rivals(mine, case)]
     pairs = [("sketch", FULL, BUDGET), ("topk", FULL, BUDGET), ("sketch+phi", FULL, BUDGET),
-             ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
+             ("sketch+phi", FULL, 0.02), ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
              *(("sketch+phi", rival, b) for rival, b in best)]
     lines = []
     for method, against, budget in pairs:
         found = difference(real, method, against, budget)
         if found is not None:
             lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
-                          minus(f"{found['low']:.1f} to {found['high']:.1f}"), apart(found)])
+                          minus(f"{bound(found['low'])} to {bound(found['high'])}"), apart(found)])
     table = markdown(["method", "against", "retrieved", "points", "95 % interval", "difference"], lines)
     return ["", table, "", " ".join(said for said in (again(real), untrained(real), twice_as_long(real)) if said), ""]
 
@@ -194,7 +195,8 @@ def twice_as_long(real: Rows) -> str:
     if "–" in (*found[0], *found[1]):
         return ""
     return (f"At {2 * FIRST[1] // 1024}k tokens sketch + φ is {found[0][0]} points from full attention. At a budget of "
-            f"2 % it is {found[0][1]}. With maps of windows of that length these are {found[1][0]} and {found[1][1]}.")
+            f"2 % it is {found[0][1]}. On another card, with maps of windows of that length, it is {found[1][0]}. At "
+            f"the larger budget it is then {found[1][1]}.")
 
 
 def untrained(real: Rows) -> str:

@@ -188,4 +188,6 @@ def speed(decode: Rows, generate: Rows) -> tuple[list[str], list[str]]:
 
 def table(header: list[str], lines: list[list[str]]) -> list[str]:
     """Lines of a page, all columns of words."""
+    if not lines:
+        return ["", "None.", ""]
     return ["", *(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines)), ""]

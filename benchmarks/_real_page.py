@@ -105,16 +105,16 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "![RULER score by bytes read](real.png)\n\nThe grey line is full attention. The axis begins at 60 points.",
             f"## In short, {FIRST[1] // 1024}k tokens",
             "Points to full attention, paired by prompt ± half the 95 % interval, and bytes of a sparse layer's keys "
-            "and values.", short(rows)[1],
+            f"and values. Measured on {measured(*first(rows))}.", short(rows)[1],
             "The same model goes on with held-out windows of prose and of program text, 256 tokens each. Perplexity "
             "says how likely the text was. The error is the relative L2 distance of a head's output to full "
-            "attention's. Perplexity may fall below full attention's, so that it measures no nearness. Equal answers "
+            "attention's. Perplexity may fall below full attention's, so lower is not always nearer. Equal answers "
             "are those to RULER's prompts, equal as far as both go, in points of 100.", beyond(rows)[1],
             "How one method's score stands to another's on the same prompts, in points, with the 95 % interval. Where "
             "the interval has zero in it, the difference is not significant.", pairs(rows)[1],
-            "Few prompts a task are few: one prompt answered otherwise is worth more than a point of the mean. The "
-            "prose that is gone on with is the later part of what the maps were trained on the earlier part of. "
-            "RULER's texts are others.", *after_answers(rows), *longer(rows)]
+            "With few prompts a task, one changed answer moves the mean by more than a point. Maps were trained on the "
+            "earlier part of this prose; the windows are from its later part. RULER's texts are others.",
+            *after_answers(rows), *longer(rows)]
     return "\n\n".join([*parts, *sections(ours(rows))]) + "\n"
 
 
@@ -143,6 +143,13 @@ def is_shorter(row: dict[str, Any]) -> bool:
             and round(int(length) / 1024) < FIRST[1] // 1024)
 
 
+def measured(rows: Sequence[dict[str, Any]], case: str) -> str:
+    """The card and commit of a case's scores."""
+    one = next(r for r in of_metric(rows, case, "score") if r["method"] == "full")
+    name = one["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+    return f"one {name}, commit {one['commit']}"
+
+
 def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The section of twice README's length: maps of windows of either length, and which tasks lose."""
     length = 2 * FIRST[1]
@@ -150,12 +157,12 @@ def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
     found = {name: mine for name in (FIRST[0], LONG)
              if of_metric(mine := of_card(rows, name, case), case, "difference")}
     lines = [[mine[0]["trained"].partition(",")[0], str(most(mine, case)),
-              *(paired(mine, case, m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02))]
+              *(paired(mine, case, m, b) for m in ("sketch", "sketch+phi") for b in (0.01, 0.02)), measured(mine, case)]
              for mine in found.values()]
     if not lines:
         return []
     parts = [f"## In short, {length // 1024}k tokens", "Points to full attention ± half the 95 % interval.",
-             markdown(["maps of", "prompts", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %"], lines)]
+             markdown(["maps of", "prompts", "sketch: 1 %", "2 %", "sketch + φ: 1 %", "2 %", "measured on"], lines)]
     tasks = lost(found.get(LONG, []), length)
     if tasks:
         parts += [f"By task, with maps of windows of {length // 1024}k, in points of that task. A task has "
@@ -319,7 +326,8 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
     for budget, least in TARGETS:
         found = known.get(("sketch+phi", "full", budget))
         if found is not None:
-            lines.append([f"sketch+phi is within {-least:g} points of full attention at {percent(budget)}",
+            points = f"{-least:g} point{'s' * (least != -1.0)}"
+            lines.append([f"sketch+phi is within {points} of full attention at {percent(budget)}",
                           cell_text(found, "+"), "yes" if found["value"] >= least else "no"])
     agreed = next((r for r in rows if r["case"] == case and r["metric"] == "agreement"
                    and (r["method"], r["budget"]) == ("sketch+phi", AGREED[0])), None)
@@ -613,7 +621,13 @@ def pairs(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def interval(found: dict[str, Any] | None) -> str:
-    return "–" if found is None else minus(f"{found['value']:+.1f} ({found['low']:.1f} to {found['high']:.1f})")
+    return "–" if found is None else minus(
+        f"{found['value']:+.1f} ({bound(found['low'])} to {bound(found['high'])})")
+
+
+def bound(value: float) -> str:
+    """An end of an interval, with a second decimal where the first would hide on which side of zero it is."""
+    return f"{value:.2f}" if value and abs(value) < 0.05 else f"{value:.1f}"
 
 
 TEXT_COLUMNS = ("perplexity above full attention's: prose", "program text", "error of attention: prose", "program text")

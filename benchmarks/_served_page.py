@@ -142,12 +142,13 @@ def page(rows: Rows, quality: Rows) -> str:
         "![Time of a token inside vLLM](served.png)",
         "## Speed and quality side by side",
         "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
-        "answers, and every request decodes sparsely, even where full attention is faster. Elsewhere requests that are "
+        "answers, and every request decodes sparsely, even where full attention is faster. Scores are of eight and of "
+        "five prompts a task; the difference is of the same prompts. Elsewhere requests that are "
         "too short to gain are attended to fully. All decode steps run in full CUDA graphs.",
         side_by_side(rows, quality),
         "## First token",
         "From the request to the first token of the last request of the batch. Each request that decodes sparsely gets "
-        "an index, with its summary; – where none does.",
+        "an index, with its summary; – where none does, or where its time is in the second token (two GPUs).",
         markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]", "measured on"],
                  waits),
         *under_load(rows), *by_task(quality),

@@ -2,7 +2,7 @@
 
 Shapes: H query heads of Hkv KV heads, T queries a head, N keys drawn, d the head dimension; rows = H·T. student and
 teacher `[H, T, N]` are logits, natural logarithms; mask `[H, T, N]` by strides m_head, m_row, m_key is not zero where a
-key counts for a query. All is float32 that is not said to be another.
+key counts for a query. Everything is float32 unless named otherwise.
 """
 
 import triton

@@ -221,7 +221,7 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
     drawn = page(rows)
     assert "| quest | 0.0 ± 0.0 (2) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
-    assert "| sketch+phi is within 1 points of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
+    assert "| sketch+phi is within 1 point of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
     assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn
     assert "`perplexity_x`, 16k tokens" in drawn
     figures(rows, tmp_path)
