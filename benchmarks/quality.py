@@ -141,7 +141,7 @@ def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: flo
     evaluator = Evaluator(model, tokenizer, requests, output=options.output, router=router, phi=phi,
                           resume=options.resume, part=f"-{shard}of{shards}" if shards > 1 else "",
                           accounting=options.accounting, batch_tokens=options.batch_tokens,
-                          said={"requests": digest_of_prompts(every)})
+                          header={"requests": digest_of_prompts(every)})
     with progress("quality", len(requests) * len(methods), "answers") as advance:
         return evaluator.run(methods, advance, until)
 

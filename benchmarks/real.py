@@ -231,7 +231,7 @@ def work(options: argparse.Namespace) -> None:
         evaluator = turned(PromptEvaluator if stage.kind == "prefill" else Evaluator, shard / shards)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
             accounting="worst_case" if stage.kind == "worst" else "retrieved", resume=True,
-            part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, said=said)
+            part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, header=said)
         return evaluator.run(methods, until=until)
 
     for stage in stages_of(options):

@@ -40,7 +40,7 @@ def test_the_table_says_what_was_read_what_was_found_and_what_it_cost(made) -> N
 
 def test_the_report_explains_itself(made) -> None:
     page = made.report.read_text(encoding="utf-8")
-    assert made.said in page and made.said in made.summary()
+    assert made.words in page and made.words in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
     assert number and page.count("<tr>") == 2 * (1 + len(shown())) and page.count("<svg") == 3
     for words in ("4 windows of 256 tokens of Python&#x27;s language reference and presidents&#x27; addresses",

@@ -33,7 +33,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise damaged(where, f"it is no JSON ({said(error)})") from error
+        raise damaged(where, f"it is no JSON ({reason(error)})") from error
     if not isinstance(found, dict):
         raise damaged(where, "its JSON is no object")
     level: list[Any] = [found]
@@ -154,7 +154,7 @@ def check_scope(made: Any, where: str, **least: int) -> None:
             raise damaged(where, f"{name} is {brief(getattr(made, name))}, expected {low} to {MOST}")
 
 
-def said(error: Any) -> str:
+def reason(error: Any) -> str:
     """What an exception says, on one line that a sentence can hold."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

@@ -18,7 +18,7 @@ from sparsekv.artifacts.checks import (
     damaged,
     digest,
     parse_object,
-    said,
+    reason,
 )
 from sparsekv.foundation.disk import disk_error, placed, write_text
 from sparsekv.foundation.errors import SparseKVError
@@ -60,7 +60,7 @@ def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, 
     try:
         tensors = load_file(str(path / TENSORS))
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise damaged(where, f"{TENSORS} could not be read ({said(error)})") from error
+        raise damaged(where, f"{TENSORS} could not be read ({reason(error)})") from error
     check_digest(config, tensors, where)
     check_finite(tensors, where, "its training diverged; train it again")
     return config, tensors
@@ -80,7 +80,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         text = (path / CONFIG).read_bytes()
     except OSError as error:
-        raise SparseKVError(f"{str(path / CONFIG)!r} could not be read ({said(error)}); expected an artifact's config"
+        raise SparseKVError(f"{str(path / CONFIG)!r} could not be read ({reason(error)}); expected an artifact's config"
                             ) from error
     config = parse_object(text, f"the artifact's config {str(path / CONFIG)!r}")
     if "format_version" not in config or not isinstance(config.get("kind"), str):

@@ -49,11 +49,11 @@ class DemoResult(NamedTuple):
 
     rows: list[dict[str, Any]]
     table: str
-    said: str
+    words: str
     report: Path
 
     def summary(self) -> str:
-        return f"\n{self.table}\n\n{self.said}\n\nwhat the columns mean, answers and figures: {self.report}"
+        return f"\n{self.table}\n\n{self.words}\n\nwhat the columns mean, answers and figures: {self.report}"
 
 
 def run_demo(config: DemoConfig) -> DemoResult:

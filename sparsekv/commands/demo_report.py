@@ -122,8 +122,8 @@ def _words(method: Method, config: dict[str, Any]) -> str:
     """A method for readers who do not know its name."""
     row, estimator = row_of(method.selector), ESTIMATOR_ROWS.get(method.completion)
     words = (row.demo_words if row is not None else "") or f"{method.selector}, {{budget}}"
-    said = words.format(budget=percent(method.budget or 0.0), sink=config["sink_size"], window=config["window_size"])
-    return said + ("" if estimator is None else f" + {estimator.symbol or estimator.name}")
+    text = words.format(budget=percent(method.budget or 0.0), sink=config["sink_size"], window=config["window_size"])
+    return text + ("" if estimator is None else f" + {estimator.symbol or estimator.name}")
 
 
 def _mass_curves(captured: CaptureStore) -> tuple[list[float], dict[str, list[float]]]:

@@ -128,10 +128,10 @@ def run_train(config: TrainConfig) -> Trained:
     check_ranges(config)
     out = Path(config.output)
     going_on = _going_on(config, out)
-    plan, said = plan_training(config, _kept_plan(going_on["plan"], out) if going_on else None)
+    plan, sizes = plan_training(config, _kept_plan(going_on["plan"], out) if going_on else None)
     # its first text, before anything is written or loaded
     check_corpus(config.corpus, split="train")
-    print(said, file=sys.stderr)
+    print(sizes, file=sys.stderr)
     if config.dry_run:
         return Trained(out, None, None)
     with only_writer(out):

@@ -14,7 +14,7 @@ from sparsekv.foundation.disk import disk_error, write_text
 from sparsekv.foundation.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-sweep", 1
-SAID = ("accounting", "weights", "dtype", "requests", "corpus", "split")
+SHARED = ("accounting", "weights", "dtype", "requests", "corpus", "split")
 """What a header says that belongs to every row."""
 
 
@@ -100,5 +100,5 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob("cells*.jsonl"))
     if not files:
         raise SparseKVError(f"no cells.jsonl in {str(folder)!r}; expected the output of `sparsekv eval`")
-    return [{**cell, "origin": {**header["origin"], **{k: header[k] for k in SAID if k in header}}}
+    return [{**cell, "origin": {**header["origin"], **{k: header[k] for k in SHARED if k in header}}}
             for header, cells in map(read_cells, files) for cell in cells]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.checks import damaged, from_record, parse_object, said
+from sparsekv.artifacts.checks import damaged, from_record, parse_object, reason
 from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
 
@@ -79,7 +79,7 @@ class Diagnostics:
             raw |= {name: {k: _table(v) for k, v in raw[name].items()} for name in TABLES}
             raw |= {k: None if raw[k] is None else str(path.parent / raw[k]) for k in ("router", "phi")}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(where, said(error)) from error
+            raise damaged(where, reason(error)) from error
         return from_record(cls, raw, where)
 
 

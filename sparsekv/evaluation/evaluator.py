@@ -36,13 +36,13 @@ class Evaluator:
     """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
 
     accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). part: the name of a shard.
-    said: more keys of the header. batch_tokens: prompt tokens in memory at once. Raises SparseKVError for cells that
+    header: more keys of the header. batch_tokens: prompt tokens in memory at once. Raises SparseKVError for cells that
     exist without `resume`, or that something else was measured with.
     """
 
     def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Question], *, output: Path, router: Any = None,
                  phi: Any = None, accounting: str = "retrieved", resume: bool = False, part: str = "",
-                 said: dict[str, Any] | None = None, batch_tokens: int | None = None):
+                 header: dict[str, Any] | None = None, batch_tokens: int | None = None):
         self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
         self.accounting, self.batch_tokens = accounting, batch_tokens
         self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
@@ -59,7 +59,7 @@ class Evaluator:
         cells = open_cells(self.path, {
             "requests": digest_of_prompts(self.requests), "accounting": accounting,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
-            **(said or {}), "origin": origin()}, self.digests, resume)
+            **(header or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
     def run(

@@ -146,7 +146,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
                           accounting=config.accounting, resume=config.resume,
-                          said={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
+                          header={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
     with progress("eval", len(requests) * len(checked.methods), "answers") as advance:
         evaluator.run(checked.methods, advance)
     if any(r.metric == "lm-eval" for r in requests):

@@ -224,9 +224,9 @@ def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
                 if error.errno in DENIED and folder.is_dir():
                     return None, False
                 raise
-        kept, said = False, None
+        kept, record = False, None
         try:
-            said = _read_lock(handle, file)
+            record = _read_lock(handle, file)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             kept = os.path.samestat(os.fstat(handle), file.lstat()) and _read_lock(handle, file) is not None
             if kept:
@@ -236,8 +236,8 @@ def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
             if time.monotonic() > ends:
                 raise _foreign(file)
         except BlockingIOError as error:
-            if said or time.monotonic() > ends:
-                raise _busy(folder, _holder(said)) from error
+            if record or time.monotonic() > ends:
+                raise _busy(folder, _holder(record)) from error
         except FileNotFoundError:  # its holder removed it just before it let go
             pass
         except OSError as error:
@@ -308,9 +308,9 @@ def _read_lock(handle: int, file: Path) -> dict[str, Any] | None:
     """What a lock file says; None where it is empty. Raises SparseKVError for what is no lock of ours."""
     try:
         text = os.pread(handle, LONGEST_LOCK, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b"no file"
-        said = json.loads(text) if text else None
-        if said is None or {"host", "pid", "since"} == set(said):
-            return said
+        record = json.loads(text) if text else None
+        if record is None or {"host", "pid", "since"} == set(record):
+            return record
     except (ValueError, TypeError, RecursionError):
         pass
     raise _foreign(file)
@@ -326,8 +326,8 @@ def _busy(folder: Path, holder: str) -> SparseKVError:
                          "--output")
 
 
-def _holder(said: dict[str, Any] | None) -> str:
+def _holder(record: dict[str, Any] | None) -> str:
     """In words, from what the lock file says."""
-    if said is None:
+    if record is None:
         return "another command"
-    return f"process {said['pid']} on {said['host']} since {said['since']}"
+    return f"process {record['pid']} on {record['host']} since {record['since']}"

@@ -161,7 +161,7 @@ class Attachment:
         or it is not known yet; sparse_why: what decided that."""
         times, given = self.decoding.crossing, self.decoding.dense_below
         known = given if times is None else None if times.crossing == NEVER else times.crossing
-        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.said()}
+        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not

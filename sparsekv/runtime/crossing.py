@@ -58,7 +58,7 @@ class Times(NamedTuple):
         gain = ((self.full[1] - self.full[0]) - (self.sparse[1] - self.sparse[0])) / (last - first)
         return NEVER if gain <= 0 else first + math.ceil(gap / gain)
 
-    def said(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         first, last = self.lengths
         return (f"a layer's step takes full attention {self.full[0]:.0f} µs at {first} tokens and "
                 f"{self.full[1]:.0f} µs at {last}, {name} {self.sparse[0]:.0f} µs and {self.sparse[1]:.0f} µs")

@@ -78,7 +78,7 @@ class Decoding:
         self.crossing = self._times[shape]
         return self.crossing.crossing
 
-    def said(self) -> str:
+    def why(self) -> str:
         """Why caches decode sparsely from the length that they do."""
         if self.first_sparse is None:
             return "no layer decodes sparsely"
@@ -88,7 +88,7 @@ class Decoding:
             return "keys and values lie in CPU memory"
         if self.crossing is None:
             return "no cache was as long as the shortest that is timed"
-        return self.crossing.said(self.selector.name)
+        return self.crossing.describe(self.selector.name)
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""

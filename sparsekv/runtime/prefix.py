@@ -20,7 +20,7 @@ from sparsekv.artifacts.checks import (
     digest,
     from_record,
     parse_object,
-    said,
+    reason,
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import take, write_tensors
@@ -80,7 +80,7 @@ def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
             text = (file.metadata() or {})["sparsekv"]
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise SparseKVError(f"no prefix could be read from {str(path)!r} ({said(error)}); expected a file of "
+        raise SparseKVError(f"no prefix could be read from {str(path)!r} ({reason(error)}); expected a file of "
                             "save_prefix") from error
     meta = parse_object(text, where)
     check_version(meta.get("format_version"), FORMAT_VERSION, where)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.artifacts.checks import check_types, parse_object, said
+from sparsekv.artifacts.checks import check_types, parse_object, reason
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.regions import check_budget
@@ -68,7 +68,7 @@ class Serving:
         try:
             raw = parse_object(path.read_bytes(), where)
         except OSError as error:
-            raise SparseKVError(f"{where} could not be read ({said(error)}); expected a JSON file with the router's "
+            raise SparseKVError(f"{where} could not be read ({reason(error)}); expected a JSON file with the router's "
                                 "folder, or one of `sparsekv eval recommend`") from error
         if raw.get("format") == RECOMMENDED:
             raw = {"recommended": path.name}

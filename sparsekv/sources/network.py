@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from sparsekv.artifacts.checks import said
+from sparsekv.artifacts.checks import reason
 from sparsekv.foundation.errors import SparseKVError
 
 WRITING, SILENCE = 6, 3
@@ -73,7 +73,7 @@ def refused(error: BaseException, repo: str, revision: str | None, verb: str) ->
         return SparseKVError(f"could not {verb} {repo!r}: HF_HUB_OFFLINE is set and it is not in the cache "
                              f"({constants.HF_HUB_CACHE}); fetch it once while online, or give a folder")
     return failed_request(chain, f"{verb} {repo!r}", hub, token) or SparseKVError(
-        f"could not {verb} {repo!r} ({hub}: {said(error)})")
+        f"could not {verb} {repo!r} ({hub}: {reason(error)})")
 
 
 def failed_request(error: BaseException | list[BaseException], what: str, hub: str, token: str = "your token",
@@ -96,7 +96,7 @@ def failed_request(error: BaseException | list[BaseException], what: str, hub: s
     if status is not None and status >= 500:
         return SparseKVError(f"could not {what}: {hub} has a fault of its own (status {status}); try again later")
     if status is not None and status >= 400:
-        return SparseKVError(f"could not {what} ({hub} answered with status {status}: {said(chain[0])})")
+        return SparseKVError(f"could not {what} ({hub} answered with status {status}: {reason(chain[0])})")
     if any(isinstance(e, httpx.TimeoutException) for e in chain):
         return SparseKVError(f"could not {what}: {hub} did not answer in time; try again, or give it longer by "
                              "HF_HUB_DOWNLOAD_TIMEOUT [s]")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.artifacts.checks import said
+from sparsekv.artifacts.checks import reason
 from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import SparseKVError, printable
@@ -118,8 +118,8 @@ def _refuse_others(name: str, revision: str | None, there: set[str]) -> None:
     try:
         read_config(fetch(name, revision, [CONFIG]))
     except SparseKVError as error:
-        raise SparseKVError(f"{name!r} holds something else than artifacts of sparsekv ({said(error)}); choose another "
-                            "name") from error
+        raise SparseKVError(f"{name!r} holds something else than artifacts of sparsekv ({reason(error)}); choose "
+                            "another name") from error
 
 
 def _files(folder: Path, found: dict[str, Path], name: str, license: str | None) -> dict[str, Any]:

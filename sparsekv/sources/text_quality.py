@@ -86,9 +86,9 @@ class TextQuality:
 
     def save(self, folder: Path) -> None:
         best = self.recommended
-        said = {"token_budget": best.token_budget, "completion": best.completion, "reached": bool(self.good),
+        recommended = {"token_budget": best.token_budget, "completion": best.completion, "reached": bool(self.good),
                 "goal": GOAL}
-        write_text(folder / FILE, json.dumps({**asdict(self), "recommended": said}, indent=1) + "\n")
+        write_text(folder / FILE, json.dumps({**asdict(self), "recommended": recommended}, indent=1) + "\n")
 
     def text(self) -> str:
         """For a terminal: the sentence, the table, the recommendation."""

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sparsekv.artifacts.checks import brief, damaged, digest, said
+from sparsekv.artifacts.checks import brief, damaged, digest, reason
 from sparsekv.core.rope import Layout, rotate
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.store.manifest import MANIFEST, check_fields, check_manifest, sample
@@ -182,7 +182,7 @@ class CaptureStore:
             try:
                 found = self._place.read_json(name)
             except (SparseKVError, OSError) as error:
-                problems.append(f"{name}: {said(error)}")
+                problems.append(f"{name}: {reason(error)}")
                 continue
             if found is None:
                 continue
@@ -258,8 +258,8 @@ class CaptureStore:
     def _broken(self, name: str, why: Any) -> SparseKVError:
         missing = self._place.size(name) is None
         return SparseKVError(f"shard {name} of the capture store {str(self.path)!r} is "
-                             f"{'missing' if missing else f'damaged ({said(why)})'}; restore it, or capture again with "
-                             "--overwrite")
+                             f"{'missing' if missing else f'damaged ({reason(why)})'}; restore it, or capture again "
+                             "with --overwrite")
 
     def summary(self) -> str:
         size = sum(about["bytes"] for about in self.manifest["shards"].values())

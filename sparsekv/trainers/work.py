@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from sparsekv.artifacts.checks import digest, said
+from sparsekv.artifacts.checks import digest, reason
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
 from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of, write_text
@@ -186,7 +186,7 @@ class Run:
                 tensors = {k: file.get_tensor(k) for k in file.keys()}
             problem = None if sha == digest(self._whose(name), tensors) else "its checksum differs"
         except (OSError, SafetensorError, ValueError) as error:
-            problem = said(error)
+            problem = reason(error)
         if problem:
             raise SparseKVError(f"{str(path)!r} is damaged ({problem}); delete it, and the same command with --resume "
                                 "trains that part again")
