@@ -73,6 +73,12 @@ def answers(quality: Rows) -> list[list[str]]:
     return lines
 
 
+def counts(quality: Rows) -> str:
+    """How many prompts a task the scores are of."""
+    found = sorted({r["samples"] for r in on_gpus(quality) if RULER.fullmatch(r["case"]) and r["metric"] == "score"})
+    return " or ".join(map(str, found))
+
+
 def by(budget: float | None) -> str:
     return f"{100 * (budget or 0):g} %, sketch + φ"
 
@@ -142,8 +148,8 @@ def page(rows: Rows, quality: Rows) -> str:
         "![Time of a token inside vLLM](served.png)",
         "## Speed and quality side by side",
         "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
-        "answers, and every request decodes sparsely, even where full attention is faster. Scores are of eight and of "
-        "five prompts a task; the difference is of the same prompts. Elsewhere requests that are "
+        "answers, and every request decodes sparsely, even where full attention is faster. Scores are of "
+        f"{counts(quality)} prompts a task; a difference is of the same prompts. Elsewhere requests that are "
         "too short to gain are attended to fully. All decode steps run in full CUDA graphs.",
         side_by_side(rows, quality),
         "## First token",
