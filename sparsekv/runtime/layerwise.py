@@ -183,8 +183,8 @@ class Layerwise:
         if ours and held.fits(cache):
             return held
         cache.plan = None
-        if length >= first.room:
-            return None
+        if length >= first.room or not set(cache.rope) <= set(seat.ropes):
+            return None  # no room; or an attachment before this one read the prompt: a pass shows how the model rotates
         states = self._states(cache, mask, length)
         if states is None:
             return None

@@ -416,6 +416,27 @@ def test_a_cache_filled_by_hand_decodes_alike(model) -> None:
     close(found[1], found[0])
 
 
+@torch.no_grad()
+def test_an_attachment_that_comes_again_plans_with_the_models_rotation(model) -> None:
+    """A query model asks for queries without RoPE: a step needs the tables of its own token."""
+    ids, found = ids_on(model, 160), []
+    for replays in (False, True):
+        attachment = attached(model, replays, "router")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with attachment:
+                cache = attachment.prefill(ids[:, :100])
+                model(input_ids=ids[:, 100:101], past_key_values=cache, use_cache=True)
+            with attachment:
+                found.append(torch.cat([
+                    model(input_ids=ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits
+                    for t in range(101, 160)], 1))
+        taken = attachment.report()["replayed_steps"]
+        assert taken == 0 or replays and taken >= 54
+        assert all(table.length == 160 for table in cache.rope.values())
+    close(found[1], found[0])
+
+
 def test_inference_mode_comes_and_goes(model) -> None:
     ids = ids_on(model, 90)
     with attached(model, True, "router") as attachment:
