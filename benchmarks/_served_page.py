@@ -75,7 +75,8 @@ def answers(quality: Rows) -> list[list[str]]:
 
 def counts(quality: Rows) -> str:
     """How many prompts a task the scores are of."""
-    found = sorted({r["samples"] for r in on_gpus(quality) if RULER.fullmatch(r["case"]) and r["metric"] == "score"})
+    found = sorted({r["samples"] for r in on_gpus(quality) if RULER.fullmatch(r["case"]) and r["metric"] == "score"
+                    and "samples" in r})
     return " or ".join(map(str, found))
 
 
