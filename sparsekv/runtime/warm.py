@@ -57,7 +57,7 @@ class Warming:
         if key in _WARM or not selector.replayable:
             return
         _WARM.add(key)
-        length = min(length, max(LONGEST // shape.rows, 4 * (sinks + window)))
+        length = min(length, max(_longest(shape), 4 * (sinks + window)))
         for part in parts(selector, estimator):
             thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
             thread.start()
@@ -79,6 +79,16 @@ class Warming:
         for copy in self._copies:
             copy.result()
         self._threads, self._copies = [], []
+
+
+def _longest(shape: Shape) -> int:
+    """Tokens of a row of the layer at most: every part has a layer of its own, which must leave the prompt its
+    memory."""
+    most = LONGEST // shape.rows
+    if shape.device.type == "cuda":
+        token = 2 * shape.rows * shape.heads * shape.dim * shape.dtype.itemsize
+        most = min(most, torch.cuda.mem_get_info(shape.device)[0] // (16 * token))
+    return most
 
 
 def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[..., Any]]:

@@ -69,3 +69,13 @@ def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step(monkeypatc
     assert len(done) == 3
     monkeypatch.undo()
     warm._tried(lambda view, queries: 1 / 0, SHAPE, 2, 9, 150)  # no CUDA here, or the division: neither comes out
+
+
+def test_the_layer_leaves_a_prompt_its_memory(monkeypatch) -> None:
+    one, many = (Shape(rows, 32, 8, 128, torch.bfloat16, torch.device("cuda")) for rows in (1, 16))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
+    assert warm._longest(one) == warm.LONGEST and warm._longest(many) == warm.LONGEST // 16
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 24 << 30))
+    assert warm._longest(one) == 32_768  # a sixteenth of 2 GiB, of 4 KiB a token
+    assert warm._longest(many) == 2048
+    assert warm._longest(SHAPE) == warm.LONGEST // 2
