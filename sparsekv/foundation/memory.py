@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 from sparsekv.foundation.errors import SparseKVError
 
@@ -23,6 +24,14 @@ def memory_of(device: str) -> int:
     with contextlib.suppress(OSError):  # a container's
         limits += [int(word) for word in Path("/sys/fs/cgroup/memory.max").read_text().split() if word.isdigit()]
     return min(limit for limit in limits if limit > 0)
+
+
+def free_memory(device: Any) -> int:
+    """Memory [bytes] of a CUDA device that is free, what torch holds of it unused included."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) + (
+        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def check_memory(needed: float, device: str, what: str, remedy: str) -> None:

@@ -20,6 +20,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build, sparse_step
+from sparsekv.foundation.memory import free_memory
 from sparsekv.kernels import decode_attention, dense_attention
 from sparsekv.runtime.timing import Kept, device_words, microseconds
 
@@ -40,6 +41,11 @@ class Shape(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def token_bytes(self) -> int:
+        """A token's keys and values, of all rows."""
+        return 2 * self.rows * self.heads * self.dim * self.dtype.itemsize
 
 
 class Times(NamedTuple):
@@ -105,13 +111,10 @@ def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks:
 
 def _timed(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
     first, last = shortest(shape.device, sinks, window), LENGTHS.get(shape.device.type, LENGTHS["cpu"])[1]
-    token = 2 * shape.rows * shape.heads * shape.dim * shape.dtype.itemsize
     most = MOST_BYTES
     if shape.device.type == "cuda":
-        free = torch.cuda.mem_get_info(shape.device)[0] + (
-            torch.cuda.memory_reserved(shape.device) - torch.cuda.memory_allocated(shape.device))
-        most = min(most, free // 4)
-    last = max(2 * first, min(last, most // token))
+        most = min(most, free_memory(shape.device) // 4)
+    last = max(2 * first, min(last, most // shape.token_bytes))
     with torch.no_grad():
         pairs = [_step_times(shape, selector.fork(), None if estimator is None else estimator.fork(), sinks, window, n)
                  for n in (first, last)]

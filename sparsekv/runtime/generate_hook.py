@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.memory import free_memory
 from sparsekv.runtime.cache import SparseCache
 from sparsekv.runtime.prompts import check_ids, check_mask, vocabulary_of
 from sparsekv.runtime.supported import check_cache
@@ -54,9 +54,7 @@ def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCach
         modules = list(attachment.modules.values())
         heads = sum(getattr(m.config, "num_key_value_heads", None) or m.config.num_attention_heads for m in modules)
         needed = 2 * rows * tokens * heads * modules[0].head_dim * parameter.element_size()
-        device = parameter.device
-        free = torch.cuda.mem_get_info(device)[0] + (
-            torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        free = free_memory(parameter.device)
         if needed > free:
             raise SparseKVError(
                 f"keys and values of {rows} x {tokens} tokens take {needed / 1e9:.1f} GB and the device has "

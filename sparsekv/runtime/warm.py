@@ -16,6 +16,7 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import Selection
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build
+from sparsekv.foundation.memory import free_memory
 from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 
@@ -86,8 +87,7 @@ def _longest(shape: Shape) -> int:
     memory."""
     most = LONGEST // shape.rows
     if shape.device.type == "cuda":
-        token = 2 * shape.rows * shape.heads * shape.dim * shape.dtype.itemsize
-        most = min(most, torch.cuda.mem_get_info(shape.device)[0] // (16 * token))
+        most = min(most, free_memory(shape.device) // 16 // shape.token_bytes)
     return most
 
 

@@ -87,7 +87,7 @@ class TextQuality:
     def save(self, folder: Path) -> None:
         best = self.recommended
         recommended = {"token_budget": best.token_budget, "completion": best.completion, "reached": bool(self.good),
-                "goal": GOAL}
+                       "goal": GOAL}
         write_text(folder / FILE, json.dumps({**asdict(self), "recommended": recommended}, indent=1) + "\n")
 
     def text(self) -> str:
