@@ -11,6 +11,7 @@ from benchmarks._real_page import (
     LONG,
     best_rivals,
     bound,
+    card,
     first,
     minus,
     most,
@@ -37,9 +38,9 @@ METHODS = {FULL: "full attention", "topk": "exact top-k", "sketch": "sketch",
 MODEL = "Qwen2.5-Coder-1.5B-Instruct"
 TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
-TOKEN_CASES = {"coder-16k-b24": "this model, 24 requests of 16k tokens",
-               "coder-30k-b1": "this model, one request of 30k tokens",
-               "8b-128k-b1": "an 8B shape with random weights, 128k tokens"}
+TOKEN_CASES = {"coder-16k-b24": "this model, 24 requests of 16k",
+               "coder-30k-b1": "this model, one request of 30k",
+               "8b-128k-b1": "an 8B shape, 128k"}
 """Cases of generate.json that are shown where a run has all three methods, and what they are."""
 
 
@@ -52,11 +53,10 @@ def named(method: str) -> str:
 
 
 class Times(NamedTuple):
-    """A column of times: header, cells by method, what they are of, and whose."""
+    """A column of times: header, cells by method, and whose they are."""
 
     header: str
     cells: dict[str, str]
-    what: str
     card: str
 
 
@@ -80,15 +80,8 @@ def speed(generate: Rows) -> list[Times]:
     for case, what in TOKEN_CASES.items():
         found, one = times(generate, case, TOKEN, "loop_ms")
         if one is not None:
-            short = what.replace(" with random weights", "").replace(" tokens", "")
-            columns.append(Times(f"a token, {short} [ms]", {m: f"{v:.1f}" for m, v in found.items()}, what, card(one)))
+            columns.append(Times(f"a token, {what} [ms]", {m: f"{v:.1f}" for m, v in found.items()}, card(one)))
     return columns
-
-
-def card(r: dict[str, Any]) -> str:
-    """The machine of a row and its commit."""
-    name = r["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
-    return f"one {name}, commit {r['commit']}"
 
 
 def first_table(real: Rows, generate: Rows) -> list[str]:
@@ -99,21 +92,18 @@ def first_table(real: Rows, generate: Rows) -> list[str]:
     lines: list[list[str]] = []
     of_whom: dict[str, list[str]] = {}
     for method in (*list(METHODS)[:2], *best_rivals(mine, case), *list(METHODS)[2:]):
-        budgets = sorted(b for m, b in scores if m == method and b is not None)
-        budget = None if method == FULL else BUDGET if BUDGET in budgets else next(iter(budgets), None)
+        budget = None if method == FULL else BUDGET
         one = scores.get((method, budget))
         if one is None:
             continue
         of_whom.setdefault(card(one), []).append(named(method))
-        more = "" if budget in (None, BUDGET) else f", {percent(budget)} retrieved"
-        error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2] if budget == BUDGET else "–"
+        error = "0" if method == FULL else text_cells(mine, method, BUDGET)[2]
         read = "100 %" if method == FULL else f"{100 * one['bytes_share']:.1f} %"
         fewer = f", {one['samples']} prompts" if one["samples"] < most(mine, case) else ""
-        name = named(method) + more + fewer + (" (scores every key)" if method == "topk" else "")
+        name = named(method) + fewer + (" (scores every key)" if method == "topk" else "")
         points = (f"0 (score {one['value']:.1f} ± {(one['high'] - one['low']) / 2:.1f})" if method == FULL else
-                  paired(mine, case, method, budget or 0.0))
-        lines.append([name, points, read, error,
-                      *(c.cells.get(method, "–") for c in columns)])
+                  paired(mine, case, method, BUDGET))
+        lines.append([name, points, read, error, *(c.cells.get(method, "–") for c in columns)])
     table = markdown([f"{percent(BUDGET)} of the tokens retrieved", "points to full attention",
                       "bytes read, of the cache's", "error of attention, prose", *(c.header for c in columns)], lines)
     return ["", table, "", origins(real, columns, of_whom), ""]
@@ -130,10 +120,7 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         """Whose rows they are, where not the scores'."""
         return "" if of == card(one) else f" ({of})"
 
-    def sentences(words: list[str]) -> str:
-        return " ".join(f"{x if i == 0 else x[0].upper() + x[1:]}." for i, x in enumerate(words))
-
-    timed = sentences([f"{c.what}{by(c.card)}" for c in columns])
+    timed = [c.card.split(", commit ") for c in columns]
     lines = [
         f"Model: {MODEL}, {one['quantisation']} file, run in bfloat16."
         + (f" Trained on {trained.replace('made up', 'synthetic')}." if trained else ""),
@@ -142,7 +129,8 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
-        *([f"Time: {timed}"] if timed else []),
+        *([f"Time: on {' and '.join(dict.fromkeys(m for m, _ in timed))}. Commits by column: "
+           f"{', '.join(c for _, c in timed)}. An 8B shape has random weights."] if timed else []),
         f"Run on: {card(one)}." + "".join(f" {', '.join(names)}: {of}." for of, names in methods.items()
                                           if of != card(one)) + " “–” was not measured."]
     return "\n".join(f"- {line}" for line in lines)
@@ -163,11 +151,9 @@ def apart(found: dict[str, Any]) -> str:
 def facts(real: Rows) -> list[str]:
     """What the scores say of pairs of methods, and two sentences on untrained completion."""
     mine, case = first(real)
-    best = [(plain(m), next((b for b in (BUDGET, 0.02) if difference(real, "sketch+phi", plain(m), b)), BUDGET))
-            for m in best_rivals(mine, case)]
     pairs = [("sketch", FULL, BUDGET), ("topk", FULL, BUDGET), ("sketch+phi", FULL, BUDGET),
              ("sketch+phi", FULL, 0.02), ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
-             *(("sketch+phi", rival, b) for rival, b in best)]
+             *(("sketch+phi", plain(m), BUDGET) for m in best_rivals(mine, case))]
     lines = []
     for method, against, budget in pairs:
         found = difference(real, method, against, budget)

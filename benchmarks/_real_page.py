@@ -143,11 +143,15 @@ def is_shorter(row: dict[str, Any]) -> bool:
             and round(int(length) / 1024) < FIRST[1] // 1024)
 
 
+def card(r: dict[str, Any]) -> str:
+    """The machine of a row and its commit."""
+    name = r["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+    return f"one {name}, commit {r['commit']}"
+
+
 def measured(rows: Sequence[dict[str, Any]], case: str) -> str:
     """The card and commit of a case's scores."""
-    one = next(r for r in of_metric(rows, case, "score") if r["method"] == "full")
-    name = one["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
-    return f"one {name}, commit {one['commit']}"
+    return card(next(r for r in of_metric(rows, case, "score") if r["method"] == "full"))
 
 
 def longer(rows: Sequence[dict[str, Any]]) -> list[str]:
