@@ -24,7 +24,8 @@ SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, 
           "sparsekv, RULER", "difference, 95 % interval", "measured on"]
 SPANS = {"tokens_per_second": "tokens a second", "between_p50_ms": "between tokens, median [ms]",
          "between_p99_ms": "between tokens, 99th percentile [ms]", "first_p50_s": "first token, median [s]",
-         "first_p99_s": "first token, 99th percentile [s]", "sparse_share": "tokens of sparse steps"}
+         "first_p99_s": "first token, 99th percentile [s]", "page_wait_s": "the next request waits for pages [s]",
+         "sparse_share": "tokens of sparse steps"}
 
 
 def on_gpus(rows: Rows) -> list[dict[str, Any]]:
@@ -105,14 +106,21 @@ def under_load(rows: Rows) -> Iterable[str]:
     chosen = [r for r in on_gpus(rows) if LOAD.fullmatch(r["case"])]
     for run in runs(chosen):
         values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
+        spans = {x: name for x, name in SPANS.items() if any(x == metric for _, _, metric in values)}
         lines = [[case.rpartition("-")[2], METHODS.get(m, m),
-                  *(number(values.get((case, m, x)), 2) for x in SPANS)]
+                  *(number(values.get((case, m, x)), 2) for x in spans)]
                  for case, m in sorted({(c, m) for c, m, _ in values}, key=lambda x: (float(x[0].rpartition("-")[2]),
                                                                                       x[1]))]
         yield f"## Under load, {where(run[0])}"
         yield ("Poisson arrivals of prompts of 16k to 128k tokens and answers of 512 to 4,096, both even in the "
                f"logarithm, {run[0].get('count', 16)} requests a rate, the 8B shape.")
-        yield markdown(["requests a second", "served by", *SPANS.values()], lines)
+        yield markdown(["requests a second", "served by", *spans.values()], lines)
+        pages = {m: v for (_, m, metric), v in values.items() if metric == "page_tokens"}
+        if set(pages) >= set(list(METHODS)[:2]):
+            own, ours = (int(pages[m]) for m in list(METHODS)[:2])
+            yield (f"The pages hold {own:,} tokens with vLLM's own attention. Beside codes and seats they hold {ours:,}. A "
+                   "request that does not fit waits until another one ends, and of so few requests the 99th percentile "
+                   "is nearly the longest wait.")
 
 
 def by_task(quality: Rows) -> Iterable[str]:

@@ -97,7 +97,7 @@ TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 49_152, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
 UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second", "share": "share",
-         "steps": "share", "waiting": "requests"}
+         "steps": "share", "waiting": "requests", "tokens": "tokens", "preempted": "requests"}
 
 
 def write_model(shape: str, folder: Path, longest: int, *, trained: bool = True) -> None:
@@ -272,7 +272,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             if case.ranks == 1:
                 found["beside_gb"] = beside(engine) / 1e9
-        made = [sum(times) for times in zip(*(clock.seconds() for clock in clocks), strict=False)]
+        made = index_times(clocks)
         if made:
             found["index_s"] = statistics.median(made)
         print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
@@ -292,6 +292,11 @@ def beside(engine: Any) -> int:
 def clocks_of(engine: Any) -> list[Any]:
     """How long requests' indices took in the layers of each group of pages; none for another backend."""
     return list({id(home.builder): home.builder.seats.clock for home in homes_of(engine)}.values())
+
+
+def index_times(clocks: list[Any]) -> list[float]:
+    """How long each request's index took [s], in all groups of layers."""
+    return [sum(times) for times in zip(*(clock.seconds() for clock in clocks), strict=False)]
 
 
 def homes_of(engine: Any) -> list[Any]:

@@ -13,6 +13,9 @@ of them. All methods get the same requests at the same times. On a CPU a tiny mo
 - `sparse_share`: of the tokens after the first, those whose step was sparse in that row.
 - `sparse_steps`: of the steps in which a row decodes, those in which one decodes sparsely.
 - `waiting`: most requests at once that had no token yet, which grows with `--count` beyond saturation.
+- `page_tokens`: tokens that the pages hold; `page_wait_s`: how long the next request had more tokens than the free
+  pages, so that it waited until another one ended; `preempted`: how often pages of a request were taken back.
+- `index_s`: making one request's index, summary and means in all layers, the median.
 - `peak_gb`: most memory of the device.
 
 On one H100, expected: 90 s to start, then 4, 2.5, 2 and 2 minutes for the four rates.
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +41,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import SHAPES
-from benchmarks.serving import FOUND, METHODS, UNITS, environment, lacks, make_engine, settings_for, write_model
+from benchmarks.serving import (
+    FOUND,
+    METHODS,
+    UNITS,
+    clocks_of,
+    environment,
+    index_times,
+    lacks,
+    make_engine,
+    settings_for,
+    write_model,
+)
 from sparsekv.serving.settings import VARIABLE
 
 
@@ -93,6 +108,30 @@ class SparseRows:
             SparseBuilder.build = counted  # type: ignore[method-assign]
 
 
+class Queue:
+    """Why requests wait, by the scheduler of an engine in this process."""
+
+    def __init__(self, engine: Any):
+        self.scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+        self.page = self.scheduler.block_size
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.taken_back: dict[str, int] = {}
+
+    @property
+    def page_tokens(self) -> int:
+        """What all pages hold, of which one is nobody's."""
+        return (self.pool.num_gpu_blocks - 1) * self.page
+
+    def short(self) -> bool:
+        """Whether the next request has more tokens than the free pages: it waits until another one ends."""
+        waiting = self.scheduler.waiting
+        return bool(waiting) and waiting.peek_request().num_tokens > self.pool.get_num_free_blocks() * self.page
+
+    def note(self) -> None:
+        """After a step: how often pages of those that run were taken back."""
+        self.taken_back |= {r.request_id: r.num_preemptions for r in self.scheduler.running}
+
+
 def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows) -> dict[str, float]:
     """What came of the requests of one rate."""
     from vllm import SamplingParams
@@ -101,7 +140,10 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
     prompts = [torch.randint(3, vocabulary, (a.prompt,), generator=g).tolist() for a in work]
     rows, steps = counter.rows.clone(), counter.steps.clone()
     stamps: dict[str, list[float]] = {str(i): [] for i in range(len(work))}
-    due, waiting, decoding, tokens = list(range(len(work))), 0, 0, 0
+    due, waiting, decoding, tokens, short_s = list(range(len(work))), 0, 0, 0, 0.0
+    queue, clocks = Queue(engine), clocks_of(engine)
+    for clock in clocks:
+        clock.clear()  # of the rate before
     began = time.perf_counter()
     while due or inner.has_unfinished_requests():
         now = time.perf_counter() - began
@@ -112,8 +154,11 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
         if not inner.has_unfinished_requests():
             time.sleep(max(0.0, work[due[0]].at - now))
             continue
+        short, before = queue.short(), now
         outs = inner.step()
         now = time.perf_counter() - began
+        short_s += (now - before) * short
+        queue.note()
         later = 0
         for out in outs:
             times, new = stamps[out.request_id], len(out.outputs[0].token_ids)
@@ -124,7 +169,12 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
         waiting = max(waiting, arrived - sum(bool(t) for t in stamps.values()))
     between = torch.tensor([b - a for t in stamps.values() for a, b in pairwise(t)])
     first = torch.tensor([stamps[str(i)][0] - a.at for i, a in enumerate(work)])
-    found = {"tokens_per_second": sum(map(len, stamps.values())) / now, "waiting": float(waiting)}
+    found = {"tokens_per_second": sum(map(len, stamps.values())) / now, "waiting": float(waiting),
+             "page_tokens": float(queue.page_tokens), "page_wait_s": short_s,
+             "preempted": float(sum(queue.taken_back.values()))}
+    made = index_times(clocks)
+    if made:
+        found["index_s"] = statistics.median(made)
     for name, values, unit in (("between", 1e3 * between, "ms"), ("first", first, "s")):
         for share in (50, 99):
             found[f"{name}_p{share}_{unit}"] = float(values.double().quantile(share / 100))
