@@ -118,9 +118,9 @@ def under_load(rows: Rows) -> Iterable[str]:
         pages = {m: v for (_, m, metric), v in values.items() if metric == "page_tokens"}
         if set(pages) >= set(list(METHODS)[:2]):
             own, ours = (int(pages[m]) for m in list(METHODS)[:2])
-            yield (f"The pages hold {own:,} tokens with vLLM's own attention. Beside codes and seats they hold {ours:,}. A "
-                   "request that does not fit waits until another one ends, and of so few requests the 99th percentile "
-                   "is nearly the longest wait.")
+            yield (f"The pages hold {own:,} tokens with vLLM's own attention. Beside codes and seats they hold "
+                   f"{ours:,}. A request that does not fit waits until another one ends, and of so few requests the "
+                   "99th percentile is nearly the longest wait.")
 
 
 def by_task(quality: Rows) -> Iterable[str]:
