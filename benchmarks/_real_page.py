@@ -469,6 +469,62 @@ def votes(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
                           "equal answers", "card, commit"], lines), ""]
 
 
+SAAP, ALPHAS, PUBLISHED = (f"{FIRST[0]}-{name}" for name in ("saap", "alphas", "published"))
+"""Its rows with Saap's router, with LFPS's thresholds, and with maps as the completion paper publishes them; each beside
+full attention of its own run."""
+BUCKETS = {"topk": "exact top-k", "router:scores=mlp": "the query model as published",
+           "router:scores=mean_key": "mean keys of the same buckets, moved to the request",
+           "router:scores=mean_key:adapt=false": "mean keys of the same buckets as trained"}
+
+
+def own_run(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a model on the card with most prompts at README's length, and in words what they are of; nothing
+    where it was not measured."""
+    case = f"ruler@{FIRST[1]}"
+    mine = of_card(rows, name, case)
+    return mine, f"{most(mine, case)} prompts, {measured(mine, case)}." if mine else ""
+
+
+def saap(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Saap's query model on tasks, and the same buckets scored by mean keys: points to full attention and tokens read, by
+    budget."""
+    case, (mine, of) = f"ruler@{FIRST[1]}", own_run(rows, SAAP)
+    read = {(r["method"], r["budget"]): r["read"] for r in of_metric(mine, case, "score") if r["budget"] is not None}
+    budgets = sorted({b for _, b in read})
+    lines = [[words, *(paired(mine, case, m, b) for b in budgets),
+              *(f"{100 * read[m, b]:.1f} %" if (m, b) in read else "–" for b in budgets)]
+             for m, words in BUCKETS.items() if any(m == k for k, _ in read)]
+    return [] if not mine else ["", markdown(
+        ["chosen by", *(f"points: {percent(b)}" if not i else percent(b) for i, b in enumerate(budgets)),
+         *(f"tokens read: {percent(b)}" if not i else percent(b) for i, b in enumerate(budgets))], lines), "", of, ""]
+
+
+def alphas(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
+    """LFPS's thresholds as they are: tokens that a step reads, points to full attention, equal answers."""
+    case, (mine, of) = f"ruler@{FIRST[1]}", own_run(rows, ALPHAS)
+    same = {r["method"]: r for r in of_metric(mine, case, "same_answers")}
+    lines = [[r["method"].partition("alpha=")[2], f"{100 * r['read']:.1f} %", f"{100 * r['bytes_share']:.1f} %",
+              paired(mine, case, r["method"], budget), cell_text(same[r["method"]])]
+             for r in of_metric(mine, case, "score") if r["budget"] == budget]
+    return [] if not mine else ["", markdown(
+        ["α", "tokens read", "bytes of a sparse layer", "points to full attention", "equal answers"], lines), "", of, ""]
+
+
+def published(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Maps as the completion paper publishes them beside the recipe's: points to full attention by budget."""
+    case, (mine, of) = f"ruler@{FIRST[1]}", own_run(rows, PUBLISHED)
+    if not mine:
+        return []
+    recipe = first(rows)[0]
+    lines = []
+    for alone in ("topk", "sketch"):
+        lines += [[words, f"`{m}`", *(paired(some, case, m, b) for b in (0.01, 0.02, 0.05)), str(prompts(some, case, m))]
+                  for some, m, words in ((mine, alone, "none"), (mine, f"{alone}+phi", "as published"),
+                                         (recipe, f"{alone}+phi", "the recipe's")) if prompts(some, case, m)]
+    return ["", markdown(["maps", "method", *map(percent, (0.01, 0.02, 0.05)), "prompts"], lines), "",
+            f"The recipe's are of {measured(recipe, case)}; the others of {measured(mine, case)}.", ""]
+
+
 def generated(rows: Sequence[dict[str, Any]], case: str) -> str:
     """What full attention says of what a method wrote, by quarter of the positions and on both sides of the decode
     window; of KL also the last quarter to the first."""

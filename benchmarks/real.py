@@ -205,13 +205,14 @@ def work(options: argparse.Namespace) -> None:
     until = time.perf_counter() + 60 * options.minutes
     torch.set_float32_matmul_precision("high")
     model, tokenizer = load_model(str(options.model), dtype=options.dtype, device=options.device)
-    router = RouterArtifact.load(options.router or options.artifacts / "router")
-    phi = PhiArtifact.load(options.phi or options.artifacts / "phi")
+    router, phi = (kind.load(place) if place and place.exists() else None for kind, place in (
+        (RouterArtifact, options.router or options.artifacts and options.artifacts / "router"),
+        (PhiArtifact, options.phi or options.artifacts and options.artifacts / "phi")))
     every = load_requests(options.prompts)
     own, said = shard_of(every, shard, shards), {"requests": digest_of_prompts(every)}
     folder = options.output / card()
     lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
-    placed = {"router": router.to(model.device), "phi": phi.to(model.device)}
+    placed = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
 
     def measure(stage: Stage, requests: list[Question], methods: list[Method]) -> bool:
         """Whether all of it is measured."""
@@ -441,7 +442,8 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help="the file that the folder was made of, whose hash rows have")
     parser.add_argument("--quantisation", help="without it what a .gguf file says")
     parser.add_argument("--name", default="coder-1.5b", help="of the model, before every case")
-    parser.add_argument("--artifacts", type=Path, help="folder with router/ and phi/")
+    parser.add_argument("--artifacts", type=Path, help="folder with router/ and phi/; without one of them, methods "
+                                                       "that need it are left out")
     parser.add_argument("--trained", help="what the artifacts were trained on, in words: for the rows")
     parser.add_argument("--router", type=Path)
     parser.add_argument("--phi", type=Path)

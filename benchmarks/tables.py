@@ -99,8 +99,13 @@ def completion() -> dict[str, list[str]]:
 
 
 def papers() -> dict[str, list[str]]:
-    """Completion at equal worst-case budgets, beside the paper's table 2; TokenSelect's votes."""
-    return {"equal budgets": _real_page.by_length(load("real")), "votes": _real_page.votes(load("real"))}
+    """Completion at equal worst-case budgets, beside the paper's table 2; TokenSelect's votes; what was measured of the
+    papers' own settings on the real model."""
+    real = load("real")
+    measured = {"saap": _real_page.saap(real), "alphas": _real_page.alphas(real),
+                "published": _real_page.published(real)}
+    return {"equal budgets": _real_page.by_length(real), "votes": _real_page.votes(real),
+            **{name: lines for name, lines in measured.items() if lines}}
 
 
 def served() -> dict[str, list[str]]:

@@ -52,7 +52,10 @@ def test_kl_is_of_the_weights_that_make_the_output(budget) -> None:
 def test_rows_of_trainings_take_the_place_of_others(tmp_path) -> None:
     about = {"machine": "Card, torch 2", "command": "phi_training.py --model M", "commit": "abc", "quantisation": "Q4"}
     spent = {"case": "sparsekv train", "method": "phi", "metric": "seconds"}
-    (tmp_path / "phi-training.json").write_text(json.dumps([spent, {"case": "prose@16384"}]))
+    last = {"case": "training", "method": "phi", "metric": "seconds", "text": {"prose": 18, "made": 6},
+            "length": 16_384, "steps": 22_000, "value": 200.0}
+    before = [spent, last, {**last, "steps": 2500, "case": "prose@16384", "value": 0.5}]
+    (tmp_path / "phi-training.json").write_text(json.dumps(before))
     for training in phi_training.TRAININGS[:2]:
         windows = sum(training.text.values())
         said = {**about, "text": training.text, "windows": windows, "length": 16_384, "steps": 2500, "layers": "4 10"}
@@ -65,8 +68,10 @@ def test_rows_of_trainings_take_the_place_of_others(tmp_path) -> None:
         (tmp_path / f"rows-{training.name}.json").write_text(json.dumps(rows))
     phi_training.collected(tmp_path, tmp_path)
     rows = json.loads((tmp_path / "phi-training.json").read_text())
-    assert rows[-1] == spent and {r["case"] for r in rows} == {"training", "entropy@16384", "sparsekv train",
-                                                               *_phi_page.HELD}
+    assert rows[-2:] == [last, spent]  # a training that was not repeated stays, in the order of all
+    assert {r["case"] for r in rows} == {"training", "entropy@16384", "sparsekv train", *_phi_page.HELD}
+    assert 0.5 not in [r.get("value") for r in rows]
+    rows.remove(last)
     header, alone, first, second = _phi_page.trainings(rows)
     assert alone[-1] == "0.200" and first[:5] == ["18 of prose, 6 of made-up text", "24", "16k", "2500", "20"]
     assert second[0] == "prose" and second[-1] == "0.050" and len(header) == len(first)

@@ -38,7 +38,7 @@ from benchmarks._prompts import (
     parse_readings,
     prompt_rows,
 )
-from benchmarks._real_page import by_length, figures, page, prompts_read, windows_of
+from benchmarks._real_page import alphas, by_length, figures, page, prompts_read, published, saap, windows_of
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator
@@ -241,6 +241,28 @@ def test_equal_budgets_stand_side_by_side_by_context_and_maps() -> None:
     _, *lines = (x for x in by_length(rows)[1].splitlines() if not x.startswith("| ---"))
     assert lines == ["| 4k | 4k | 52 | – | +1.0 ± 1.0 |", "| 4k | 16k | 52 | – | +1.0 ± 1.0 |",
                      "| 8k | 8k | 52 | +1.0 ± 1.0 | – |", "| 16k | 16k | 52 | +1.0 ± 1.0 | – |"]
+
+
+def test_the_papers_own_settings_have_tables_where_they_were_measured() -> None:
+    assert saap([]) == alphas([]) == published([]) == []
+    said = {"machine": "NVIDIA H200, torch 2", "commit": "abc", "samples": 4, "low": 0.0, "high": 2.0}
+
+    def rows(name: str, methods: dict[str, float]) -> list[dict[str, Any]]:
+        one = {**said, "case": f"{name}:ruler@16384"}
+        found = [{**one, "method": "full", "metric": "score", "budget": None, "value": 80.0}]
+        for m, value in methods.items():
+            found += [{**one, "method": m, "budget": 0.02, "metric": metric, "against": "full", "value": value,
+                       "read": 0.15, "bytes_share": 0.2} for metric in ("score", "difference", "same_answers")]
+        return found
+
+    made = [*rows("coder-1.5b", {"topk+phi": 3.0}), *rows("coder-1.5b-published", {"topk": -1.0, "topk+phi": 2.0}),
+            *rows("coder-1.5b-saap", {"router:scores=mlp": -2.0}), *rows("coder-1.5b-alphas", {"lfps:alpha=0.2": -3.0})]
+    assert "| the query model as published | −2.0 ± 1.0 | 15.0 % |" in saap(made)[1] and len(saap(made)[1].splitlines()) == 3
+    assert "| 0.2 | 15.0 % | 20.0 % | −3.0 ± 1.0 | -3.0 ± 1.0 |" in alphas(made)[1]
+    assert published(made)[1].splitlines()[2:] == [
+        "| none | `topk` | – | −1.0 ± 1.0 | – | 4 |", "| as published | `topk+phi` | – | +2.0 ± 1.0 | – | 4 |",
+        "| the recipe's | `topk+phi` | – | +3.0 ± 1.0 | – | 4 |"]
+    assert saap(made)[-2] == "4 prompts, one H200, commit abc."
 
 
 def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
