@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,15 +27,20 @@ from sparsekv.foundation.errors import SparseKVError
 FORMAT_VERSION = 3
 """1 had no checksum, 2 one that a single core takes."""
 CONFIG, TENSORS = "config.json", "model.safetensors"
+SCALE = ".scale"
+"""Behind the name of a matrix in 8 bits: the tensor of its rows' scales."""
 
 
-def save_artifact(path: str | Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def save_artifact(
+    path: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], *, eight_bits: bool = False,
+) -> None:
     """Write both files under a temporary name each, then put them in place; `config` gains `format_version` and
-    `sha256`, over itself and the tensors. Raises SparseKVError for values that are not finite, and a disk that fails.
-    """
+    `sha256`, over itself and the tensors. eight_bits: matrices are rounded to 8 bits, a quarter of float32's size.
+    Raises SparseKVError for values that are not finite, and a disk that fails."""
     path = Path(path)
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     check_finite(tensors, f"the artifact for {str(path)!r}", "the training diverged; train with a lower learning rate")
+    tensors = _rounded(tensors) if eight_bits else tensors
     config = {"format_version": FORMAT_VERSION, **config}
     config["sha256"] = digest(config, tensors)
     write_tensors(path / TENSORS, tensors)
@@ -62,8 +68,31 @@ def load_artifact(path: str | Path, kind: str | None = None) -> tuple[dict[str, 
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise damaged(where, f"{TENSORS} could not be read ({reason(error)})") from error
     check_digest(config, tensors, where)
+    tensors = _widened(tensors, where)
     check_finite(tensors, where, "its training diverged; train it again")
     return config, tensors
+
+
+def _rounded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices of heads `[L, H, m, n]` as int8, with a float32 scale a row `[L, H, m, 1]`; the rest as it is."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 4:
+            found[name] = tensor
+            continue
+        scale = (tensor.float().abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        found |= {name: (tensor / scale).round().to(torch.int8), name + SCALE: scale}
+    return found
+
+
+def _widened(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Matrices in 8 bits as float32, without their scales; the rest as it is. Raises SparseKVError."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.int8:
+            found[name] = tensor * take(tensors, name + SCALE, (*tensor.shape[:-1], 1), where).float()
+            del found[name + SCALE]
+    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -172,8 +172,10 @@ class PhiArtifact:
         config = self.config
         return phi_tokens(config.num_features, config.model["head_dim"], moments=config.capped)
 
-    def save(self, path: str | Path) -> None:
-        save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate})
+    def save(self, path: str | Path, *, eight_bits: bool = False) -> None:
+        """eight_bits: matrices rounded to 8 bits, a quarter of the size."""
+        save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate},
+                      eight_bits=eight_bits)
 
     def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
                     message: str | None = None, license: str | None = None) -> str:

@@ -76,14 +76,15 @@ class RouterArtifact:
         return RouterLayer(self.centroids[row], weights, self.config.key_space, self.config.scores, sketch,
                            self.config.sketch_bytes)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, eight_bits: bool = False) -> None:
+        """eight_bits: matrices rounded to 8 bits, a quarter of the size."""
         tensors = {"centroids": self.centroids}
         if self.weights is not None:
             for name, weight in self.weights._asdict().items():
                 tensors[f"query_model.{name}"] = weight
         if self.sketch is not None:
             tensors |= {f"sketch.{name}": x for name, x in self.sketch._asdict().items()}
-        save_artifact(path, asdict(self.config), tensors)
+        save_artifact(path, asdict(self.config), tensors, eight_bits=eight_bits)
 
     push_to_hub = push_object
 

@@ -1,7 +1,7 @@
-"""Artifacts by name: a folder here, or a repository of the Hugging Face hub.
+"""Artifacts by name: a folder here, a training that ships (`shipped.TRAINED`), or a repository of the Hugging Face hub.
 
-A name is one of the hub's where nothing lies at that path and it reads `user/name`, or `user/name@revision`; nothing
-else is ever looked for in the network. A folder or repository holds one artifact, or a training: `router/`, `phi/` or
+A name is not a path where nothing lies there. It is one of the hub's where it reads `user/name`, or
+`user/name@revision`; nothing else is ever looked for in the network. A folder or repository holds one artifact, or a training: `router/`, `phi/` or
 both. Cache, address and token are huggingface_hub's own: `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`.
 """
 
@@ -15,6 +15,7 @@ from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.format import CONFIG, TENSORS, read_config
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.network import in_time, refused
+from sparsekv.sources.shipped import trained
 
 KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))
@@ -45,7 +46,8 @@ def find_artifacts(
         if revision is not None:
             raise SparseKVError(f"revision {revision!r} was given for {brief(str(name))}, which is a path; expected a "
                                 "repository of the hub, as user/name")
-        return _wanted(name, _there(Path(name)), kinds, Path(name))
+        root = (None if there else trained(str(name))) or Path(name)
+        return _wanted(name, _there(root), kinds, root)
     if revision is not None and remote["revision"] not in (None, revision):
         raise SparseKVError(f"{name!r} names one revision and revision={revision!r} another; give one of them")
     repo, revision = remote["repo"], revision or remote["revision"]

