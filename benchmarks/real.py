@@ -58,11 +58,13 @@ WORST = "worst"
 """The folder of cells whose budgets pay for sink, tail and φ's cache too, as if all were fetched for one token."""
 CONTROL = "control"
 """The folder of cells whose router is untrained; its methods are called `untrained` in rows."""
+TEXTS = 6
+"""Windows of each text that are read sparsely."""
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
-READINGS = (DENSE, "prompt:share=0.1+phi", "prompt:share=0.1", "xattention:share=0.1", "prompt:share=0.2+phi",
-            "prompt:share=0.2", "prompt:share=0.05+phi", "prompt:share=0.1:chunk=2048:window=512:exact=512+phi")
+READINGS = (DENSE, *(f"{rule}:share={share}{more}" for share in (0.1, 0.2, 0.3) for rule, more in (
+    ("prompt", ""), ("prompt", "+phi"), ("xattention", ""))))
 VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true")
 ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
 """Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a
@@ -77,7 +79,7 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
     turns, worst (budgets that pay for all that is fetched), kvpress (rivals by another package's code) or prefill
-    (prompts read sparsely; of texts half as many)."""
+    (prompts read sparsely; of each text `TEXTS` windows)."""
 
     name: str
     kind: str
@@ -92,7 +94,7 @@ class Stage:
     def takes(self, r: Question) -> bool:
         text = r.task.startswith(TEXT)
         if self.kind == "prefill":
-            return r.length == self.length and self.first <= r.index < (-(-self.last // 2) if text else self.last)
+            return r.length == self.length and self.first <= r.index < (TEXTS if text else self.last)
         return (r.length == self.length and self.first <= r.index < self.last
                 and text == (self.kind in ("text", "long", "turns")))
 
