@@ -61,6 +61,7 @@ from sparsekv.kernels import (
     dense_attention,
     phi_left,
     phi_sums,
+    representatives,
 )
 from sparsekv.kernels.chunk_attention import (
     Launch,
@@ -237,11 +238,13 @@ def check(dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
     q = torch.randn(1, 700, 8, DIM, device=device).to(dtype).transpose(1, 2)
     k, v = (torch.randn(1, 2, 3000, DIM, device=device).to(dtype) for _ in range(2))
-    tokens = chunk_tokens(q, k, 16, 2000, 336, scale=DIM**-0.5)
-    exact = chunk_tokens(q.double(), k.double(), 16, 2000, 336, scale=DIM**-0.5)
-    same = (tokens[..., None] == exact[..., None, :]).any(-1).float().mean()
-    if float(same) < 0.95:
-        sys.exit(f"chunk_tokens has {float(same):.2f} of the tokens that float64 chooses")
+    asking = representatives(q, 2)
+    tokens = chunk_tokens(asking, k, 16, 2000, 333, scale=DIM**-0.5)
+    scores = (asking.double() @ k[:, :, 16:2000].double().mT * DIM**-0.5).softmax(-1).sum(2)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, tokens.long() - 16, True)
+    low, high = scores.masked_fill(~chosen, torch.inf).amin(-1), scores.masked_fill(chosen, 0.0).amax(-1)
+    if int(chosen.sum(-1).min()) != 333 or not bool((low >= 0.85 * high).all()):
+        sys.exit("chunk_tokens is not right")
     truth = chunk_attention_reference(q.double(), k.double(), v.double(), tokens, scale=DIM**-0.5)
     for name, way in ways_of(q, 2).items():
         out, lse = way(q, k, v, tokens)
@@ -272,7 +275,7 @@ def together(past: int, chunk: int, count: int, dtype: torch.dtype, device: str)
         end = past + (first + chunks) * chunk
         rows = chunks_of(q[:, :, first * chunk:(first + chunks) * chunk], chunks)
         keys, values = k[:, :, :end], v[:, :, :end]
-        chosen = chunk_tokens(rows, keys, SINK, past + first * chunk - WINDOW, count,
+        chosen = chunk_tokens(representatives(rows, HEADS_KV), keys, SINK, past + first * chunk - WINDOW, count,
                               scale=DIM**-0.5, step=chunk)
         chunk_attention(rows, keys, values, chosen, scale=DIM**-0.5, sink=SINK, window=WINDOW)
 
@@ -285,7 +288,7 @@ def chunk_of(past: int, chunk: int, count: int, dtype: torch.dtype, device: str)
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, heads, DIM, device=device, dtype=dtype).transpose(1, 2) for n, heads in (
         (chunk, HEADS_Q), (past + chunk, HEADS_KV), (past + chunk, HEADS_KV)))
-    return q, k, v, chunk_tokens(q, k, SINK, past - WINDOW, count, scale=DIM**-0.5)
+    return q, k, v, chunk_tokens(representatives(q, HEADS_KV), k, SINK, past - WINDOW, count, scale=DIM**-0.5)
 
 
 def kernels(options: argparse.Namespace, device: str) -> None:
@@ -301,7 +304,7 @@ def kernels(options: argparse.Namespace, device: str) -> None:
         q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
         dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device)  # noqa: B023
         select = milliseconds(lambda: chunk_tokens(
-            q, k, SINK, past - WINDOW, count, scale=scale), device)  # noqa: B023
+            representatives(q, HEADS_KV), k, SINK, past - WINDOW, count, scale=scale), device)  # noqa: B023
         whole, part = chunk * (past + chunk / 2), chunk * (count + chunk / 2)
         found = {"dense_ms": dense, "dense_tflops": tflops(whole, dense), "select_ms": select,
                  "select_share": select / dense, "rest_ms": milliseconds(rest_work(q, k, v, tokens), device)}
@@ -327,21 +330,26 @@ def sweep(dtype: torch.dtype, device: str) -> None:
     """Milliseconds of the kernels of a chunk by how they are launched, the current ways first."""
     past, chunk, count, runs = (131_072, 2048, 13_312, 5) if device == "cuda" else (2048, 64, 512, 1)
     q, k, v, tokens = chunk_of(past, chunk, count, dtype, device)
-    scale = DIM**-0.5
+    scale, asking = DIM**-0.5, representatives(q, HEADS_KV)
     pairs = chunk * (count + chunk / 2)
     dense = milliseconds(lambda: dense_attention(q, k, v, scale=scale), device, runs)
     print(f"dense {dense:.3f} ms, {tflops(chunk * (past + chunk / 2), dense):.0f} TFLOP/s")
     if "gathered" in ways_of(q, HEADS_KV):
         found = milliseconds(lambda: ways_of(q, HEADS_KV)["gathered"](q, k, v, tokens), device, runs)
         print(f"gathered {found:.3f} ms, {tflops(pairs, found):.0f} TFLOP/s", flush=True)
-    attend, rest = sys.modules[Launch.__module__], sys.modules[add_rest.__module__]
-    add = rest_work(q, k, v, tokens)
+    attend, select = sys.modules[Launch.__module__], sys.modules[chunk_tokens.__module__]
+    rest, add = sys.modules[add_rest.__module__], rest_work(q, k, v, tokens)
     way = launch_chunk_attention if device == "cuda" else chunk_attention_reference
     tried: list[tuple[str, Any, Callable[[], Any], list[dict[str, Any]]]] = [
         ("attention: rows, keys, warps, stages", attend, lambda: way(q, k, v, tokens, scale=scale),
          [{"LAUNCHES": dict.fromkeys((True, False), Launch(*how))} for how in (
              attend.LAUNCHES[True], attend.LAUNCHES[False], (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3),
              (64, 64, 4, 2), (64, 32, 4, 4))]),
+        ("list: keys at once, warps", select,
+         lambda: chunk_tokens(asking, k, SINK, past - WINDOW, count, scale=scale),
+         [{"KEYS_AT_ONCE": n, "WARPS": w, "PROGRAMS": p} for n, w, p in (
+             (select.KEYS_AT_ONCE, select.WARPS, select.PROGRAMS), (128, 4, 264), (128, 4, 1056), (128, 8, 528),
+             (64, 4, 528), (64, 8, 528))]),
         ("completion: rows, warps", rest, add,
          [{"ROWS": n, "WARPS": w} for n, w in ((rest.ROWS, rest.WARPS), (32, 4), (64, 4), (128, 8))]),
         ("features of queries: rows, warps, hidden units at once", rest, add,

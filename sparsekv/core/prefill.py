@@ -15,7 +15,6 @@ from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.config import check_ranges, option
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
     add_sinks,
     chunk_anchors,
@@ -25,8 +24,8 @@ from sparsekv.kernels import (
     chunks_of,
     dense_attention,
     gather_rows,
+    representatives,
 )
-from sparsekv.kernels.chunk_tokens import GROUP
 
 MOST_CHUNKS, MOST_BYTES = 8, 1 << 30
 """Chunks that are read together at most, and bytes of the keys and values that they choose."""
@@ -35,17 +34,15 @@ MOST_CHUNKS, MOST_BYTES = 8, 1 << 30
 @dataclass(frozen=True)
 class SparsePrompts:
     """How a prompt is read sparsely. Every chunk attends to itself (causally), to the sink, to the window before it,
-    and to the groups of tokens between that its queries attend to most, one list for each KV head
-    (`kernels.chunk_tokens`).
+    and to the tokens between that means of its queries choose, one list for each KV head (`kernels.chunk_tokens`).
 
-    Its fields are numbers of tokens, the share aside. Raises SparseKVError for one out of its range, and for a chunk
-    that is not of whole groups.
+    Its fields are numbers of tokens, the share aside. Raises SparseKVError for one out of its range.
     """
 
     share: float = option(0.1, help="Tokens that a chunk's queries choose, a share of those before the chunk.", min=0.0,
                           max=1.0)
     least: int = option(4096, help="Tokens that a chunk's queries choose at least [tokens].", min=0)
-    chunk: int = option(2048, help="Queries that share a list, a multiple of 8 [tokens].", min=GROUP)
+    chunk: int = option(2048, help="Queries that share a list [tokens].", min=1)
     sink: int = option(16, help="First tokens that every chunk reads [tokens].", min=0)
     window: int = option(512, help="Tokens before a chunk that it reads [tokens].", min=0)
     exact: int = option(512, help="Last tokens of a prompt, which read all tokens before them [tokens].", min=0)
@@ -57,25 +54,19 @@ class SparsePrompts:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        if self.chunk % GROUP:
-            raise SparseKVError(f"chunk must be a multiple of {GROUP} tokens, found {self.chunk}; give "
-                                f"{self.chunk - self.chunk % GROUP}")
-
-    def window_before(self, first: int) -> int:
-        return self.window + (first - self.window - self.sink) % GROUP
 
     def count(self, past: int) -> int:
         """Tokens that a chunk after `past` tokens chooses: at least what is asked for, and one of eight sizes between
         two powers of two, since kernels are planned anew for every size."""
         asked = max(self.least, math.ceil(self.share * past))
-        step = max(GROUP, (1 << max(asked, 1).bit_length() - 1) // 8)
+        step = max(1, (1 << max(asked, 1).bit_length() - 1) // 8)
         return -(-asked // step) * step
 
     def together(self, first: int, chunks: int, view: LayerView) -> int:
         n, count, (batch, heads, _, dim) = 1, self.count(first), view.keys.shape
         if count >= self._candidates(first):
             return 1
-        each = (count + self.sink + self.window_before(first)) * batch * heads * 2 * dim * view.keys.element_size()
+        each = (count + self.sink + self.window) * batch * heads * 2 * dim * view.keys.element_size()
         while n < min(chunks, MOST_CHUNKS) and (n + 1) * each <= MOST_BYTES and (
                 self.count(first + n * self.chunk) == count):
             n += 1
@@ -83,14 +74,15 @@ class SparsePrompts:
 
     def _candidates(self, first: int) -> int:
         """Tokens that a chunk after `first` may choose."""
-        return max(first - self.window_before(first) - self.sink, 0)
+        return max(first - self.window, 0) - min(self.sink, max(first - self.window, 0))
 
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
         first = past.keys.shape[2] - (len(q) // len(past.keys) - 1) * self.chunk
         count = self.count(first)
         if count >= self._candidates(first):
             return None
-        return chunk_tokens(q, past.keys, self.sink, first - self.window_before(first), count, scale=past.scale,
+        asking = representatives(q, past.num_kv_heads)
+        return chunk_tokens(asking, past.keys, self.sink, first - self.window, count, scale=past.scale,
                             step=self.chunk)
 
 
@@ -112,8 +104,7 @@ def prefill_chunks(
     if padded and not reader.takes_padding:
         return _dense(view, query, total, padded)
     make = Regions.at_prefill_end if padded else Regions.of_equal_rows
-    window = reader.window_before(begin)  # the same for all chunks
-    regions = functools.partial(make, view.regions.starts, sink_size=reader.sink, window_size=window)
+    regions = functools.partial(make, view.regions.starts, sink_size=reader.sink, window_size=reader.window)
     out, old = torch.empty_like(query), None
     border = max(begin, total - reader.exact) if ends else total
     at = behind = begin  # tokens from `behind` to `at` are read densely, together
@@ -131,13 +122,13 @@ def prefill_chunks(
             if behind < at:
                 out[:, :, behind - begin:at - begin] = _dense(view, query[:, :, behind - begin:at - begin], at, padded)
             if reader.extrapolate:
-                found = _contiguous(past, view, q, end, listed, padded, reader.sink, window)
+                found = _contiguous(past, view, q, end, listed, padded, reader.sink, reader.window)
             else:
                 prefixes = None
                 if estimator is not None:
                     prefixes = estimator.prefixes(view, old, regions(length=at), past.regions, chunks, listed.shape[2])
                     old = past.regions
-                found = _chunks(view, q, end, listed, padded, reader.sink, window, estimator, prefixes)
+                found = _chunks(view, q, end, listed, padded, reader, estimator, prefixes)
             out[:, :, at - begin:end - begin].unflatten(2, (chunks, -1)).copy_(
                 found.unflatten(0, (batch, chunks)).transpose(1, 2))
             behind = end
@@ -155,12 +146,12 @@ def _dense(view: LayerView, q: Tensor, end: int, padded: bool) -> Tensor:
 
 
 def _chunks(
-    view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, sink: int, window: int,
+    view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, reader: ReadsPrompts,
     estimator: PhiEstimator | None, prefixes: Prefixes | None,
 ) -> Tensor:
     """Chunks `q [B·n, Hq, c, d]`, those before token `end`."""
     keys, values = view.keys[:, :, :end], view.values[:, :, :end]
-    read = chunk_attention(q, keys, values, listed, scale=view.scale, sink=sink, window=window,
+    read = chunk_attention(q, keys, values, listed, scale=view.scale, sink=reader.sink, window=reader.window,
                            starts=view.regions.starts if padded else None)
     out, lse = read.out, read.lse
     if estimator is not None and prefixes is not None:

@@ -34,7 +34,7 @@ from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.chunk_attention import Rows, chunk_anchors, chunk_attention, chunk_rows, chunks_of
 from sparsekv.kernels.chunk_rest import add_rest
-from sparsekv.kernels.chunk_tokens import chunk_tokens
+from sparsekv.kernels.chunk_tokens import chunk_tokens, representatives
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
@@ -160,6 +160,7 @@ __all__ = [
     "query_statistics",
     "read_bound",
     "remainder",
+    "representatives",
     "rms_norm",
     "rotate_pair",
     "round_means",

@@ -1,13 +1,10 @@
-"""The tokens that chunks of a prompt read: one list a KV head for all of a chunk's queries, in groups of neighbouring
-tokens.
+"""The tokens that chunks of a prompt read: one list a KV head for all of a chunk's queries. Chunks that stand one
+behind the other and read as many tokens each are rows of one call.
 
-Every query asks, since what a single one needs is lost in a mean of many. Sums along antidiagonals make that cheap: of
-`GROUP` neighbouring queries and `GROUP` neighbouring keys one number is made, the mean of the scores of the pairs
-(i, GROUP − 1 − i), in which each of them occurs once (XAttention §2.1). Each group of queries has a softmax of its own
-over the groups of keys; a group of keys has the sum of what all groups of queries give it, and the best are read.
-XAttention chooses blocks of 128 by 128 pairs for each query head; here a list serves all queries of a chunk and heads
-of a group, so that a key is fetched once for all. The work is a product of matrices and torch's own: a sixteenth of
-full attention's multiplications and a 64th of its exponentials. Nothing waits for the host.
+Some representative queries attend to every key before the chunk, each with a softmax of its own. A key's score is the
+sum of the attention that it gets from them: what would be lost without it. The best are found by the bins of a
+histogram (`histogram.py`). Nothing waits for the host. This project's own; TokenSelect §5.2 has one mean query a chunk
+and one list for all heads.
 """
 
 from __future__ import annotations
@@ -15,44 +12,87 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.launch import acc_dtype
+from sparsekv.kernels.histogram import best_tokens_reference, bins_of
+from sparsekv.kernels.launch import acc_dtype, as_tokens, at_once, dense_last, on_device, padded
+from sparsekv.kernels.sketch import Binned, histogram_size, launch_select
 
-GROUP = 8
-"""Neighbouring tokens that are scored together, and read together."""
+KEYS_AT_ONCE, WARPS, PROGRAMS = 128, 4, 528
+"""Keys of a block, warps of a program, and programs wanted."""
+WIDEST = 256
+"""Bytes of a key up to which so many are taken at once."""
+MASSES_AT_ONCE = 16
+"""Slices whose masses a program adds at once."""
+MOST_REPRESENTATIVES = 128
+"""Representatives of a KV head that the kernels take."""
 
 
 def chunk_tokens(
-    q: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
 ) -> Tensor:
-    """The `count` tokens of `first … last − 1` in the groups that chunks of queries attend to most, in ascending order:
-    `[B·n, Hkv, count]` int32. Of the chunks of a row each has `step` more candidates than the one before it.
+    """The `count` tokens of `first … last − 1` with the largest sums of softmax over the representatives, of one bin
+    those that stand first, in ascending order: `[B·n, Hkv, count]` int32. Of the chunks of a row each has `step` more
+    candidates than the one before it.
 
-    q `[B·n, Hq, c, d]` and k `[B, Hkv, N, d]`, both with RoPE. `last − first`, step and count (at most `last − first`)
-    are multiples of `GROUP`.
+    representatives `[B·n, Hkv, R, d]`, R up to `MOST_REPRESENTATIVES`, and k `[B, Hkv, N, d]`, both with RoPE; count at
+    most `last − first`.
     """
-    batch, heads, chunks = len(k), k.shape[1], len(q) // len(k)
-    if (last - first) % GROUP or step % GROUP or count % GROUP:
-        raise ValueError(f"candidates, step and count must be multiples of {GROUP}, found {last - first}, {step}, "
-                         f"{count}")
-    asking = query_groups(q, heads, scale).unflatten(0, (batch, chunks))
-    width = (last - first + (chunks - 1) * step) // GROUP
-    # of chunks with fewer candidates than the last the others are none
-    mass = torch.full((batch, chunks, heads, width), -1.0, dtype=acc_dtype(q), device=q.device)
+    choose = launch_chunk_tokens if on_device(k) else chunk_tokens_reference
+    return choose(representatives, k, first, last, count, scale=scale, step=step)
+
+
+def chunk_tokens_reference(
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
+) -> Tensor:
+    """`chunk_tokens` in plain torch, one chunk of all rows after the other."""
+    acc, chunks = acc_dtype(k), len(representatives) // len(k)
+    budget = torch.full((len(k),), count, device=k.device)
+    lists = []
     for i in range(chunks):
-        keys = k[:, :, first:last + i * step].unflatten(2, (-1, GROUP)).flatten(3)
-        shares = (asking[:, i] @ keys.mT).softmax(-1)
-        mass[:, i, :, :keys.shape[2]] = shares.sum(2, dtype=mass.dtype)
-    best = mass.flatten(0, 1).topk(count // GROUP, dim=-1, sorted=False).indices.sort(dim=-1).values
-    tokens = best[..., None] * GROUP + torch.arange(first, first + GROUP, device=q.device)
-    return tokens.flatten(2).int()
+        keys = k[:, :, first:last + i * step].to(acc)
+        scores = (representatives[i::chunks].to(acc) @ keys.mT * scale).softmax(-1).sum(2)
+        lists.append(best_tokens_reference(bins_of(scores), None, budget, count) + first)
+    return torch.stack(lists, dim=1).flatten(0, 1)
 
 
-def query_groups(q: Tensor, heads_kv: int, scale: float) -> Tensor:
-    """Groups of neighbouring queries `[Q, Hq, c, d]`, in reverse order one behind the other and scaled, so that the
-    product with a group of keys is the mean of an antidiagonal: `[Q, Hkv, G · ⌈c / GROUP⌉, GROUP · d]`. A last group
-    that is too short is filled with its last query."""
-    missing = -q.shape[2] % GROUP
+def representatives(q: Tensor, heads_kv: int) -> Tensor:
+    """Means of runs of neighbouring queries of chunks `[Q, Hq, c, d]`, as many a query head as the kernels take of a
+    KV head: `[Q, Hkv, R, d]`. A last run that is too short is filled with its last query."""
+    batch, heads_q, count, dim = q.shape
+    group = heads_q // heads_kv
+    runs = 1
+    while 2 * runs * group <= MOST_REPRESENTATIVES and 2 * runs <= count:
+        runs *= 2
+    missing = -count % runs
     if missing:
         q = torch.cat([q, q[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
-    groups = (q * (scale / GROUP)).unflatten(2, (-1, GROUP)).flip(3).flatten(3)
-    return groups.unflatten(1, (heads_kv, -1)).flatten(2, 3)
+    means = q.unflatten(2, (runs, -1)).mean(3, dtype=acc_dtype(q))
+    return means.to(q.dtype).reshape(batch, heads_kv, group * runs, dim)
+
+
+def launch_chunk_tokens(
+    representatives: Tensor, k: Tensor, first: int, last: int, count: int, *, scale: float, step: int = 0,
+) -> Tensor:
+    """`chunk_tokens` through Triton: the mass of every representative, the bins of the keys, the selection."""
+    from sparsekv.kernels.chunk_tokens_triton import bins_kernel, masses_kernel
+
+    k, asking = dense_last(k), representatives.contiguous()
+    total, heads, number, dim = asking.shape
+    chunks, device = total // k.shape[0], k.device
+    width = last - first + (chunks - 1) * step
+    if number > MOST_REPRESENTATIVES:
+        raise ValueError(f"at most {MOST_REPRESENTATIVES} representatives of a KV head, found {number}")
+    if not width or not count:
+        return torch.empty(total, heads, count, dtype=torch.int32, device=device)
+    block = at_once(KEYS_AT_ONCE, padded(dim) * k.element_size(), WIDEST)
+    parts = max(1, min(PROGRAMS // (total * heads), -(-width // block)))
+    tops, masses = (torch.empty(total, heads, parts, number, dtype=torch.float32, device=device) for _ in range(2))
+    # of chunks with fewer candidates than the last the others are none: bin 0
+    bins = (torch.empty if chunks == 1 else torch.zeros)(total, heads, width, dtype=torch.uint8, device=device)
+    histogram = torch.zeros(total, heads, histogram_size(width, count), dtype=torch.int32, device=device)
+    sizes = (first, last - first, step, heads, chunks, number)
+    how = {"ROWS": padded(number), "BLOCK": block, "DIM": dim, "WIDTH": padded(dim), "num_warps": WARPS}
+    masses_kernel[(total * heads, parts)](asking, as_tokens(k), tops, masses, scale, *sizes, **how)
+    bins_kernel[(total * heads, parts)](
+        asking, as_tokens(k), tops, masses, bins, histogram, scale, count, width, histogram.shape[2], *sizes,
+        SLICES=MASSES_AT_ONCE, **how)
+    return launch_select(Binned(bins, None, None, histogram), count).add_(first)

@@ -38,6 +38,7 @@ from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import chunk_attention_triton as ca
 from sparsekv.kernels import chunk_rest_triton as cr
+from sparsekv.kernels import chunk_tokens_triton as ct
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
@@ -56,6 +57,8 @@ from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
 from sparsekv.kernels.chunk_attention import GATHER_WARPS, GATHERED_AT_ONCE, LAUNCHES, fitting
+from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MASSES_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
+from sparsekv.kernels.chunk_tokens import WARPS as CHOOSING_WARPS
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.dense import ADD_WARPS, ADDED_AT_ONCE
 from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, SUMMED_ROWS
@@ -101,6 +104,7 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
+    ct.masses_kernel: {"first": "i32"}, ct.bins_kernel: {"first": "i32"},
     sk.histogram_kernel: {"scores": "*fp16"},
     sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
     sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32", "asking": "i32"},
@@ -139,6 +143,7 @@ STRUCTS: dict[Any, dict[str, Any]] = {
                      "features": "i32"},
     cr.logs_kernel: {"q": tokens("half"), "maps": FeatureMapWeights(*["half"] * 8), "logs": "*fp32",
                      "features": "i32"},
+    **{kernel: {"k": tokens("half")} for kernel in (ct.masses_kernel, ct.bins_kernel)},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
     **{kernel: {
@@ -285,6 +290,11 @@ def main() -> None:
         check(ca.rows_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": GATHERED_AT_ONCE}, GATHER_WARPS, "bf16",
               (capability,))
         check(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
+    for dim, half in ((128, "bf16"), (256, "bf16")):
+        rows = {"ROWS": MOST_REPRESENTATIVES, "DIM": dim, "WIDTH": dim,
+                "BLOCK": at_once(KEYS_AT_ONCE, dim * (4 if half == "fp32" else 2), WIDEST)}
+        for kernel in (ct.masses_kernel, ct.bins_kernel):
+            check(kernel, {**rows, "SLICES": MASSES_AT_ONCE}, CHOOSING_WARPS, half)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
         size = dim * (4 if half == "fp32" else 2)

@@ -174,10 +174,6 @@ class ReadsPrompts(Protocol):
     @property
     def takes_padding(self) -> bool: ...
 
-    def window_before(self, first: int) -> int:
-        """Tokens before a chunk at token `first` that it always reads: `window`, or some more where lists are of groups
-        of tokens."""
-
     def together(self, first: int, chunks: int, view: LayerView) -> int:
         """How many of so many whole chunks from token `first` on are listed in one call, of rows without padding: all
         of them sparsely, with lists of one size."""

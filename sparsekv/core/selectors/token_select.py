@@ -141,9 +141,6 @@ class PromptReader:
     def extrapolate(self) -> bool:
         return self.selector.extrapolate
 
-    def window_before(self, first: int) -> int:
-        return self.window
-
     def together(self, first: int, chunks: int, view: LayerView) -> int:
         return 1
 
