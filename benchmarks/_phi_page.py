@@ -67,8 +67,8 @@ def elsewhere(rows: Sequence[dict[str, Any]]) -> str:
         here = r["machine"].partition(",")[0], r["commit"]
         if r["case"] == "training" and here != (one["machine"].partition(",")[0], one["commit"]):
             found.setdefault(here, []).append(f"{r['windows']} windows and {r['steps']} steps")
-    return "".join(f" Trainings of {', and those of '.join(of)}{',' * (len(of) > 1)} are of {machine}, commit {commit}. "
-                   "Their seconds do not compare." for (machine, commit), of in found.items())
+    return "".join(f" Trainings of {', and those of '.join(of)}{',' * (len(of) > 1)} are of {machine}, commit "
+                   f"{commit}. Their seconds do not compare." for (machine, commit), of in found.items())
 
 
 def by_entropy(rows: Sequence[dict[str, Any]]) -> list[str]:

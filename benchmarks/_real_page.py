@@ -255,7 +255,7 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
         one = mine[0]
         trained = f" Router and maps were trained on {one['trained']}." if "trained" in one else ""
         parts += [f"## {title}", f"{one['quantisation']}, sha256 `{one['weights_sha256'][:16]}…`; commits "
-                  f"{', '.join(sorted({r['commit'] for r in mine}))}.{trained}"]
+                  f"{', '.join(sorted({c for r in mine for c in r['commit'].split(' and ')}))}.{trained}"]
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):
             name, length = title.partition(" ")[0], case.partition("@")[2]
@@ -470,8 +470,8 @@ def votes(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
 
 
 SAAP, ALPHAS, PUBLISHED = (f"{FIRST[0]}-{name}" for name in ("saap", "alphas", "published"))
-"""Its rows with Saap's router, with LFPS's thresholds, and with maps as the completion paper publishes them; each beside
-full attention of its own run."""
+"""Its rows with Saap's router, LFPS's thresholds, and maps as the completion paper publishes them, each beside full
+attention of its own run."""
 BUCKETS = {"topk": "exact top-k", "router:scores=mlp": "the query model as published",
            "router:scores=mean_key": "mean keys of the same buckets, moved to the request",
            "router:scores=mean_key:adapt=false": "mean keys of the same buckets as trained"}
@@ -486,8 +486,7 @@ def own_run(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[dict[str, A
 
 
 def saap(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Saap's query model on tasks, and the same buckets scored by mean keys: points to full attention and tokens read, by
-    budget."""
+    """Saap's query model on tasks, and its buckets scored by mean keys: points to full attention and tokens read."""
     case, (mine, of) = f"ruler@{FIRST[1]}", own_run(rows, SAAP)
     read = {(r["method"], r["budget"]): r["read"] for r in of_metric(mine, case, "score") if r["budget"] is not None}
     budgets = sorted({b for _, b in read})
@@ -506,22 +505,21 @@ def alphas(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
     lines = [[r["method"].partition("alpha=")[2], f"{100 * r['read']:.1f} %", f"{100 * r['bytes_share']:.1f} %",
               paired(mine, case, r["method"], budget), cell_text(same[r["method"]])]
              for r in of_metric(mine, case, "score") if r["budget"] == budget]
-    return [] if not mine else ["", markdown(
-        ["α", "tokens read", "bytes of a sparse layer", "points to full attention", "equal answers"], lines), "", of, ""]
+    header = ["α", "tokens read", "bytes of a sparse layer", "points to full attention", "equal answers"]
+    return ["", markdown(header, lines), "", of, ""] if mine else []
 
 
 def published(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Maps as the completion paper publishes them beside the recipe's: points to full attention by budget."""
-    case, (mine, of) = f"ruler@{FIRST[1]}", own_run(rows, PUBLISHED)
+    case, budgets, recipe, mine = f"ruler@{FIRST[1]}", (0.01, 0.02, 0.05), first(rows)[0], own_run(rows, PUBLISHED)[0]
     if not mine:
         return []
-    recipe = first(rows)[0]
     lines = []
     for alone in ("topk", "sketch"):
-        lines += [[words, f"`{m}`", *(paired(some, case, m, b) for b in (0.01, 0.02, 0.05)), str(prompts(some, case, m))]
+        lines += [[words, f"`{m}`", *(paired(some, case, m, b) for b in budgets), str(prompts(some, case, m))]
                   for some, m, words in ((mine, alone, "none"), (mine, f"{alone}+phi", "as published"),
                                          (recipe, f"{alone}+phi", "the recipe's")) if prompts(some, case, m)]
-    return ["", markdown(["maps", "method", *map(percent, (0.01, 0.02, 0.05)), "prompts"], lines), "",
+    return ["", markdown(["maps", "method", *map(percent, budgets), "prompts"], lines), "",
             f"The recipe's are of {measured(recipe, case)}; the others of {measured(mine, case)}.", ""]
 
 

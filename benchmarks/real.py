@@ -208,8 +208,8 @@ def work(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     model, tokenizer = load_model(str(options.model), dtype=options.dtype, device=options.device)
     router, phi = (kind.load(place) if place and place.exists() else None for kind, place in (
-        (RouterArtifact, options.router or options.artifacts and options.artifacts / "router"),
-        (PhiArtifact, options.phi or options.artifacts and options.artifacts / "phi")))
+        (RouterArtifact, options.router or (options.artifacts and options.artifacts / "router")),
+        (PhiArtifact, options.phi or (options.artifacts and options.artifacts / "phi"))))
     every = load_requests(options.prompts)
     own, said = shard_of(every, shard, shards), {"requests": digest_of_prompts(every)}
     folder = options.output / card()

@@ -28,8 +28,8 @@ class Moves(NamedTuple):
 
 
 ALONE, BEFORE_CODES = Moves(4, 32), Moves(2, 4)
-"""Where buckets alone choose what is read, and where codes tell their tokens apart, for which fewer keys find as much
-(docs/log/sketches.md)."""
+"""Where buckets alone choose what is read, and where codes tell their tokens apart, for which fewer keys find nearly as
+much (docs/log/sketches.md)."""
 
 
 def spherical_kmeans(

@@ -34,8 +34,9 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
                                   {"scores": {}, "answers": {}, "losses": {}, "likeliest": {}, "errors": {},
                                    "depths": {}, "parts": {}, "bytes": {}, "infeasible": False, "seconds": 0.0,
-                                   "origin": {**cell.get("origin", {}),
+                                   "commits": {}, "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
+        entry["commits"][cell.get("origin", {}).get("commit")] = None
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
@@ -67,7 +68,8 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token
     and the features kept beside what is retrieved, `bytes_share`: all that a step of a sparse layer reads over the
     bytes of its keys and values, and `bytes_share_model`: the same of all layers, the dense ones included; machine,
-    command, commit, hashes of weights, requests and artifacts say how to repeat it. Infeasible cells have no value.
+    command, commit (every one where cells are of several), hashes of weights, requests and artifacts say how to repeat
+    it. Infeasible cells have no value.
     """
     merged = merge_cells(cells)
     tasks: dict[str, dict[str, None]] = {}
@@ -187,6 +189,9 @@ def _row(case: str, method: str, budget: float | None, entries: Sequence[Any], s
     task, _, length = case.partition("@")
     extra: dict[str, Any] = {"task": task, "length": int(length) if length else None, "budget": budget, "seed": seed,
                              **entries[0]["origin"]}
+    commits = sorted({c for e in entries for c in e["commits"] if c})
+    if len(commits) > 1:
+        extra["commit"] = " and ".join(commits)
     if any(e["infeasible"] or not (e["scores"] or e["losses"]) for e in entries):
         infeasible = any(e["infeasible"] for e in entries)
         return row(case, method, "score", None, "points of 100", **extra, infeasible=infeasible)

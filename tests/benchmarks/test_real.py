@@ -257,7 +257,7 @@ def test_the_papers_own_settings_have_tables_where_they_were_measured() -> None:
 
     made = [*rows("coder-1.5b", {"topk+phi": 3.0}), *rows("coder-1.5b-published", {"topk": -1.0, "topk+phi": 2.0}),
             *rows("coder-1.5b-saap", {"router:scores=mlp": -2.0}), *rows("coder-1.5b-alphas", {"lfps:alpha=0.2": -3.0})]
-    assert "| the query model as published | −2.0 ± 1.0 | 15.0 % |" in saap(made)[1] and len(saap(made)[1].splitlines()) == 3
+    assert saap(made)[1].splitlines()[2:] == ["| the query model as published | −2.0 ± 1.0 | 15.0 % |"]
     assert "| 0.2 | 15.0 % | 20.0 % | −3.0 ± 1.0 | -3.0 ± 1.0 |" in alphas(made)[1]
     assert published(made)[1].splitlines()[2:] == [
         "| none | `topk` | – | −1.0 ± 1.0 | – | 4 |", "| as published | `topk+phi` | – | +2.0 ± 1.0 | – | 4 |",

@@ -42,6 +42,15 @@ def test_the_table_is_drawn_from_the_rows() -> None:
     assert found["needle", 0.1]["value"] == 2 / 3 and found["needle", 0.5]["samples"] == 2
 
 
+def test_a_row_names_every_commit_of_its_cells() -> None:
+    one = {"case": "a@128", "method": "full", "budget": None, "read": 1.0, "bytes": 1.0, "tokens": 100, "seconds": 1.0,
+           "scores": [1.0]}
+    cells = [{**one, "indices": [i], "origin": {"machine": "m", "command": "c", "commit": commit}}
+             for i, commit in enumerate(("b", "a", "b"))]
+    assert {r["commit"] for r in score_rows(cells)} == {"a and b"}
+    assert {r["commit"] for r in score_rows(cells[::2])} == {"b"}
+
+
 def test_the_report_is_one_file_with_every_figure(tmp_path) -> None:
     errors = {"topk": [0.2, 0.1], "streaming+phi": [0.3, 0.3]}
     figures = [error_by_budget([0.01, 0.1], errors),
