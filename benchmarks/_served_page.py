@@ -102,25 +102,25 @@ def side_by_side(rows: Rows, quality: Rows) -> str:
 
 
 def under_load(rows: Rows) -> Iterable[str]:
-    """A table a card: a line a rate and method."""
+    """A table: a line a rate, method and card."""
     chosen = [r for r in on_gpus(rows) if LOAD.fullmatch(r["case"])]
-    for run in runs(chosen):
-        values = {(r["case"], r["method"], r["metric"]): r["value"] for r in run}
-        spans = {x: name for x, name in SPANS.items() if any(x == metric for _, _, metric in values)}
-        lines = [[case.rpartition("-")[2], METHODS.get(m, m),
-                  *(number(values.get((case, m, x)), 2) for x in spans)]
-                 for case, m in sorted({(c, m) for c, m, _ in values}, key=lambda x: (float(x[0].rpartition("-")[2]),
-                                                                                      x[1]))]
-        yield f"## Under load, {where(run[0])}"
-        yield ("Poisson arrivals of prompts of 16k to 128k tokens and answers of 512 to 4,096, both even in the "
-               f"logarithm, {run[0].get('count', 16)} requests a rate, the 8B shape.")
-        yield markdown(["requests a second", "served by", *spans.values()], lines)
-        pages = {m: v for (_, m, metric), v in values.items() if metric == "page_tokens"}
-        if set(pages) >= set(list(METHODS)[:2]):
-            own, ours = (int(pages[m]) for m in list(METHODS)[:2])
-            yield (f"The pages hold {own:,} tokens with vLLM's own attention. Beside codes and seats they hold "
-                   f"{ours:,}. A request that does not fit waits until another one ends, and of so few requests the "
-                   "99th percentile is nearly the longest wait.")
+    if not chosen:
+        return
+    values = {(r["case"], r["method"], where(r), r["metric"]): r["value"] for r in chosen}
+    spans = {x: name for x, name in SPANS.items() if any(x == key[3] for key in values)}
+    kinds = sorted({key[:3] for key in values}, key=lambda x: (float(x[0].rpartition("-")[2]), x[1:]))
+    yield "## Under load"
+    yield ("Poisson arrivals of prompts of 16k to 128k tokens and answers of 512 to 4,096, both even in the "
+           f"logarithm, {chosen[0].get('count', 16)} requests a rate, the 8B shape. – was not recorded.")
+    yield markdown(["requests a second", "served by", *spans.values(), "measured on"], [
+        [case.rpartition("-")[2], METHODS.get(m, m), *(number(values.get((case, m, at, x)), 2) for x in spans), at]
+        for case, m, at in kinds])
+    pages = {r["method"]: int(r["value"]) for r in chosen if r["metric"] == "page_tokens"}
+    if set(pages) >= set(list(METHODS)[:2]):
+        own, ours = (pages[m] for m in list(METHODS)[:2])
+        yield (f"The pages hold {own:,} tokens with vLLM's own attention. Beside codes and seats they hold {ours:,}. A "
+               "request that does not fit waits until another one ends, and of so few requests the 99th percentile is "
+               "nearly the longest wait.")
 
 
 def by_task(quality: Rows) -> Iterable[str]:
