@@ -80,7 +80,7 @@ def test_what_ships_is_whole_and_small(name) -> None:
 
 
 def test_a_folder_goes_before_what_ships(tmp_path, monkeypatch) -> None:
-    router, phi = artifacts(make_model())
+    router, _ = artifacts(make_model())
     router.save(tmp_path / TRAINED[0] / "router")
     monkeypatch.chdir(tmp_path)
     assert find_artifacts(TRAINED[0]) == {"router": Path(TRAINED[0]) / "router"}
