@@ -24,8 +24,7 @@ from sparsekv.evaluation.tables import (
 AGREEMENT = ("How much of full attention's own answer is given before the first character that differs, points of 100: "
              "what a method changes, whether or not the model can do the task.")
 SKETCHES = ((16384, "sketch+phi", 0.01, -2.0), (16384, "sketch+phi", 0.02, -0.7),
-            (16384, "sketch:fit=fixed+phi", 0.02, -2.0), (32768, "sketch+phi", 0.01, -3.5),
-            (32768, "sketch+phi", 0.02, -2.0))
+            (32768, "sketch+phi", 0.01, -3.5), (32768, "sketch+phi", 0.02, -2.0))
 """Length, method, budget, points to full attention at least, on the long-context model."""
 AGREED = ((16384, 0.02, 93), (16384, 0.05, 97))
 """Length, budget, agreement with full attention's answers at least."""

@@ -47,6 +47,27 @@ def options(row: dict[str, Any]) -> str:
     return words(("of", "option"), *lines)
 
 
+def terms(methods: Sequence[str], same: bool, size: float) -> list[tuple[str, str]]:
+    """The words of the page's tables, of the estimates that they have. same: whether gates change nothing; size: of
+    φ's cache [tokens]."""
+    reads = [("mass", "share of the mid region's attention that is read"),
+             ("buckets", "of the router, scored by the means of the request's own keys"),
+             ("best buckets", "those with the most attention: an oracle"),
+             ("nearest buckets", "those whose trained centroids are nearest to the query"),
+             ("sketch", "its second stage, on the artifact's own basis"),
+             ("exact top-k, group", "one list a group of heads")]
+    estimates = {"phi_gated": "calibrated and gated a head on training text"
+                 + (" (with all heads on the same to three digits)" if same else ""),
+                 "centroid": "unread keys weigh what the mean key of their bucket weighs; as many buckets as φ's cache "
+                             f"has tokens, {size:.0f}",
+                 "moments": "the same, and half the variance of the scores in the bucket",
+                 "sampling": "half of the reads choose by mean keys where to look, half are drawn there",
+                 "prf": "positive random features (FAVOR+), orthogonal",
+                 "hedgehog": "softmax of the plain query and key: twice φ's features",
+                 "centroid_256": "several times φ's bytes"}
+    return reads + [(METHODS[m], estimates[m]) for m in methods if m in estimates]
+
+
 def page(rows: Rows) -> str:
     """docs/results/training.md."""
     quality = [r for r in rows if r["metric"] != "seconds"]
@@ -63,22 +84,7 @@ def page(rows: Rows) -> str:
         f"SmolLM2-135M at 8192 tokens, six layers, {card(one)}. The error is the relative L2 distance of a head's "
         "output to full attention's. A line is what is read exactly; a column is what stands for the rest.",
         "![Error by what is read and what stands for the rest](training.png)",
-        words(("term", "what it is"),
-              ("mass", "share of the mid region's attention that is read"),
-              ("buckets", "of the router, scored by the means of the request's own keys"),
-              ("best buckets", "those with the most attention: an oracle"),
-              ("nearest buckets", "those whose trained centroids are nearest to the query"),
-              ("sketch", "its second stage, on the artifact's own basis"),
-              ("exact top-k, group", "one list a group of heads"),
-              ("φ", "calibrated and gated a head on training text"
-               + (" (with all heads on the same to three digits)" if same else "")),
-              ("bucket centroids", "unread keys weigh what the mean key of their bucket weighs; as many buckets as φ's "
-               f"cache has tokens, {reads['phi_gated']:.0f}"),
-              ("bucket moments", "the same, and half the variance of the scores in the bucket"),
-              ("importance sampling", "half of the reads choose by mean keys where to look, half are drawn there"),
-              ("random features", "positive random features (FAVOR+), orthogonal"),
-              ("identity softmax", "softmax of the plain query and key: twice φ's features"),
-              ("256 centroids", "several times φ's bytes")),
+        words(("term", "what it is"), *terms(methods, same, reads["phi_gated"])),
         "Trained on the first 80 % of a text. Measured on its last 20 % and, out of domain, on Python's documentation. "
         "Anchors are 4 + 16 tokens. Queries lie past token 4096. Routers and oracles share 4096 buckets of two keys "
         "each. Buckets this fine show what a partition can reach, not what it costs.",

@@ -57,8 +57,8 @@ from sparsekv.foundation.progress import progress
 from sparsekv.sources.hub import load_model
 from sparsekv.store.manifest import MANIFEST
 
-METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi,streaming",
-                    *PEERS.values()])
+METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
+                    "streaming", *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 TAIL = 256
 """Tokens of a window of text that are scored, given all before."""

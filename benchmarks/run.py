@@ -62,7 +62,7 @@ def quality(name: str, length: int, methods: str, more: str = "", after: tuple[s
                 f"--shard {i}/{SHARDS} --methods {methods} {more}", 1 / SHARDS, after) for i in range(SHARDS)]
 
 
-OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fixed+phi"
+OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi"
 GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "smollm2-8k-b1")
 
 

@@ -54,8 +54,9 @@ def attach(
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or its name on the
-      Hugging Face hub, `user/name` or `user/name@revision`, where nothing lies at that path.
+    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
+      lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
+      or `user/name@revision`.
     - router, phi: artifacts, their folders or names, for these two.
     - selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector. By default `sketch` if a router is given
       (`router` if it has no sketches, or with probes), else `dense`. `options` are the selector's own.

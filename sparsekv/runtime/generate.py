@@ -18,8 +18,9 @@ class GenerateConfig:
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
     prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
     prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
-    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, or a "
-                                              "name on the Hugging Face hub, as user/name or user/name@revision.")
+    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, "
+                                              "smollm2-135m (which ships), or a name on the Hugging Face hub, as "
+                                              "user/name or user/name@revision.")
     router: str | None = option(None, help="Router artifact (folder or name): tokens are chosen by its sketches, or by "
                                            "its buckets alone.")
     phi: str | None = option(None, help="Feature-map artifact (folder or name); switches completion on.")

