@@ -38,7 +38,7 @@ test-slow: $(STAMP)  ## the long tests
 test-gpu: $(STAMP)  ## the kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-test-vllm: $(VLLM)/.installed  ## serving inside vLLM on a CPU, in .venv-vllm (3.5 GB; 10 minutes)
+test-vllm: $(VLLM)/.installed  ## serving inside vLLM on a CPU, in .venv-vllm (3.5 GB; 18 minutes)
 	$(VLLM)/bin/python -m pytest -m vllm tests/serving
 
 # vLLM pins other versions than constraints.txt: it has an environment of its own. What of torch comes with it and is
