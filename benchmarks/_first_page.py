@@ -129,8 +129,8 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
-        *([f"Time: on {' and '.join(dict.fromkeys(m for m, _ in timed))}. Commits by column: "
-           f"{', '.join(c for _, c in timed)}. An 8B shape has random weights."] if timed else []),
+        *([f"Time: on {' and '.join(dict.fromkeys(m for m, _ in timed))}. Commits: "
+           f"{' and '.join(dict.fromkeys(c for _, c in timed))}. An 8B shape has random weights."] if timed else []),
         f"Run on: {card(one)}." + "".join(f" {', '.join(names)}: {of}." for of, names in methods.items()
                                           if of != card(one)) + " “–” was not measured."]
     return "\n".join(f"- {line}" for line in lines)

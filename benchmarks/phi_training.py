@@ -243,7 +243,7 @@ def train(options: argparse.Namespace, loaded: list[Any], texts: Texts, training
 
 def collected(folder: Path, results: Path = RESULTS) -> None:
     """The rows of an output's trainings in place of those of the same trainings before; the others stay."""
-    path, known = results / "phi-training.json", {t.name: t for t in TRAININGS}
+    path, names = results / "phi-training.json", [t.name for t in TRAININGS]
     kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     files = sorted(folder.glob("rows-*.json"))
     new = [r for f in files for r in json.loads(f.read_text(encoding="utf-8"))]
@@ -252,11 +252,10 @@ def collected(folder: Path, results: Path = RESULTS) -> None:
     def place(r: dict[str, Any]) -> int:
         """Of its training among all; behind them, of rows that this script does not make."""
         of = tuple(r.get(n) for n in ("text", "steps", "length"))
-        return next((i for i, t in enumerate(known.values()) if (t.text, t.steps, round(t.longer * LENGTH)) == of),
-                    len(known))
+        return next((i for i, t in enumerate(TRAININGS) if (t.text, t.steps, round(t.longer * LENGTH)) == of),
+                    len(TRAININGS))
 
-    names = list(known)
-    stay = [r for r in kept if place(r) == len(known) or names[place(r)] not in again]
+    stay = [r for r in kept if place(r) == len(names) or names[place(r)] not in again]
     path.write_text(as_text(sorted([*new, *stay], key=place)), encoding="utf-8")
     print(f"{len(new)} rows of {len(files)} trainings: {path}")
 

@@ -34,9 +34,9 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
                                   {"scores": {}, "answers": {}, "losses": {}, "likeliest": {}, "errors": {},
                                    "depths": {}, "parts": {}, "bytes": {}, "infeasible": False, "seconds": 0.0,
-                                   "commits": {}, "origin": {**cell.get("origin", {}),
+                                   "commits": set(), "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
-        entry["commits"][cell.get("origin", {}).get("commit")] = None
+        entry["commits"].add(cell.get("origin", {}).get("commit"))
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue

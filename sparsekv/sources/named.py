@@ -47,7 +47,7 @@ def find_artifacts(
         if revision is not None:
             raise SparseKVError(f"revision {revision!r} was given for {brief(str(name))}, which is a path; expected a "
                                 "repository of the hub, as user/name")
-        root = (None if there else trained(str(name))) or Path(name)
+        root = (not there and trained(str(name))) or Path(name)
         return _wanted(name, _there(root), kinds, root)
     if revision is not None and remote["revision"] not in (None, revision):
         raise SparseKVError(f"{name!r} names one revision and revision={revision!r} another; give one of them")
