@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from sparsekv.artifacts.checks import (
     parse_object,
     reason,
 )
-from sparsekv.foundation.disk import disk_error, placed, write_text
+from sparsekv.foundation.disk import disk_error, placed
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.records import write_json
 
 FORMAT_VERSION = 3
 """1 had no checksum, 2 one that a single core takes."""
@@ -44,7 +44,7 @@ def save_artifact(
     config = {"format_version": FORMAT_VERSION, **config}
     config["sha256"] = digest(config, tensors)
     write_tensors(path / TENSORS, tensors)
-    write_text(path / CONFIG, json.dumps(config, indent=1) + "\n")
+    write_json(path / CONFIG, config)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -5,7 +5,6 @@ It calls the functions of the commands `capture`, `train-router` and `train-phi`
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.foundation.disk import TEMPORARIES, check_place, only_writer, write_text
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress
+from sparsekv.foundation.records import write_json
 
 MARKER = "demo.json"
 PROSE = "embedded-prose"
@@ -93,7 +93,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.trainers.router import RouterConfig, train_router
 
     started = time.perf_counter()
-    write_text(out / MARKER, json.dumps({k: str(v) for k, v in vars(config).items()}, indent=1) + "\n")
+    write_json(out / MARKER, {k: str(v) for k, v in vars(config).items()})
     with progress("load model", 1, "models") as advance:
         model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
         advance()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 
 from sparsekv.foundation.config import option
 from sparsekv.foundation.errors import first_line
+from sparsekv.foundation.records import as_json
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
 """Modules whose package has another name."""
@@ -75,7 +75,7 @@ def run_doctor(config: DoctorConfig) -> Diagnosis | None:
     found = diagnose()
     if not config.json:
         return found
-    print(json.dumps(asdict(found), indent=1))
+    print(as_json(asdict(found)), end="")
     return None
 
 

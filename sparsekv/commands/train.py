@@ -7,7 +7,6 @@ It calls the functions of the commands `capture`, `train-router` and `train-phi`
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sparsekv.commands.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
 from sparsekv.foundation.config import MOST_STEPS, SEEDS, check_ranges, option
-from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer, write_text
+from sparsekv.foundation.disk import TEMPORARIES, free_bytes, only_writer
 from sparsekv.foundation.errors import Interrupted, SparseKVError, check_choice
 from sparsekv.foundation.memory import memory_of
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.progress import progress, stages
+from sparsekv.foundation.records import write_json
 from sparsekv.sources.corpus import check_corpus
 from sparsekv.store.manifest import MANIFEST
 
@@ -137,7 +137,7 @@ def run_train(config: TrainConfig) -> Trained:
     with only_writer(out):
         if not going_on:
             _output().prepare(out, config.overwrite)
-            write_text(out / MARKER, json.dumps({"options": _content(config), "plan": asdict(plan)}, indent=1) + "\n")
+            write_json(out / MARKER, {"options": _content(config), "plan": asdict(plan)})
         try:
             made = _train(config, plan, out)
         except Interrupted as error:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, replace
@@ -24,8 +23,8 @@ from sparsekv.artifacts.checks import (
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.foundation.config import MOST
-from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.records import write_json
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
 
@@ -72,7 +71,7 @@ class Settings:
         for kind in ("router", "phi"):
             if raw[kind] is not None:
                 raw[kind] = Path(os.path.relpath(raw[kind], path.parent)).as_posix()
-        write_text(path, json.dumps({**raw, "sha256": digest(raw)}, indent=1) + "\n")
+        write_json(path, {**raw, "sha256": digest(raw)})
         return path
 
     @classmethod

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 import sparsekv
-from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.records import write_json
 
 FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
 """What is read between two calls, so that none finds what it reads in a cache of the device; runs, and calls of each.
@@ -41,7 +41,7 @@ class Kept(NamedTuple):
         with contextlib.suppress(OSError, RuntimeError, SparseKVError):
             place = self.file()
             place.parent.mkdir(parents=True, exist_ok=True)
-            write_text(place, json.dumps({**self._read(), key: value}, indent=1))
+            write_json(place, {**self._read(), key: value})
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -4,7 +4,6 @@ bytes read, by budget, and the budget that follows. `evaluation/text_quality.py`
 from __future__ import annotations
 
 import io
-import json
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,8 +12,8 @@ from typing import Any
 from sparsekv.artifacts.checks import check_version, damaged, from_record, parse_object
 from sparsekv.artifacts.format import read_config
 from sparsekv.core.registry import ESTIMATOR_ROWS, GREY, NONE, SELECTOR_ROWS
-from sparsekv.foundation.disk import write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.records import write_json
 from sparsekv.sources.named import KINDS
 
 FILE, FIGURE = "quality.json", "quality.png"
@@ -88,7 +87,7 @@ class TextQuality:
         best = self.recommended
         recommended = {"token_budget": best.token_budget, "completion": best.completion, "reached": bool(self.good),
                        "goal": GOAL}
-        write_text(folder / FILE, json.dumps({**asdict(self), "recommended": recommended}, indent=1) + "\n")
+        write_json(folder / FILE, {**asdict(self), "recommended": recommended})
 
     def text(self) -> str:
         """For a terminal: the sentence, the table, the recommendation."""

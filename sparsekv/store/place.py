@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 from sparsekv.artifacts.checks import parse_object
 from sparsekv.foundation.disk import free_bytes, nearest, write_text
 from sparsekv.foundation.errors import SparseKVError
+from sparsekv.foundation.records import as_json
 from sparsekv.store.shard import HASH_BLOCK, LocalShard, RemoteShard, checksum, digest_all
 
 
@@ -163,4 +163,4 @@ class RemotePlace(Place):
 
 
 def encode(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1, sort_keys=True) + "\n"
+    return as_json(content, sort_keys=True)

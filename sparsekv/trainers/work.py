@@ -24,11 +24,12 @@ from torch import Tensor
 from sparsekv.artifacts.checks import digest, reason
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
-from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of, write_text
+from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.foundation.memory import check_memory
 from sparsekv.foundation.output import OutputKind, read_marker
 from sparsekv.foundation.ranks import Ranks, join
+from sparsekv.foundation.records import write_json
 from sparsekv.sources.modelcard import FIGURE, README
 from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.metrics import FILE
@@ -136,7 +137,7 @@ class Run:
     def start(self) -> None:
         """The store is sound and training begins: from now on the folder holds a run that can be resumed."""
         if self.ranks.rank == 0 and not (self.out / MARK).is_file():
-            write_text(self.out / MARK, json.dumps(self._mark, indent=1) + "\n")
+            write_json(self.out / MARK, self._mark)
 
     def fit(self, task: Task, group: int, kind: str, description: str, steps: int, lr: float) -> None:
         """Train the task of a group of parts; it gets its share of what is left of --max-time."""

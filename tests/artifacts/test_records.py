@@ -1,0 +1,82 @@
+"""JSON that a person can read: the same values in few lines."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
+
+from tiny import make_model
+from tiny_artifacts import artifacts
+
+from sparsekv.artifacts.format import CONFIG, load_artifact
+from sparsekv.foundation.records import WIDTH, as_json, write_json
+from sparsekv.sources.named import find_artifacts
+from sparsekv.sources.shipped import TRAINED
+
+KEYS = st.text(max_size=10)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=40) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=60)
+
+
+@given(content=st.dictionaries(KEYS, VALUES, max_size=5), sort_keys=st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_every_value_and_the_order_of_keys_stay(content: dict[str, Any], sort_keys: bool) -> None:
+    written = as_json(content, sort_keys=sort_keys)
+    assert json.dumps(json.loads(written)) == json.dumps(content, sort_keys=sort_keys)
+    assert written.isascii() and written.endswith("}\n")
+
+
+def test_lists_fill_lines_and_objects_have_a_key_a_line() -> None:
+    content = {
+        "empty": [[], {}], "pair": [[1, 2], [3, None]], "words": ["a\nb", 'c, "d"'], "one": 1.5,
+        "filled": list(range(60)), "rows": [[0.1234] * 9] * 12, "objects": [{"a": 1}, {"b": [2, 3]}], 7: (8, 9),
+    }
+    lines = as_json(content).splitlines()
+    assert lines[:5] == ["{", ' "empty": [', "  [],", "  {}", " ],"]
+    assert lines[5:8] == [' "pair": [[1, 2], [3, null]],', r' "words": ["a\nb", "c, \"d\""],', ' "one": 1.5,']
+    assert lines[8:12] == [
+        ' "filled": [', "  " + ", ".join(map(str, range(32))) + ",", "  " + ", ".join(map(str, range(32, 60))), " ],"]
+    row = "  [" + ", ".join(["0.1234"] * 9) + "]"
+    assert lines[12:26] == [' "rows": [', *[row + ","] * 11, row, " ],"]
+    assert lines[26:34] == [' "objects": [', "  {", '   "a": 1', "  },", "  {", '   "b": [2, 3]', "  }", " ],"]
+    assert lines[34:] == [' "7": [8, 9]', "}"]
+
+
+def test_no_line_of_numbers_is_too_long() -> None:
+    draw = random.Random(0)
+    for size in range(1, 200):
+        numbers = [round(10 ** draw.uniform(-3, 5), draw.randrange(4)) for _ in range(size)]
+        written = as_json({"a key": {"another": [numbers, [numbers]]}, "third": numbers})
+        assert max(map(len, written.splitlines())) <= WIDTH
+        assert json.loads(written)["third"] == numbers
+
+
+def test_an_artifact_reads_the_same_in_any_lines(tmp_path: Path) -> None:
+    router, _ = artifacts(make_model())
+    router.save(tmp_path)
+    before, _ = load_artifact(tmp_path)
+    lines = (tmp_path / CONFIG).read_text().splitlines()
+    assert not any(line.strip(" ,").isdigit() for line in lines)
+    (tmp_path / CONFIG).write_text(json.dumps(before, indent=1) + "\n")  # as earlier versions wrote it
+    assert load_artifact(tmp_path)[0] == before
+    write_json(tmp_path / CONFIG, before)
+    assert (tmp_path / CONFIG).read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_ships_is_written_so(name: str) -> None:
+    folders = find_artifacts(name).values()
+    for file in {*(f / CONFIG for f in folders), *(f.parent / "quality.json" for f in folders)}:
+        written = file.read_text(encoding="utf-8")
+        assert written == as_json(json.loads(written))
+        assert written.count("\n") < 1000
