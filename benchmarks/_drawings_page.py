@@ -176,24 +176,5 @@ def prefill() -> str:
     return s.drawn()
 
 
-def chunk() -> str:
-    """A chunk of a prompt that is read sparsely."""
-    s = Sheet("chunk", "A chunk of a prompt attends to itself, the sink, the window before it, and to a list that "
-              "means of its queries choose", 920, 230)
-    s.cells(14, 62, "ssmmmmrmmmmmmrrmmmmmmmmrmmmmmwwwwgggggggg")
-    s.brace(14, 48, 52, "sink")
-    s.brace(50, 534, 52, "tokens between: a tenth is listed")
-    s.brace(536, 606, 52, "window")
-    s.brace(608, 750, 52, "chunk")
-    s.text(440, 112, "orange: one list a KV head, for all queries of the chunk")
-    s.box(600, 140, 160, 54, "means of queries", "choose the list", colour=ORANGE)
-    s.arrow("M680 92V136")
-    s.arrow("M600 175C420 190 266 170 262 98")
-    s.box(14, 128, 210, 54, "φ", "stands for what is not read", colour=PINK)
-    s.text(460, 220, "the last tokens of a prompt read everything")
-    return s.drawn()
-
-
 DRAWINGS: dict[str, Callable[[], str]] = {
-    "decode-step": step, "line": line, "sketch": sketch, "completion": completion, "prefill": prefill,
-    "chunk": chunk}
+    "decode-step": step, "line": line, "sketch": sketch, "completion": completion, "prefill": prefill}

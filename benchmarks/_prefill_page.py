@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from benchmarks._first_page import card
-from benchmarks._prompts import DENSE, SIZES, sizes_of
+from benchmarks._prompts import DENSE, sizes_of
 from benchmarks._speed_page import number, runs, words
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.canvas import INK, Drawing, canvas, drawn
@@ -23,23 +23,20 @@ COLUMNS = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "cold_prompt_s":
 
 
 def named(method: str) -> str:
-    """What prefill.json calls a prompt's reading, in words: `sparse_phi@0.2`."""
+    """What prefill.json calls a prompt's reading, in words: `sparse@0.2`."""
     if method == "dense":
         return "full attention"
     if method == "token_select":
         return "TokenSelect, as published"
-    kind, sizes = sizes_of(method)
+    sizes = sizes_of(method)[1]
     share = sizes.pop("share", SparsePrompts().share)
-    return ", ".join(["sparse + φ" if kind == "sparse_phi" else "sparse", f"{100 * share:.0f} %",
-                      *(f"{name} {value}" for name, value in sizes.items())])
+    return ", ".join(["sparse", f"{100 * share:.0f} %", *(f"{name} {value}" for name, value in sizes.items())])
 
 
 def reading(method: str) -> str:
-    """The same in real.json's words, where answers were measured, at a quarter of the sizes (`SIZES`)."""
-    kind, sizes = sizes_of(method)
-    words = {"share": SparsePrompts().share} | {n: v * SIZES[n] // getattr(SparsePrompts(), n) if SIZES.get(n) else v
-                                                for n, v in sizes.items()}
-    return ":".join(["prompt", *(f"{n}={v}" for n, v in words.items())]) + ("+phi" if kind == "sparse_phi" else "")
+    """The same in real.json's words, where answers were measured."""
+    words = {"share": SparsePrompts().share} | sizes_of(method)[1]
+    return ":".join(["prompt", *(f"{n}={v}" for n, v in words.items())])
 
 
 def page(rows: Rows, real: Rows, generate: Rows) -> str:
@@ -50,12 +47,13 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
         words(("model", "shape"), ("8b", "Llama 3.1 8B"), ("8b-quarter", "eight of its layers"),
               ("coder", "Qwen2.5-Coder-1.5B")),
         words(("column", "what it is"),
-              ("prompt", "the prompt in chunks of 32,768 tokens, then index and estimates"),
-              ("first run", "kernels and cuDNN's plans are loaded in it; the method that a process runs first, of the "
-                            "H200's rows sparse + φ, compiles kernels in it too"),
+              ("prompt", "the prompt in pieces of 32,768 tokens, then index and summary"),
+              ("first run", "kernels and cuDNN's plans are loaded in it; the method that a process runs first compiles "
+                            "kernels in it too"),
               ("first token", "prompt and first token by `generate`, the prompt in one piece, where it fits"),
               ("full attention", "the faster of cuDNN and FlashAttention"),
-              ("sparse, 10 %", "a chunk of 2048 tokens reads a list of 10 % of the tokens before it, at least 4096"),
+              ("sparse, 10 %", "128 queries of a head choose 10 % of the tokens before them, at least 4096, in the "
+                               "mean of the heads"),
               ("most memory", "the GPU's, in either"))]
     if points(rows, real):
         lost = [r for r in real if r["metric"] == "score" and ":prefill_" in r["case"] and "perplexity" not in r["case"]
@@ -64,8 +62,8 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                   f"Time: the first token of {CASE} in this page's first table. Points: RULER of the 1.5B model at "
                   f"{LENGTH // 1024}k tokens against prompts read densely, {len({r['case'] for r in lost})} tasks, "
                   f"{max(r['samples'] for r in lost)} prompts each, all decoded by sketch + φ. They are read at the "
-                  "same share with chunks, window and last tokens a quarter as long: 16 % of the pairs of query and "
-                  "key, where a prompt of 128k reads 14 % ([rows](real.md)). Bars are 95 % intervals."]
+                  "same share, with no least number of tokens: a prompt of 16k reads as large a share of the pairs as "
+                  "one of 128k does by default ([rows](real.md)). Bars are 95 % intervals."]
     if ways := timeline(rows, generate):
         parts += ["![One request of 128k tokens](request.png)",
                   f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
@@ -82,9 +80,9 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
     for run in runs([r for r in rows if r["method"] == "kernels"]):
         values = {(r["case"], r["metric"]): r["value"] for r in run}
         names = list(dict.fromkeys(r["metric"] for r in run))
-        parts += [f"## Kernels of a chunk, {card(run[0]).replace('one ', '')}",
-                  "A layer of 32 query and 8 KV heads of 128. Rates are per pair of query and key, as a share of full "
-                  "attention's.",
+        parts += [f"## Kernels, {card(run[0]).replace('one ', '')}",
+                  "The last 16,384 queries of a prompt, a layer of 32 query and 8 KV heads of 128. The rate is per "
+                  "pair of query and key, as a share of full attention's; select is score and list.",
                   markdown(["case", *(n.replace("_ms", " [ms]").replace("_", " ") for n in names)],
                            [[c, *(number(values.get((c, n)), 3) for n in names)]
                             for c in dict.fromkeys(r["case"] for r in run)])]
@@ -106,19 +104,16 @@ def points(rows: Rows, real: Rows) -> list[tuple[str, float, dict[str, Any]]]:
 
 
 def curve(rows: Rows, real: Rows) -> Drawing:
-    """Points lost against seconds of a prompt: a line without and one with φ, full attention a point at zero."""
+    """Points lost against seconds of a prompt, full attention a point at zero."""
     figure, axes = canvas()
-    found = points(rows, real)
-    for phi, colour in ((False, "#B07AA1"), (True, "#882255")):
-        line = sorted((s, r["value"], r["value"] - r["low"], r["high"] - r["value"], m) for m, s, r in found
-                      if m.startswith("sparse_phi") == phi)
-        if line:
-            axes.errorbar([x[0] for x in line], [x[1] for x in line], yerr=[[x[i] for x in line] for i in (2, 3)],
-                          color=colour, marker="o", markersize=4, linewidth=1.7, elinewidth=0.8, capsize=2,
-                          label="sparse + φ" if phi else "sparse")
-            for x, y, *_, m in line:
-                axes.annotate(named(m).partition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points",
-                              fontsize=8, color=colour)
+    line = sorted((s, r["value"], r["value"] - r["low"], r["high"] - r["value"], m) for m, s, r in points(rows, real))
+    if line:
+        axes.errorbar([x[0] for x in line], [x[1] for x in line], yerr=[[x[i] for x in line] for i in (2, 3)],
+                      color="#882255", marker="o", markersize=4, linewidth=1.7, elinewidth=0.8, capsize=2,
+                      label="sparse")
+        for x, y, *_, m in line:
+            axes.annotate(named(m).partition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8,
+                          color="#882255")
     dense = [r["value"] for r in rows if (r["case"], r["method"], r["metric"]) == (CASE, "dense", "first_token_s")]
     if dense:
         axes.plot(dense[-1:], [0.0], marker="s", color="#7f7f7f", linestyle="none", label="full attention")
@@ -142,8 +137,7 @@ def timeline(rows: Rows, generate: Rows) -> list[Way]:
     """Of one request its readings and decodings on one card, the last that has all of them; else nothing."""
     ways = (("full attention", rows, "dense", "dense"),
             ("decoded by sketch + φ", generate, "sketch_phi", "sketch_phi"),
-            ("prompt read sparsely, decoded by sketch", rows, "sparse", "sketch"),
-            ("both with φ", rows, "sparse_phi", "sketch_phi"))
+            ("prompt read sparsely too", rows, "sparse", "sketch_phi"))
 
     def last(of: Rows, machine: str, method: str, metric: str) -> dict[str, Any] | None:
         wanted = (machine, CASE, method, metric)

@@ -1,9 +1,9 @@
 """Prompts read sparsely, then decoded alike: the same prompts, scores and cells, beside a prompt read densely.
 
-A reading is named as a method is: `sketch+phi`, the prompt read densely; `prompt:share=0.1+phi`, read by
-`SparsePrompts(share=0.1)` with the sizes of `SIZES`, φ standing for what a chunk does not read; `prompt:share=0.1`
-without that; `xattention:share=0.1`, by the rule of XAttention (arXiv 2503.16428) at as many pairs of query and key.
-All decode by `sketch+phi` at the stage's budget. Layer 0 and the last `exact` tokens are read densely by all.
+A reading is named as a method is: `sketch+phi`, the prompt read densely; `prompt:share=0.1`, read by
+`SparsePrompts(share=0.1)` with the sizes of `SIZES`; `xattention:share=0.1`, by the rule of XAttention (arXiv
+2503.16428) at as many pairs of query and key. All decode by `sketch+phi` at the stage's budget. Layer 0 and the last
+`exact` tokens are read densely by all.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question
 from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.kernels import dense_attention
+from sparsekv.kernels.block_attention import BLOCK
 from sparsekv.sources.hub import attention_modules, decoder
 
 FOLDER = "prompts"
 """The folder of cells whose prompts were read in other ways."""
 DENSE = "sketch+phi"
-SIZES = {"least": 0, "chunk": 512, "window": 128, "exact": 128, "shortest": 0}
-"""A quarter of the defaults, and no least list: of a prompt of 16k tokens the defaults' chunk, window and last tokens
-alone are a fifth of the pairs, of one of 128k a thirtieth."""
+SIZES = {"least": 0, "exact": 128, "shortest": 0}
+"""No least list, and a quarter of the default's last tokens: with the defaults a prompt of 16k tokens reads 40 % of the
+pairs, one of 128k 14 %."""
 LOGITS_AT_ONCE = 1024
 """Tokens whose logits are in memory at once."""
 
@@ -46,7 +47,6 @@ class Reading(Method):
 
     rule: str = "full"
     prompts: SparsePrompts = SparsePrompts()
-    completed: bool = False
     said: str = DENSE
 
     @property
@@ -58,18 +58,17 @@ def parse_readings(names: Sequence[str], budgets: Sequence[float]) -> list[Readi
     """The readings of these names, decoded at every budget."""
     found = []
     for name in names:
-        words, _, completion = name.partition("+")
-        rule, *given = words.split(":")
-        if name != DENSE and (rule not in ("prompt", "xattention") or completion not in ("", "phi")):
+        rule, *given = name.split(":")
+        if name != DENSE and rule not in ("prompt", "xattention"):
             raise ValueError(f"{name!r} is no reading of a prompt; expected {DENSE}, prompt:share=… or xattention:…")
         sizes = {k: json.loads(v) for k, _, v in (word.partition("=") for word in given)}
         found += [Reading("sketch", "phi", budget, (), "full" if name == DENSE else rule,
-                          SparsePrompts(**{**SIZES, **sizes}), bool(completion), name) for budget in budgets]
+                          SparsePrompts(**{**SIZES, **sizes}), name) for budget in budgets]
     return found
 
 
 def sizes_of(method: str) -> tuple[str, dict[str, Any]]:
-    """A method of `prefill.py` and its fields of `SparsePrompts`: `sparse_phi@0.1:chunk=4096`."""
+    """A method of `prefill.py` and its fields of `SparsePrompts`: `sparse@0.1:least=8192`."""
     kind, _, sizes = method.partition("@")
     share, *rest = sizes.split(":")
     words = {"share": share} if share else {}
@@ -87,7 +86,7 @@ class PromptEvaluator(Evaluator):
             return batch
         how: dict[str, Any] = {"dense_layers": (0,), "sink_size": self.sink_size, "window_size": self.window_size}
         if method.rule == "prompt":
-            how |= {"prefill": method.prompts, **({"phi": self.artifacts["phi"]} if method.completed else {})}
+            how |= {"prefill": method.prompts}
         layers = len(attention_modules(self.model))
         rule: Any = XAttention(method.prompts, layers) if method.rule == "xattention" else dense_attention
         with (patch("sparsekv.runtime.layerwise.dense_attention", rule), hidden_states(self.model) as kept,
@@ -130,11 +129,12 @@ def loss_of(model: Any, hidden: Tensor, prompt: Sequence[int]) -> float:
 
 class XAttention:
     """Dense attention's place is taken by blocks of 128 × 128 pairs, chosen by sums of the antidiagonals of stride 8
-    after a softmax over them (XAttention §2.1, §2.2). The paper takes a head's blocks until they hold 0.9 of it; here
-    the best blocks of all heads of a layer together, as many a query as `SparsePrompts` reads. Sink and diagonal are
-    among them. It is called once a layer, in order. For quality: it masks, and is no faster."""
+    after a softmax over them (XAttention §2.1). Of a head and block of queries as many are read as hold a share τ of
+    the sums (§2.2). The paper's τ is 0.9; here a layer has the one with which it reads as many pairs as `SparsePrompts`
+    does. Sink and diagonal are read too. It is called once a layer, in order. For quality: it masks, and is no
+    faster."""
 
-    block, stride = 128, 8
+    stride = 8
 
     def __init__(self, prompts: SparsePrompts, layers: int):
         self.prompts, self.layers, self.calls = prompts, layers, 0
@@ -146,11 +146,11 @@ class XAttention:
         count, group = query.shape[2], query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(group, 1) for x in (key, value))
         kept = self.blocks(query[0], key[0], scale)
-        out, rows, at_once = torch.empty_like(query), torch.arange(count, device=query.device), 8 * self.block
+        out, rows, at_once = torch.empty_like(query), torch.arange(count, device=query.device), 8 * BLOCK
         for first in range(0, count, at_once):
             last = min(first + at_once, count)
-            columns = kept[:, first // self.block:-(-last // self.block)].repeat_interleave(self.block, 1)
-            mask = columns[:, :last - first].repeat_interleave(self.block, 2)[:, :, :last]
+            columns = kept[:, first // BLOCK:-(-last // BLOCK)].repeat_interleave(BLOCK, 1)
+            mask = columns[:, :last - first].repeat_interleave(BLOCK, 2)[:, :, :last]
             mask = mask & (rows[:last] <= rows[first:last, None])
             out[:, :, first:last] = F.scaled_dot_product_attention(
                 query[:, :, first:last], key[:, :, :last], value[:, :, :last], attn_mask=mask[None], scale=scale)
@@ -159,45 +159,42 @@ class XAttention:
     def blocks(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """The blocks that are read, q, k `[H, N, d]` -> `[H, n, n]`, blocks of queries by blocks of keys."""
         count = q.shape[1]
-        q, k = (F.pad(x, (0, 0, 0, -count % self.block)).unflatten(1, (-1, self.stride)) for x in (q, k))
+        q, k = (F.pad(x, (0, 0, 0, -count % BLOCK)).unflatten(1, (-1, self.stride)) for x in (q, k))
         places = torch.arange(q.shape[1], device=q.device)
         scores = (q.flip(2).flatten(2) @ k.flatten(2).mT).float() * (scale / self.stride)
         shares = scores.masked_fill_(places > places[:, None], -torch.inf).softmax(-1)
-        own = self.block // self.stride
+        own = BLOCK // self.stride
         mass = shares.unflatten(2, (-1, own)).sum(3).unflatten(1, (-1, own)).sum(2)
         heads, number, _ = mass.shape
         at = torch.arange(number, device=q.device)
-        mass[:, :, 0] = mass[:, at, at] = torch.inf
-        mass.masked_fill_(at > at[:, None], -1.0)
-        rank = mass.transpose(0, 1).flatten(1).argsort(dim=1, descending=True).argsort(dim=1)
-        wanted = heads * torch.tensor(wanted_blocks(self.prompts, count, self.block), device=q.device)
-        kept = (rank < wanted[:, None]).unflatten(1, (heads, number)).transpose(0, 1)
-        return kept & (at <= at[:, None])
+        always = (at == 0) | (at == at[:, None])
+        rank = mass.masked_fill(always, torch.inf).argsort(dim=-1, descending=True)
+        sizes = mass.gather(-1, rank)
+        before = torch.empty_like(mass).scatter_(-1, rank, sizes.cumsum(-1) - sizes)
+        before = before.masked_fill(always, -1.0).masked_fill(at > at[:, None], torch.inf)
+        rows = torch.tensor(read_blocks(self.prompts, count), device=q.device)
+        sparse = int((rows < at + 1).nonzero().max()) + 1 if bool((rows < at + 1).any()) else 0
+        total = heads * int(rows[:sparse].sum())
+        limit = before[:, :sparse].flatten().kthvalue(total).values if sparse else torch.inf
+        return torch.where((at < sparse)[:, None], before <= limit, at <= at[:, None])
 
 
 @functools.cache
-def wanted_blocks(prompts: SparsePrompts, count: int, block: int) -> list[int]:
-    """Blocks of keys that a block of queries reads, half of its own not counted, so that it reads as many pairs as
-    `prompts` reads in a prompt of `count` tokens."""
-    found = []
-    for first in range(0, count, block):
-        rows = range(first, min(first + block, count))
-        read = sum(keys_read(prompts, t, count) for t in rows) / len(rows)
-        found.append(max(1, round(read / block + 0.5)))
-    return found
-
-
-def keys_read(prompts: SparsePrompts, token: int, count: int) -> int:
-    """Keys that a token of a prompt of `count` tokens reads, itself included."""
-    if token >= count - prompts.exact:
-        return token + 1
-    first = token // prompts.chunk * prompts.chunk
-    return min(first, prompts.sink + prompts.window + prompts.count(first)) + token - first + 1
+def read_blocks(prompts: SparsePrompts, count: int) -> list[int]:
+    """Blocks of keys that each block of queries of a prompt reads, in the mean of the heads."""
+    border = max(0, count - prompts.exact) // BLOCK
+    least, share = -(-prompts.least // BLOCK), prompts.share
+    return [min(own + 1, max(least, int(share * own + 0.5)) + 2) if own < border else own + 1
+            for own in range(-(-count // BLOCK))]
 
 
 def pairs_read(prompts: SparsePrompts, count: int) -> float:
     """The share of full attention's pairs that a prompt of `count` tokens reads."""
-    return sum(keys_read(prompts, t, count) for t in range(count)) / (count * (count + 1) / 2)
+    found = 0.0
+    for own, read in enumerate(read_blocks(prompts, count)):
+        rows = min(BLOCK, count - own * BLOCK)
+        found += rows * (read - 1) * BLOCK + rows * (rows + 1) / 2
+    return found / (count * (count + 1) / 2)
 
 
 def prompt_rows(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

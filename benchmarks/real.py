@@ -63,8 +63,7 @@ TEXTS = 6
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
-READINGS = (DENSE, *(f"{rule}:share={share}{more}" for share in (0.1, 0.2, 0.3) for rule, more in (
-    ("prompt", ""), ("prompt", "+phi"), ("xattention", ""))))
+READINGS = (DENSE, *(f"{rule}:share={share}" for share in (0.1, 0.2, 0.3) for rule in ("prompt", "xattention")))
 VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true")
 ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
 """Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a

@@ -67,16 +67,6 @@ def _bracket(grid: tuple[float, ...], share: float) -> tuple[int, int, float]:
     return low, high, (share - grid[low]) / (grid[high] - grid[low])
 
 
-@functools.lru_cache(maxsize=256)
-def _between(
-    grid: tuple[float, ...], shares: tuple[float, ...], dtype: torch.dtype, device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`_bracket` of every share: places `[B]` twice, and parts `[B, 1]`."""
-    low, high, part = zip(*(_bracket(grid, share) for share in shares), strict=True)
-    return (torch.tensor(low, device=device), torch.tensor(high, device=device),
-            torch.tensor(part, dtype=dtype, device=device)[:, None])
-
-
 class PhiLayer(NamedTuple):
     """The maps of one layer; offset `[Hq]` is added to `log φ_q`: calibration shift and logarithm of the gate. offsets
     `[S, Hq]`: what it is when each of `shares` of the context is read beside sink and tail. capped: the mass is first
@@ -91,12 +81,10 @@ class PhiLayer(NamedTuple):
     def offset(self) -> Tensor:
         return self.offsets[0]
 
-    def at(self, share: float | Tensor | tuple[float, ...]) -> PhiLayer:
+    def at(self, share: float | Tensor) -> PhiLayer:
         """Calibrated for a share of the context that is read, or for one a row: the best keys are the ones the
         maps underestimate, so that what is left without them wants another shift. Linear between the shares measured.
         Ours, not the paper's."""
-        if isinstance(share, tuple):
-            return self._at_each(share)
         if isinstance(share, Tensor):
             return self._at_rows(share)
         table, (low, high, part) = self.offsets, _bracket(self.shares, share)
@@ -104,14 +92,6 @@ class PhiLayer(NamedTuple):
             return self._replace(offsets=table[low:low + 1], shares=(share,))
         between = (1 - part) * table[low:low + 1] + part * table[high:high + 1]
         return self._replace(offsets=between, shares=(share,))
-
-    def _at_each(self, shares: tuple[float, ...]) -> PhiLayer:
-        """offset: `[B, Hq]`, or `[Hq]` where there is one table."""
-        table = self.offsets
-        if len(self.shares) > 1:
-            low, high, part = _between(self.shares, shares, table.dtype, table.device)
-            table = ((1 - part) * table[low] + part * table[high])[None]
-        return self._replace(offsets=table, shares=(0.0,))
 
     def _at_rows(self, share: Tensor) -> PhiLayer:
         """offset: `[B, Hq]`."""

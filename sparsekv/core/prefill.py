@@ -1,175 +1,153 @@
-"""A prompt read sparsely, a chunk at a time: by one list a KV head for all of a chunk's queries (this project's own),
-or as a selector reads prompts (TokenSelect §5.2)."""
+"""A prompt read sparsely: by blocks (`SparsePrompts`), or a chunk at a time as a selector reads prompts (TokenSelect
+§5.2)."""
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators.phi import PhiEstimator, Prefixes
 from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
-from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.foundation.config import check_ranges, option
-from sparsekv.kernels import (
-    add_sinks,
-    chunk_anchors,
-    chunk_attention,
-    chunk_rows,
-    chunk_tokens,
-    chunks_of,
-    dense_attention,
-    gather_rows,
-    representatives,
-)
+from sparsekv.kernels import add_sinks, chunk_anchors, chunk_attention, dense_attention, gather_rows
+from sparsekv.kernels.block_attention import BLOCK, block_attention, block_lists, block_scores, score_bytes
 
-MOST_CHUNKS, MOST_BYTES = 8, 1 << 30
-"""Chunks that are read together at most, and bytes of the keys and values that they choose."""
+MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
+"""Blocks of queries that are scored together at most, and bytes of their scores."""
 
 
 @dataclass(frozen=True)
 class SparsePrompts:
-    """How a prompt is read sparsely. Every chunk attends to itself (causally), to the sink, to the window before it,
-    and to the tokens between that means of its queries choose, one list for each KV head (`kernels.chunk_tokens`).
+    """How a prompt is read sparsely: 128 queries of a head attend to themselves (causally), to the first 128 tokens and
+    to the blocks of 128 tokens that sums over antidiagonals of the scores choose (`kernels/block_attention.py`, by
+    XAttention §2.1). All heads of a layer share what they may choose.
 
-    Its fields are numbers of tokens, the share aside. Raises SparseKVError for one out of its range.
+    Raises SparseKVError for a number out of its range.
     """
 
-    share: float = option(0.1, help="Tokens that a chunk's queries choose, a share of those before the chunk.", min=0.0,
-                          max=1.0)
-    least: int = option(4096, help="Tokens that a chunk's queries choose at least [tokens].", min=0)
-    chunk: int = option(2048, help="Queries that share a list [tokens].", min=1)
-    sink: int = option(16, help="First tokens that every chunk reads [tokens].", min=0)
-    window: int = option(512, help="Tokens before a chunk that it reads [tokens].", min=0)
+    share: float = option(0.1, help="Tokens that a head's queries choose, as a share of those before them, in the mean "
+                                    "of the heads.", min=0.0, max=1.0)
+    least: int = option(4096, help="Tokens that a head's queries choose at least, in the mean of the heads [tokens].",
+                        min=0)
     exact: int = option(512, help="Last tokens of a prompt, which read all tokens before them [tokens].", min=0)
     shortest: int = option(65_536, help="Prompts shorter than this are read densely, which is then faster [tokens].",
                            min=0)
 
-    extrapolate = False
-    takes_padding = False
-
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def count(self, past: int) -> int:
-        """Tokens that a chunk after `past` tokens chooses: at least what is asked for, and one of eight sizes between
-        two powers of two, since kernels are planned anew for every size."""
-        asked = max(self.least, math.ceil(self.share * past))
-        step = max(1, (1 << max(asked, 1).bit_length() - 1) // 8)
-        return -(-asked // step) * step
+    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
+        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. ends: the prompt ends with them,
+        so that the last `exact` of them read everything, as do those outside whole blocks and all of a batch with
+        padding. Of `view.regions` only the rows' starts count."""
+        if bool((view.regions.starts > 0).any()):
+            return dense(view, query, view.keys.shape[2])
+        total, begin = view.keys.shape[2], view.keys.shape[2] - query.shape[2]
+        first = min(begin + -begin % BLOCK, total)
+        border = max(first, (total - self.exact * ends) // BLOCK * BLOCK)
+        out = torch.empty_like(query)
+        if begin < first:
+            out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first)
+        each = MOST_BYTES // max(1, score_bytes(len(query), query.shape[1], border))
+        for at in range(first, border, step := BLOCK * max(1, min(MOST_BLOCKS, each))):
+            end = min(at + step, border)
+            out[:, :, at - begin:end - begin] = self._blocks(view, query[:, :, at - begin:end - begin], end)
+        if border < total:
+            out[:, :, border - begin:] = dense(view, query[:, :, border - begin:], total)
+        return out
 
-    def together(self, first: int, chunks: int, view: LayerView) -> int:
-        n, count, (batch, heads, _, dim) = 1, self.count(first), view.keys.shape
-        if count >= self._candidates(first):
-            return 1
-        each = (count + self.sink + self.window) * batch * heads * 2 * dim * view.keys.element_size()
-        while n < min(chunks, MOST_CHUNKS) and (n + 1) * each <= MOST_BYTES and (
-                self.count(first + n * self.chunk) == count):
-            n += 1
-        return n
+    def _blocks(self, view: LayerView, q: Tensor, end: int) -> Tensor:
+        """Whole blocks of queries, the last of them before token `end`."""
+        keys, values = view.keys[:, :, :end], view.values[:, :, :end]
+        lists = block_lists(block_scores(q, keys, scale=view.scale), self.share, -(-self.least // BLOCK))
+        out, lse = block_attention(q, keys, values, lists, scale=view.scale)
+        if view.sinks is None:
+            return out
+        return add_sinks(out.transpose(1, 2), lse.transpose(1, 2), view.sinks)[0].transpose(1, 2)
 
-    def _candidates(self, first: int) -> int:
-        """Tokens that a chunk after `first` may choose."""
-        return max(first - self.window, 0) - min(self.sink, max(first - self.window, 0))
+
+class ReadsChunks(Protocol):
+    """Who reads prompts `chunk` tokens at a time. sink, window: the first tokens, and those before a chunk, that it
+    always reads. extrapolate: the keys that are read get contiguous positions (length extrapolation)."""
+
+    @property
+    def chunk(self) -> int: ...
+
+    @property
+    def sink(self) -> int: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def extrapolate(self) -> bool: ...
 
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        first = past.keys.shape[2] - (len(q) // len(past.keys) - 1) * self.chunk
-        count = self.count(first)
-        if count >= self._candidates(first):
-            return None
-        asking = representatives(q, past.num_kv_heads)
-        return chunk_tokens(asking, past.keys, self.sink, first - self.window, count, scale=past.scale,
-                            step=self.chunk)
+        """The mid tokens that a chunk `[B, Hq, c, d]` reads beside sink and window, `[B, H, K]`, padded with -1 where
+        rows have padding, H = Hkv or 1; None: it reads all. past: the tokens before the chunk."""
 
 
-def prefill_chunks(
-    view: LayerView, query: Tensor, reader: ReadsPrompts, estimator: PhiEstimator | None = None, *, ends: bool = True,
-) -> Tensor:
+def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tensor:
     """Attention of the last T tokens of a view, `reader.chunk` of them at a time: query `[B, Hq, T, d]` -> as query.
 
     A chunk attends to itself (causally), the sink and the window before it, and to what the reader lists of the tokens
-    between; densely while that is all of them. estimator: stands for what is not read, under the same normalisation.
-    The chunks begin at the first of the T tokens; those that the reader takes together are rows of the same calls, and
-    those read densely that stand side by side are one. ends: the prompt ends with them, so that the last `reader.exact`
-    are read densely. With a reader that extrapolates keys and queries get the positions 0, 1, 2, … in the order of the
-    tokens. Of `view.regions` only rows count. Raises SparseKVError for such a reader and a batch with padding.
+    between; densely while that is all of them. The chunks begin at the first of the T tokens. With a reader that
+    extrapolates keys and queries get the positions 0, 1, 2, … in the order of the tokens. Of `view.regions` only rows
+    count. Raises SparseKVError for such a reader and a batch with padding.
     """
     total, count = view.keys.shape[2], query.shape[2]
-    begin, batch = total - count, len(query)
-    padded = bool((view.regions.starts > 0).any())
-    if padded and not reader.takes_padding:
-        return _dense(view, query, total, padded)
-    make = Regions.at_prefill_end if padded else Regions.of_equal_rows
-    regions = functools.partial(make, view.regions.starts, sink_size=reader.sink, window_size=reader.window)
-    out, old = torch.empty_like(query), None
-    border = max(begin, total - reader.exact) if ends else total
-    at = behind = begin  # tokens from `behind` to `at` are read densely, together
-    while at < border:
-        whole = (border - at) // reader.chunk
-        chunks = reader.together(at, whole, view) if whole > 1 and not padded else 1
-        if estimator is not None and chunks > 1:
-            chunks = estimator.together(old, regions(length=at), reader.chunk, chunks)
-        end = min(at + chunks * reader.chunk, border)
-        last = at + (chunks - 1) * reader.chunk
-        past = replace(view, keys=view.keys[:, :, :last], values=view.values[:, :, :last], regions=regions(length=last))
-        q = chunks_of(query[:, :, at - begin:end - begin], chunks)
+    begin = total - count
+    starts = view.regions.starts if bool((view.regions.starts > 0).any()) else None
+    out = torch.empty_like(query)
+    behind = begin  # tokens from `behind` to `at` are read densely, together
+    for at in range(begin, total, reader.chunk):
+        end = min(at + reader.chunk, total)
+        make = Regions.of_equal_rows if starts is None else Regions.at_prefill_end
+        past = replace(view, keys=view.keys[:, :, :at], values=view.values[:, :, :at],
+                       regions=make(view.regions.starts, at, reader.sink, reader.window))
+        q = query[:, :, at - begin:end - begin]
         listed = reader.listed(past, q)
-        if listed is not None:
-            if behind < at:
-                out[:, :, behind - begin:at - begin] = _dense(view, query[:, :, behind - begin:at - begin], at, padded)
-            if reader.extrapolate:
-                found = _contiguous(past, view, q, end, listed, padded, reader.sink, reader.window)
-            else:
-                prefixes = None
-                if estimator is not None:
-                    prefixes = estimator.prefixes(view, old, regions(length=at), past.regions, chunks, listed.shape[2])
-                    old = past.regions
-                found = _chunks(view, q, end, listed, padded, reader, estimator, prefixes)
-            out[:, :, at - begin:end - begin].unflatten(2, (chunks, -1)).copy_(
-                found.unflatten(0, (batch, chunks)).transpose(1, 2))
-            behind = end
-        at = end
+        if listed is None:
+            continue
+        if behind < at:
+            out[:, :, behind - begin:at - begin] = dense(view, query[:, :, behind - begin:at - begin], at)
+        read = _contiguous if reader.extrapolate else _chunk
+        out[:, :, at - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
+        behind = end
     if behind < total:
-        out[:, :, behind - begin:] = _dense(view, query[:, :, behind - begin:], total, padded)
+        out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total)
     return out
 
 
-def _dense(view: LayerView, q: Tensor, end: int, padded: bool) -> Tensor:
+def dense(view: LayerView, q: Tensor, end: int) -> Tensor:
     """All tokens before `end`, of which q are the last."""
-    mask = torch.arange(end, device=q.device) >= view.regions.starts[:, None] if padded else None
+    starts = view.regions.starts
+    mask = torch.arange(end, device=q.device) >= starts[:, None] if bool((starts > 0).any()) else None
     return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale, key_mask=mask,
                            sinks=view.sinks)
 
 
-def _chunks(
-    view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, reader: ReadsPrompts,
-    estimator: PhiEstimator | None, prefixes: Prefixes | None,
+def _chunk(
+    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
 ) -> Tensor:
-    """Chunks `q [B·n, Hq, c, d]`, those before token `end`."""
-    keys, values = view.keys[:, :, :end], view.values[:, :, :end]
-    read = chunk_attention(q, keys, values, listed, scale=view.scale, sink=reader.sink, window=reader.window,
-                           starts=view.regions.starts if padded else None)
-    out, lse = read.out, read.lse
-    if estimator is not None and prefixes is not None:
-        rows = read.rows or chunk_rows(keys, values, listed, q.shape[2], 0, 0)
-        out, lse = estimator.complete_chunks(prefixes, q, rows, listed.shape[2], out, lse)
+    """A chunk `q [B, Hq, c, d]`, the tokens before `end`."""
+    out, lse = chunk_attention(q, view.keys[:, :, :end], view.values[:, :, :end], listed, scale=view.scale,
+                               sink=reader.sink, window=reader.window, starts=starts)
     if view.sinks is not None:
         out = add_sinks(out.transpose(1, 2), lse.transpose(1, 2), view.sinks)[0].transpose(1, 2)
     return out
 
 
 def _contiguous(
-    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, padded: bool, sink: int, window: int,
+    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
 ) -> Tensor:
     """One chunk whose keys, in order, have the positions 0, 1, 2, … (length extrapolation)."""
     first, rope = past.keys.shape[2], needed(view.rope)
     columns = torch.arange(first, end, device=q.device)
-    anchors = chunk_anchors(len(q), len(q), first, q.shape[2], sink, window, q.device,
-                            past.regions.starts if padded else None)
+    anchors = chunk_anchors(len(q), first, reader.sink, reader.window, q.device, starts)
     tokens = torch.cat([listed[:, 0], anchors], dim=1)
     tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
     used = torch.cat([tokens < first, columns >= past.regions.starts[:, None]], dim=1)

@@ -32,9 +32,7 @@ from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
-from sparsekv.kernels.chunk_attention import Rows, chunk_anchors, chunk_attention, chunk_rows, chunks_of
-from sparsekv.kernels.chunk_rest import add_rest
-from sparsekv.kernels.chunk_tokens import chunk_tokens, representatives
+from sparsekv.kernels.chunk_attention import chunk_anchors, chunk_attention
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.collisions import collisions
 from sparsekv.kernels.completion import (
@@ -56,8 +54,6 @@ from sparsekv.kernels.features import (
     key_features,
     key_map,
     phi_join,
-    phi_left,
-    phi_prefixes,
     phi_sums,
     products,
 )
@@ -103,11 +99,9 @@ __all__ = [
     "PhiState",
     "QueryModel",
     "RouterScores",
-    "Rows",
     "ScoreMoments",
     "Sketch",
     "add_centre",
-    "add_rest",
     "add_sinks",
     "against_bucket",
     "anchor_indices",
@@ -126,9 +120,6 @@ __all__ = [
     "choose_tokens",
     "chunk_anchors",
     "chunk_attention",
-    "chunk_rows",
-    "chunk_tokens",
-    "chunks_of",
     "collisions",
     "decode_attention",
     "decode_codes",
@@ -152,15 +143,12 @@ __all__ = [
     "mass_cap",
     "merge",
     "phi_join",
-    "phi_left",
-    "phi_prefixes",
     "phi_query",
     "phi_sums",
     "products",
     "query_statistics",
     "read_bound",
     "remainder",
-    "representatives",
     "rms_norm",
     "rotate_pair",
     "round_means",

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.completion import remainder
-from sparsekv.kernels.features import REST_EPS, key_features_reference
+from sparsekv.kernels.completion import REST_EPS, remainder
+from sparsekv.kernels.features import key_features_reference
 from sparsekv.kernels.gather import anchor_indices, gather_rows, slots_at
 from sparsekv.kernels.indexing import bucket_tokens
 from sparsekv.kernels.launch import (

@@ -1,7 +1,7 @@
 """The Triton kernels of `chunk_attention.py`; importing this module imports Triton.
 
-Shapes: B rows of a cache, n chunks of each, Hq query heads, Hkv KV heads of G query heads, c queries of a chunk, `past`
-tokens before the first, d the head dimension, K places of a list. Structs are those of `launch.py`.
+Shapes: B rows of a cache, Hq query heads, Hkv KV heads of G query heads, c queries of a chunk, `past` tokens before it,
+d the head dimension, K places of a list. Structs are those of `launch.py`.
 """
 
 import triton
@@ -29,18 +29,18 @@ def take(query, key, value, hidden, scale, top, mass, out, MASKED: tl.constexpr)
 
 @triton.jit
 def chunk_kernel(
-    q, k, v, tokens, starts, o, lse, scale, heads, chunks, count, past, listed,
+    q, k, v, tokens, starts, o, lse, scale, heads, count, past, listed,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """ROWS rows, the group's heads of neighbouring queries: first the whole blocks of the list, in which nothing is
     hidden unless PADDED, then its last, then the chunk up to the last of the queries."""
-    # grid: (B·n·Hkv, blocks of rows)
-    # q, o    Tokens [B·n, Hq, c, d]   with RoPE; o is written
-    # k, v    Tokens [B, Hkv, N, d]    N = past + n·c
-    # tokens  Heads [B·n, Hkv, K]        before the chunk; -1 for none if PADDED; listed = K
+    # grid: (B·Hkv, blocks of rows)
+    # q, o    Tokens [B, Hq, c, d]     with RoPE; o is written
+    # k, v    Tokens [B, Hkv, N, d]    N = past + c
+    # tokens  Heads [B, Hkv, K]        before the chunk; -1 for none if PADDED; listed = K
     # starts  [B] int64                first real tokens, if PADDED
-    # lse     [B·n, Hq, c] fp32        written: natural logarithm
+    # lse     [B, Hq, c] fp32          written: natural logarithm
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     # the longest rows first: what is left at the end is short
@@ -52,10 +52,8 @@ def chunk_kernel(
     at = token.to(tl.int64)[:, None]
     query = tl.load(q.base + row * q.row + own[:, None] * q.head + at * q.token + width[None, :],
                     mask=there[:, None] & wide[None, :], other=0.0)
-    source = row // chunks
-    past += (row % chunks).to(tl.int32) * count
-    keys = k.base + source * k.row + head * k.head + width[None, :]
-    values = v.base + source * v.row + head * v.head + width[None, :]
+    keys = k.base + row * k.row + head * k.head + width[None, :]
+    values = v.base + row * v.row + head * v.head + width[None, :]
     named = tokens.base + row * tokens.row + head * tokens.head
     scale *= LOG2_E
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -79,7 +77,7 @@ def chunk_kernel(
                               MASKED=True)
     first = 0
     if PADDED:
-        first = tl.maximum(tl.load(starts + source).to(tl.int32) - past, 0)
+        first = tl.maximum(tl.load(starts + row).to(tl.int32) - past, 0)
     last = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1, count)
     for at in range(0, last, KEYS):
         column = at + every
@@ -95,31 +93,3 @@ def chunk_kernel(
              found.to(o.base.dtype.element_ty), mask=there[:, None] & wide[None, :])
     at = (row * heads * GROUP + own) * count + token
     tl.store(lse + at, tl.where(mass > 0, (top + tl.log2(mass)) / LOG2_E, float("-inf")), mask=there)
-
-
-@triton.jit
-def rows_kernel(
-    k, v, tokens, keys, values, heads, chunks, past, chunk, listed, sink, window,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):
-    """Keys and values of BLOCK places of what a chunk reads before itself: its list, the sink, the window."""
-    # grid: (blocks of places, B·n·Hkv)
-    # k, v          Tokens [B, Hkv, N, d]
-    # tokens        Heads [B·n, Hkv, K]             listed = K
-    # keys, values  [B·n, Hkv, K + sink + window, d]   written
-    pair = tl.program_id(1).to(tl.int64)
-    row, head = pair // heads, pair % heads
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    width, total = tl.arange(0, WIDTH), listed + sink + window
-    named = tl.load(tokens.base + row * tokens.row + head * tokens.head + place, mask=place < listed, other=0)
-    anchor = place - listed
-    begin = past + (row % chunks).to(tl.int32) * chunk
-    anchor = tl.where(anchor < sink, anchor, begin - window - sink + anchor)
-    token = tl.where(place < listed, named, anchor).to(tl.int64)[:, None]
-    mask = (place < total)[:, None] & (width < DIM)[None, :]
-    source = row // chunks
-    key = tl.load(k.base + source * k.row + head * k.head + token * k.token + width[None, :], mask=mask, other=0.0)
-    value = tl.load(v.base + source * v.row + head * v.head + token * v.token + width[None, :], mask=mask, other=0.0)
-    at = (pair * total + place)[:, None] * DIM + width[None, :]
-    tl.store(keys + at, key, mask=mask)
-    tl.store(values + at, value, mask=mask)

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekv.kernels.features import REST_EPS
 from sparsekv.kernels.launch import (
     NEG_INF,
     WIDEST,
@@ -32,6 +31,8 @@ QUERY_PROGRAMS, QUERY_ROWS, QUERY_WARPS = 128, 16, 8
 room."""
 FACTOR_WARPS = 4
 LN_2 = 0.6931471805599453
+REST_EPS = 1e-5
+"""What is left of an estimate is dropped below this part of it: it is rounding error."""
 BESIDE_BYTES = 10_240
 """Shared memory that the query kernel wants beside the widest matrix of a map, which it holds whole."""
 
@@ -42,11 +43,6 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
     Stem `h = gelu(W_in x + b)`, ReZero blocks `h + α·W_b gelu(W_a h + b_a)`, as many as the weights have, output
     `φ = exp(W_out h + b_out)`, of which the logarithm is kept.
     """
-    return hidden_phi(x, maps) @ maps.w_out + maps.b_out[..., None, :]
-
-
-def hidden_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
-    """What the last layer of a map sees of x `[..., H, T, d]`: `[..., H, T, w]` in the precision of the map."""
     x = x.to(maps.w_in.dtype)
     h = F.gelu(x @ maps.w_in + maps.b_in[..., None, :], approximate="tanh")
     width = h.shape[-1]
@@ -54,7 +50,7 @@ def hidden_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
         rows = slice(block * width, (block + 1) * width)
         inner = F.gelu(h @ maps.w_a[..., rows, :] + maps.b_a[..., None, rows], approximate="tanh")
         h = h + inner @ (maps.alpha[..., block, None, None] * maps.w_b[..., rows, :])
-    return h
+    return h @ maps.w_out + maps.b_out[..., None, :]
 
 
 def log_phi_key(x: Tensor, maps: FeatureMapWeights) -> Tensor:

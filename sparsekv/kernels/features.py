@@ -24,8 +24,6 @@ BESIDE_BYTES = 34_816
 twice that."""
 PROGRAMS = 264
 """Programs wanted of the sums."""
-REST_EPS = 1e-5
-"""What is left of an estimate is dropped below this part of it: it is rounding error."""
 SLICE = 1024
 """Tokens of one product of a sum over all of them, in plain torch."""
 
@@ -139,95 +137,27 @@ def phi_sums_reference(keys: Tensor, values: Tensor, first: Tensor, last: Tensor
 
 def launch_sums(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures) -> PhiCache:
     """`phi_sums` through Triton: slices of the keys, then their sums brought to one shift."""
-    found = launch_join(None, launch_parts(keys, values, maps, first, last), len(keys))
-    return PhiCache(*(x[:, 0] for x in found))
-
-
-def phi_prefixes(start: PhiCache, keys: Tensor, values: Tensor, maps: KeyFeatures) -> PhiCache:
-    """A cache of B rows and it with one more chunk of tokens each time, `[B, n + 1, Hkv, r(, d)]`: keys `[B·n, Hkv, c,
-    d]` with RoPE, n of a row one behind the other, and values alike."""
-    chunks = len(keys) // len(start.m)
-    if fused(maps):
-        return launch_join(start, launch_parts(keys, values, maps), len(start.m))
-    none = torch.zeros(len(keys), dtype=torch.long, device=keys.device)
-    each = maps._replace(bias=maps.bias.repeat_interleave(chunks, dim=0))
-    more = PhiCache(*(x.unflatten(0, (-1, chunks)) for x in phi_sums_reference(
-        keys, values, none, none + keys.shape[2], each)))
-    found = [start]
-    for i in range(chunks):
-        found.append(phi_join(found[-1], PhiCache(*(x[:, i] for x in more))))
-    return PhiCache(*(torch.stack(x, dim=1) for x in zip(*found, strict=True)))
-
-
-def phi_left(whole: PhiCache, keys: Tensor, values: Tensor, maps: KeyFeatures) -> PhiCache:
-    """`whole [Q, Hkv, r(, d)]` without some of its tokens, each named once, keys `[Q, Hkv, n, d]` and values alike;
-    relative to its shift, and in place of the sums of values their means, in the precision of the map, which holds
-    those. A feature of which no more is left than rounding error has nothing left: features are rounded alike in
-    both."""
-    if fused(maps):
-        return launch_left(whole, keys, values, maps)
-    none = torch.zeros(len(keys), dtype=torch.long, device=keys.device)
-    each = maps._replace(bias=maps.bias.repeat_interleave(len(keys) // len(maps.bias), dim=0))
-    part = phi_sums_reference(keys, values, none, none + keys.shape[2], each)
-    back = torch.exp2(part.m - finite(whole.m))
-    z = whole.z - part.z * back
-    live = z > (REST_EPS if z.dtype == torch.float32 else REST_EPS**2) * whole.z
-    means = (whole.s - part.s * back[..., None]) / torch.where(live, z, 1.0)[..., None]
-    return PhiCache(whole.m, torch.where(live, z, 0.0),
-                    torch.where(live[..., None], means, 0.0).to(maps.w_in.dtype))
-
-
-def launch_left(whole: PhiCache, keys: Tensor, values: Tensor, maps: KeyFeatures) -> PhiCache:
-    """`phi_left` through Triton."""
-    from sparsekv.kernels.features_triton import left_kernel
-
-    parts, whole = launch_parts(keys, values, maps), PhiCache(*(x.contiguous() for x in whole))
-    queries, heads, splits, features, dim = parts.s.shape
-    z, means = torch.empty_like(whole.z), torch.empty_like(whole.s, dtype=maps.w_in.dtype)
-    if z.numel():
-        left_kernel[(queries * heads, -(-features // JOINED_AT_ONCE))](
-            whole, parts, z, means, splits, dim, features, EPS=REST_EPS, BLOCK=JOINED_AT_ONCE, DIM=padded(dim),
-            num_warps=JOIN_WARPS)
-    return PhiCache(whole.m, z, means)
-
-
-def launch_join(start: PhiCache | None, parts: PhiCache, rows: int) -> PhiCache:
-    """A cache of so many rows, or none, and it with one more chunk each time of parts `[B·n, Hkv, slices, r(, d)]`:
-    `[B, n, Hkv, r(, d)]`, n + 1 with a cache."""
-    from sparsekv.kernels.features_triton import join_kernel
-
-    total, heads, splits, features, dim = parts.s.shape
-    chunks, started = total // rows, start is not None
-    m, z = (torch.empty(rows, chunks + started, heads, features, dtype=torch.float32, device=parts.m.device)
-            for _ in range(2))
-    found = PhiCache(m, z, torch.empty(*m.shape, dim, dtype=torch.float32, device=m.device))
-    if m.numel():
-        join_kernel[(rows * heads, -(-features // JOINED_AT_ONCE))](
-            found if start is None else PhiCache(*(x.contiguous() for x in start)), parts, found, heads, chunks, splits,
-            dim, features, STARTED=started, BLOCK=JOINED_AT_ONCE, DIM=padded(dim), num_warps=JOIN_WARPS)
-    return found
-
-
-def launch_parts(
-    keys: Tensor, values: Tensor, maps: KeyFeatures, first: Tensor | None = None, last: Tensor | None = None,
-) -> PhiCache:
-    """`(m, z, S)` of slices of the keys `[Q, Hkv, N, d]`, Q a multiple of the batch, `[Q, Hkv, slices, r(, d)]`;
-    without edges of all tokens."""
-    from sparsekv.kernels.features_triton import sums_kernel
+    from sparsekv.kernels.features_triton import join_kernel, sums_kernel
 
     keys, values = dense_last(keys), dense_last(values)
     batch, heads, length, dim = keys.shape
     units, features = maps.w_out.shape[-2:]
     block = block_of(maps)
     splits = max(1, min(PROGRAMS // (batch * heads), -(-length // block)))
-    m, z = (torch.empty(batch, heads, splits, features, dtype=torch.float32, device=keys.device) for _ in range(2))
-    s = torch.empty(batch, heads, splits, features, dim, dtype=torch.float32, device=keys.device)
-    edges = [m if x is None else x.contiguous() for x in (first, last)]
+
+    def empty(*size: int) -> PhiCache:
+        m, z = (torch.empty(*size, features, dtype=torch.float32, device=keys.device) for _ in range(2))
+        return PhiCache(m, z, torch.empty(*size, features, dim, dtype=torch.float32, device=keys.device))
+
+    parts, found = empty(batch, heads, splits), empty(batch, heads)
     sums_kernel[(batch * heads, splits)](
-        as_tokens(keys), as_tokens(values), KeyFeatures(*(x.contiguous() for x in maps)), *edges, PhiCache(m, z, s),
-        heads, batch // len(maps.bias), length, dim, units, features, EDGED=first is not None, BLOCK=block,
-        DIM=padded(dim), UNITS=padded(units), FEATURES=padded(features), num_warps=SUM_WARPS)
-    return PhiCache(m, z, s)
+        as_tokens(keys), as_tokens(values), KeyFeatures(*(x.contiguous() for x in maps)), first.contiguous(),
+        last.contiguous(), parts, heads, length, dim, units, features, BLOCK=block, DIM=padded(dim),
+        UNITS=padded(units), FEATURES=padded(features), num_warps=SUM_WARPS)
+    if found.m.numel():
+        join_kernel[(batch * heads, -(-features // JOINED_AT_ONCE))](
+            parts, found, splits, dim, features, BLOCK=JOINED_AT_ONCE, DIM=padded(dim), num_warps=JOIN_WARPS)
+    return found
 
 
 def phi_join(one: PhiCache, other: PhiCache) -> PhiCache:

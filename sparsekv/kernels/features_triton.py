@@ -55,32 +55,30 @@ def every_row(bias, BLOCK: tl.constexpr):
     return tl.broadcast_to(bias[None, :], [BLOCK, bias.shape[0]])
 
 
-@triton.jit(do_not_specialize=["heads", "per_row", "length"])
+@triton.jit(do_not_specialize=["heads", "length"])
 def sums_kernel(
-    k, v, maps, firsts, lasts, cache, heads, per_row, length, dim, units, features,
-    EDGED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
+    k, v, maps, firsts, lasts, cache, heads, length, dim, units, features,
+    BLOCK: tl.constexpr, DIM: tl.constexpr, UNITS: tl.constexpr, FEATURES: tl.constexpr,
 ):
     """`(m, z, S)` of one slice of a row's keys. The shift rises in powers of two as the blocks go by, by which what was
     summed is multiplied without rounding."""
     # grid: (B·Hkv, slices)
     # k, v           Tokens [B, Hkv, N, d]         keys with RoPE
-    # maps           `KeyFeatures`, its shift not taken off; its bias is of per_row rows each
-    # firsts, lasts  [B] int64                     the tokens that count, if EDGED; else all
+    # maps           `KeyFeatures`, its shift not taken off
+    # firsts, lasts  [B] int64                     the tokens that count
     # cache.m, z     [B, Hkv, slices, r] fp32      written, a slice's own
     # cache.s        [B, Hkv, slices, r, d] fp32   written, the same
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     feature, width = tl.arange(0, FEATURES), tl.arange(0, DIM)
     wide = (width < dim)[None, :]
-    first, last = 0, length
-    if EDGED:
-        first = tl.maximum(tl.load(firsts + row), 0).to(tl.int32)
-        last = tl.minimum(tl.load(lasts + row), length).to(tl.int32)
+    first = tl.maximum(tl.load(firsts + row), 0).to(tl.int32)
+    last = tl.minimum(tl.load(lasts + row), length).to(tl.int32)
     per_split = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(1))
     first += tl.program_id(1) * per_split
     last = tl.minimum(first + per_split, last)
-    stem, bias, second, outward = map_of_keys(maps, head, row // per_row * heads + head, dim, units, features,
-                                              DIM=DIM, UNITS=UNITS, FEATURES=FEATURES)
+    stem, bias, second, outward = map_of_keys(maps, head, row * heads + head, dim, units, features, DIM=DIM,
+                                              UNITS=UNITS, FEATURES=FEATURES)
     keys = k.base + row * k.row + head * k.head
     values = v.base + row * v.row + head * v.head
     top, mass, sums = no_tokens(FEATURES, DIM)
@@ -103,82 +101,30 @@ def sums_kernel(
     put(cache, at * features + feature, top, mass, sums, dim, feature < features, DIM=DIM)
 
 
-@triton.jit
-def joined(cache, at, count, step, top, mass, sums, dim, kept, DIM: tl.constexpr):
-    """`(m, z, S)` of some features and of them in `count` more caches: at `[BLOCK]` their places in the first of those,
-    each `step` after the one before it."""
-    width = tl.arange(0, DIM)
+@triton.jit(do_not_specialize=["splits"])
+def join_kernel(parts, found, splits, dim, features, BLOCK: tl.constexpr, DIM: tl.constexpr):
+    """BLOCK features of one head over all slices of its tokens."""
+    # grid: (B·Hkv, blocks of features)
+    # parts  `PhiCache` [B, Hkv, slices, r(, d)]   splits = slices
+    # found  `PhiCache` [B, Hkv, r(, d)]           written
+    pair = tl.program_id(0).to(tl.int64)
+    feature, width = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
+    kept = feature < features
     mask = kept[:, None] & (width < dim)[None, :]
-    for _ in range(count):
-        m = tl.load(cache.m + at, mask=kept, other=float("-inf"))
-        z = tl.load(cache.z + at, mask=kept, other=0.0)
-        s = tl.load(cache.s + at[:, None] * dim + width[None, :], mask=mask, other=0.0)
+    top, mass, sums = no_tokens(BLOCK, DIM)
+    at = pair * splits * features + feature
+    for _ in range(splits):
+        m = tl.load(parts.m + at, mask=kept, other=float("-inf"))
+        z = tl.load(parts.z + at, mask=kept, other=0.0)
+        s = tl.load(parts.s + at[:, None] * dim + width[None, :], mask=mask, other=0.0)
         higher = tl.maximum(top, m)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         keep, more = tl.exp2(top - safe), tl.exp2(m - safe)
         mass = mass * keep + z * more
         sums = sums * keep[:, None] + s * more[:, None]
         top = higher
-        at += step
-    return top, mass, sums
-
-
-@triton.jit(do_not_specialize=["heads", "chunks", "splits"])
-def join_kernel(
-    start, parts, found, heads, chunks, splits, dim, features,
-    STARTED: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr,
-):
-    """BLOCK features of one head: a cache and it with one more of the chunks each time, every one of them in slices."""
-    # grid: (B·Hkv, blocks of features)
-    # start  `PhiCache` [B, Hkv, r(, d)]               if STARTED; else no tokens
-    # parts  `PhiCache` [B, n, Hkv, slices, r(, d)]    chunks = n, splits = slices
-    # found  `PhiCache` [B, n, Hkv, r(, d)]            written; n + 1 if STARTED, the first as it was
-    row = (tl.program_id(0) // heads).to(tl.int64)
-    head = tl.program_id(0) % heads
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = feature < features
-    top, mass, sums = no_tokens(BLOCK, DIM)
-    to = row * chunks * heads + head
-    if STARTED:
-        top, mass, sums = joined(start, (row * heads + head) * features + feature, 1, 0, top, mass, sums, dim, kept,
-                                 DIM=DIM)
-        to += row * heads
-        put(found, to * features + feature, top, mass, sums, dim, kept, DIM=DIM)
-        to += heads
-    for chunk in range(chunks):
-        at = ((row * chunks + chunk) * heads + head) * splits * features + feature
-        top, mass, sums = joined(parts, at, splits, features, top, mass, sums, dim, kept, DIM=DIM)
-        put(found, to * features + feature, top, mass, sums, dim, kept, DIM=DIM)
-        to += heads
-
-
-@triton.jit
-def left_kernel(whole, parts, z, means, splits, dim, features, EPS: tl.constexpr, BLOCK: tl.constexpr,
-                DIM: tl.constexpr):
-    """BLOCK features of one head: what is left of a cache without some of its tokens."""
-    # grid: (Q·Hkv, blocks of features)
-    # whole  `PhiCache` [Q, Hkv, r(, d)]
-    # parts  `PhiCache` [Q, Hkv, slices, r(, d)]   of the tokens that are taken out, in slices
-    # z      [Q, Hkv, r] fp32                      written
-    # means  [Q, Hkv, r, d]                        written: S over z
-    pair = tl.program_id(0).to(tl.int64)
-    feature, width = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
-    kept = feature < features
-    mask = kept[:, None] & (width < dim)[None, :]
-    top, mass, sums = no_tokens(BLOCK, DIM)
-    top, mass, sums = joined(parts, pair * splits * features + feature, splits, features, top, mass, sums, dim, kept,
-                             DIM=DIM)
-    at = pair * features + feature
-    shift = tl.load(whole.m + at, mask=kept, other=0.0)
-    all_mass = tl.load(whole.z + at, mask=kept, other=0.0)
-    all_sums = tl.load(whole.s + at[:, None] * dim + width[None, :], mask=mask, other=0.0)
-    back = tl.exp2(top - tl.where(shift == float("-inf"), 0.0, shift))
-    left = all_mass - mass * back
-    live = left > EPS * all_mass
-    mean = (all_sums - sums * back[:, None]) / tl.where(live, left, 1.0)[:, None]
-    tl.store(z + at, tl.where(live, left, 0.0), mask=kept)
-    tl.store(means + at[:, None] * dim + width[None, :],
-             tl.where(live[:, None], mean, 0.0).to(means.dtype.element_ty), mask=mask)
+        at += features
+    put(found, pair * features + feature, top, mass, sums, dim, kept, DIM=DIM)
 
 
 @triton.jit(do_not_specialize=["heads", "length", "per_row"])

@@ -104,13 +104,6 @@ class Decoding:
             return None
         return self.selector_of(layer_idx, device).reader(self.sink_size, self.window_size)
 
-    def completes_prompt(self, layer_idx: int, device: Any) -> PhiEstimator | None:
-        """What stands for what a chunk of the prompt of a layer does not read; None where nothing does."""
-        if self.prompts is None or self.phi is None or (self.layers is not None and layer_idx not in self.layers):
-            return None
-        made = self.estimator_of(layer_idx, device)
-        return made if isinstance(made, PhiEstimator) else None
-
     def estimator_of(self, layer_idx: int, device: Any) -> Estimator | None:
         """A fresh estimator for a layer; None where there is none."""
         if self.phi is None:
@@ -191,7 +184,7 @@ def _prompts(prefill: str | SparsePrompts, selector: Selector, sink: int, window
         return None
     if selector.reader(sink, window) is not None:
         raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
-                            "reads them by lists of each KV head; leave one of them out")
+                            "reads them by blocks; leave one of them out")
     return prefill
 
 

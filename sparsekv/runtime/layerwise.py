@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparsekv.core.cost import extra_tokens, read_shares
 from sparsekv.core.layer import LayerView, Queries
-from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
@@ -105,15 +104,13 @@ class Layerwise:
 
     def _prefill_sparsely(self, reader: ReadsPrompts, module: Any, cache: SparseCache, query: Tensor, key: Tensor,
                           value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-        """A prompt, or a part of one, in chunks."""
-        index, device = module.layer_idx, query.device
-        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], reader.sink,
-                                         reader.window)
-        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], index, len(cache.layers),
-                         cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
+        """A prompt, or a part of one."""
+        device = query.device
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
+        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,
+                         len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
-            out = prefill_chunks(view, query, reader, self.decoding.completes_prompt(index, device),
-                                 ends=key.shape[2] >= self.whole)
+            out = reader.read(view, query, ends=key.shape[2] >= self.whole)
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
@@ -123,7 +120,7 @@ class Layerwise:
             decoding.dense_below)
         if key.shape[2] < least:
             return
-        if index not in self._loaded and decoding.prompts is None:  # sparse prompts ask for maps at once
+        if index not in self._loaded:
             self._loaded.add(index)
             estimator = decoding.estimator_of(index, device)
             if estimator is not None:

@@ -15,7 +15,6 @@ from sparsekv.kernels import (
     CompletionQuery,
     FeatureMapWeights,
     KeyFeatures,
-    PhiCache,
     PhiState,
     QueryModel,
     ScoreMoments,
@@ -33,6 +32,7 @@ from sparsekv.kernels import (
     sketch,
     top_buckets,
 )
+from sparsekv.kernels import block_attention as blocks
 from sparsekv.kernels.attend import (
     Pages,
     attend_buckets_reference,
@@ -56,17 +56,7 @@ from sparsekv.kernels.bucket_sums import (
     launch_against,
     launch_bucket_sums,
 )
-from sparsekv.kernels.chunk_attention import (
-    chunk_anchors,
-    chunk_attention_reference,
-    chunk_rows_reference,
-    chunks_of,
-    gathered_attention,
-    launch_chunk_attention,
-    launch_rows,
-)
-from sparsekv.kernels.chunk_rest import add_rest_reference, launch_rest
-from sparsekv.kernels.chunk_tokens import chunk_tokens_reference, launch_chunk_tokens, representatives
+from sparsekv.kernels.chunk_attention import chunk_attention_reference, gathered_attention, launch_chunk_attention
 from sparsekv.kernels.collisions import collisions_reference, launch_collisions
 from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
 from sparsekv.kernels.dense import add_attention_reference, launch_add, splits
@@ -75,11 +65,6 @@ from sparsekv.kernels.features import (
     key_features,
     key_features_reference,
     launch_features,
-    launch_join,
-    launch_left,
-    launch_parts,
-    phi_left,
-    phi_prefixes,
     phi_sums_reference,
     room_beside,
 )
@@ -441,39 +426,6 @@ def check_sums_and_features(shape: tuple[int, ...], dtype: torch.dtype, device: 
     assert error(counted.mT @ v.double(), whole.s) < 1e-5
 
 
-def check_prefixes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: KV heads, head dimension, units, features, tokens of a chunk, chunks, tokens that each takes out. What was
-    summed before is of two rows, one of them empty; of each prefix some tokens are taken out, of the last all."""
-    heads, dim, units, features, tokens, chunks, listed = shape
-    torch.manual_seed(tokens)
-    total = (chunks + 1) * tokens
-    k, v = (torch.randn(2, heads, total + 2, dim, device=device).to(dtype)[:, :, 1:total + 1] for _ in range(2))
-    maps = maps_of_keys(2, heads, dim, units, features, dtype, device)
-    if room_beside(maps) < BESIDE_BYTES * maps.w_in.element_size() // 2:
-        pytest.skip("a program has too little shared memory for this map: it stays in plain torch")
-    maps.b_out[0] += torch.linspace(-60, 60, features, device=device)
-    edges = torch.tensor([[0, 3], [tokens, 3]], device=device)
-    rows = [chunks_of(x[:, :, tokens:], chunks) for x in (k, v)]
-    close = 1e-5 if dtype == torch.float32 else 1e-2
-    start = launch_phi_sums(k, v, *edges, maps)
-    found = launch_join(start, launch_parts(*rows, maps), 2)
-    truth = phi_prefixes(double(start), *(x.double() for x in rows), double(maps))
-    assert found.m.shape == truth.m.shape == (2, chunks + 1, heads, features)
-    scale = torch.exp2((found.m.double() - truth.m).nan_to_num(0.0))
-    assert torch.equal(found.m[:, 0], start.m) and torch.equal(found.s[:, 0], start.s)
-    assert error(found.z * scale, truth.z) < close and error(found.s * scale[..., None], truth.s) < close
-
-    after = PhiCache(*(x[:, 1:].flatten(0, 1) for x in found))
-    taken = [x[:, :, :listed] for x in rows]
-    left = launch_left(after, *taken, maps)
-    means = phi_left(double(after), *(x.double() for x in taken), double(maps))
-    assert left.s.dtype == dtype and error(left.z, means.z) < close
-    assert error(left.s.double() * left.z[..., None], means.s * means.z[..., None]) < close
-    whole = PhiCache(*(x[:, 0] for x in launch_join(None, launch_parts(*rows, maps), 2 * chunks)))
-    nothing = launch_left(whole, *rows, maps)
-    assert not nothing.z.any() and not nothing.s.any()
-
-
 def states_of(heads: int, dim: int, features: int, device: str) -> tuple[PhiState, PhiState]:
     """What completion keeps of two rows: sums alone, and with a mean key and moments."""
     cache = phi_sums_reference(
@@ -515,35 +467,6 @@ def check_query(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
             torch.testing.assert_close(mine.cap[:, 1:].double(), truth.cap[:, 1:], atol=1e-3, rtol=1e-3)
 
 
-def check_rest(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, width, features, queries of the chunk, and blocks if not one. A
-    head that is not completed, a row of which nothing is left, offsets of heads and of rows."""
-    heads_q, heads, dim, width, features, queries, *blocks = shape
-    torch.manual_seed(dim)
-    maps = maps_of(heads_q, dim, width, features, dtype, device, *blocks)
-    q = torch.randn(2, queries, heads_q, dim, device=device).to(dtype).transpose(1, 2)
-    for size, state in zip(((heads_q,), (2, heads_q)), states_of(heads, dim, features, device), strict=True):
-        offset = torch.randn(size, device=device)
-        offset[..., 0] = float("-inf")
-        state.z[1, -1], state.s[1, -1] = 0.0, 0.0
-        out, lse = torch.randn(q.shape, device=device).to(dtype), torch.randn(q.shape[:3], device=device) * 3
-        out[0, :, 0], lse[0, :, 0] = 0.0, float("-inf")  # a query that reads nothing
-        if state.centre is not None:  # of both rows, as of chunks of one
-            state = state._replace(centre=state.centre[:1])
-        if state.moments is not None:
-            state = state._replace(moments=state.moments._replace(
-                key=state.moments.key[1:], factors=state.moments.factors[1:], rest=state.moments.rest[1:]))
-        state = state._replace(s=(state.s / torch.where(state.z > 0, state.z, 1.0)[..., None]).to(dtype))
-        truth = add_rest_reference(out.double(), lse.double(), q.double(), double(maps), offset.double(), double(state))
-        found = launch_rest(out.clone(), lse.clone(), q, maps, offset, state)
-        for got, want, before in zip(found, truth, (out, lse), strict=True):
-            torch.testing.assert_close(got[:, 0], before[:, 0])
-            torch.testing.assert_close(got[1, -1], before[1, -1])
-            assert not bool(got.isnan().any()) and not torch.equal(got, before)
-            limit = 1e-4 if dtype == torch.float32 else 3e-2
-            torch.testing.assert_close(got.double(), want.double(), atol=limit, rtol=limit)
-
-
 def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """shape: query heads, KV heads, head dimension, keys, buckets, queries a row."""
     heads_q, heads, dim, keys, buckets, queries = shape
@@ -567,66 +490,34 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
     assert torch.equal(launch_gather(k, index), gather_rows(k, index))
 
 
-def check_chunk_tokens(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, tokens, first and last candidate, tokens chosen, queries."""
-    heads_q, heads, dim, length, first, last, count, queries = shape
-    torch.manual_seed(length)
-    k = torch.randn(2, heads, length + 3, dim, device=device).to(dtype)[:, :, :length]
-    asking = representatives(3 * torch.randn(2, heads_q, queries, dim, device=device).to(dtype), heads)
-    assert asking.shape[2] <= 128
-    scores = (asking.double() @ k[:, :, first:last].double().mT * dim**-0.5).softmax(-1).sum(2)
-    for choose in (launch_chunk_tokens, chunk_tokens_reference):
-        found = choose(asking, k, first, last, count, scale=dim**-0.5)
-        assert found.shape == (2, heads, count) and found.dtype == torch.int32
-        assert bool((found.diff(dim=-1) > 0).all()) and bool(((found >= first) & (found < last)).all())
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, found.long() - first, True)
-        least = scores.masked_fill(~chosen, torch.inf).amin(-1)
-        most = scores.masked_fill(chosen, 0.0).amax(-1)
-        assert bool((least >= most * 2**-0.13 * (1 - 10 * LIMITS[dtype])).all())
-
-
-def check_lists_of_chunks(shape: tuple[int, ...], chunks: int, dtype: torch.dtype, device: str) -> None:
-    """shape as in `check_chunk_tokens`, of the first chunk: all chunks at once give what each gives alone."""
-    heads_q, heads, dim, length, first, last, count, queries = shape
-    torch.manual_seed(length)
-    step, how = queries + 2, {"scale": dim**-0.5}
-    k = torch.randn(2, heads, length + (chunks - 1) * step, dim, device=device).to(dtype)
-    asking = representatives(3 * torch.randn(2 * chunks, heads_q, queries, dim, device=device).to(dtype), heads)
-    for choose in (launch_chunk_tokens, chunk_tokens_reference):
-        found = choose(asking, k, first, last, count, **how, step=step).unflatten(0, (2, chunks))
-        for i in range(chunks):
-            alone = choose(asking[i::chunks], k, first, last + i * step, count, **how)
-            # slices are others, so that a sum at the edge of a bin may be rounded into the next
-            same = (found[:, i, ..., None] == alone[..., None, :]).any(-1).float().mean()
-            assert found.shape[2:] == (heads, count) and (not count or float(same) >= 1 - 2 / count - LIMITS[dtype])
-
-
-def check_group_attention(shape: tuple[int, ...], chunks: int, dtype: torch.dtype, device: str) -> None:
-    """shape: query heads, KV heads, head dimension, tokens before the first chunk, queries of a chunk, chosen tokens,
-    sink, window. All chunks at once give what each gives alone, by rows and by numbers."""
-    heads_q, heads, dim, past, count, listed, sink, window = shape
+def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: query heads, KV heads, head dimension, tokens before the queries, queries. Scores, lists and attention,
+    each given what the twins made before it."""
+    heads_q, heads, dim, past, count = shape
     torch.manual_seed(past)
-    total, scale = past + chunks * count, dim**-0.5
-    q = torch.randn(2, chunks * count, heads_q, dim, device=device).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(2, heads, total + 3, dim, device=device).to(dtype)[:, :, :total] for _ in range(2))
-    chosen = torch.rand(2 * chunks, heads, past - sink - window, device=device).argsort(-1)[..., :listed].int() + sink
-    anchors = chunk_anchors(2 * chunks, 2, past, count, sink, window, k.device).int()
-    tokens = torch.cat([chosen, anchors[:, None].expand(-1, heads, -1)], dim=2)
-    rows = chunks_of(q, chunks)
-    ways = [launch_chunk_attention, chunk_attention_reference]
-    for way in ways:
-        out, lse = way(rows, k, v, tokens, scale=scale)
-        for i in range(chunks):
-            end = past + (i + 1) * count
-            want = chunk_attention_reference(
-                q[:, :, i * count:(i + 1) * count].double(), *(x[:, :, :end].double() for x in (k, v)),
-                tokens[i::chunks], scale=scale)
-            agree((out[i::chunks], lse[i::chunks]), want, LIMITS[dtype], way.__name__)
-    mine, twin = (gather(k, v, chosen, count, sink, window) for gather in (launch_rows, chunk_rows_reference))
-    assert all(torch.equal(a, b) for a, b in zip(mine, twin, strict=True))
-    if q.is_cuda and splits(dtype, heads_q, heads, dim, q.device):
-        truth = chunk_attention_reference(rows.double(), k.double(), v.double(), tokens, scale=scale)
-        agree(gathered_attention(rows, k, v, mine, scale=scale), truth, LIMITS[dtype], "gathered")
+    q = torch.randn(2, count, heads_q, dim, device=device).to(dtype).transpose(1, 2)
+    q *= torch.linspace(0.5, 3, heads_q, device=device).to(dtype)[:, None, None]
+    k, v = (torch.randn(2, heads, past + count + 5, dim, device=device).to(dtype)[:, :, :past + count]
+            for _ in range(2))
+    scale = dim**-0.5
+    found = blocks.launch_block_scores(q, k, scale=scale)
+    scores = blocks.block_scores_reference(q.double(), k.double(), scale=scale)
+    assert torch.equal(torch.isneginf(found), torch.isneginf(scores))
+    seen = ~torch.isneginf(scores)
+    assert error(found[seen], scores[seen]) < LIMITS[dtype]
+    scores = scores.float()
+    for share, least in ((0.25, 1), (0.0, 0), (0.1, 4), (1.0, 0)):
+        share = round(share * (1 << blocks.SHARE_BITS))
+        mine, twin = (make(scores, share, least) for make in (blocks.launch_block_lists, blocks.block_lists_reference))
+        # masses that are nearly equal may change places
+        assert float((mine.counts - twin.counts).abs().sum()) <= 1e-3 * float(twin.counts.sum())
+        there = torch.arange(twin.blocks.shape[3], device=device) < torch.minimum(mine.counts, twin.counts)[..., None]
+        assert float((mine.blocks != twin.blocks)[there].float().mean()) < 1e-2
+        assert bool((mine.blocks.gather(-1, mine.counts[..., None].long() - 1)[..., 0] == torch.arange(
+            past // blocks.BLOCK, (past + count) // blocks.BLOCK, device=device)).all())
+        found = blocks.launch_block_attention(q, k, v, mine, scale=scale)
+        truth = blocks.block_attention_reference(q.double(), k.double(), v.double(), mine, scale=scale)
+        agree(found, truth, LIMITS[dtype], "blocks")
 
 
 def check_added(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -656,6 +547,8 @@ def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: st
         found = launch_chunk_attention(q, k, v, lists, scale=dim**-0.5, starts=edges)
         truth = chunk_attention_reference(q.double(), k.double(), v.double(), lists, scale=dim**-0.5, starts=edges)
         agree(found, truth, LIMITS[dtype], "chunk")
+        if edges is None and q.is_cuda and splits(dtype, heads_q, heads, dim, q.device):
+            agree(gathered_attention(q, k, v, lists, scale=dim**-0.5), truth, LIMITS[dtype], "gathered")
 
 
 def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:

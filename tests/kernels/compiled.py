@@ -21,7 +21,7 @@ from sparsekv.kernels import (
     attend,
     attention_mass,
     between,
-    chunk_rest,
+    block_attention,
     codes,
     completion,
     indexing,
@@ -34,11 +34,10 @@ from sparsekv.kernels import (
 from sparsekv.kernels import attend_triton as a
 from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import between_triton as be
+from sparsekv.kernels import block_attention_triton as ba
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import chunk_attention_triton as ca
-from sparsekv.kernels import chunk_rest_triton as cr
-from sparsekv.kernels import chunk_tokens_triton as ct
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
@@ -56,9 +55,7 @@ from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
-from sparsekv.kernels.chunk_attention import GATHER_WARPS, GATHERED_AT_ONCE, LAUNCHES, fitting
-from sparsekv.kernels.chunk_tokens import KEYS_AT_ONCE, MASSES_AT_ONCE, MOST_REPRESENTATIVES, WIDEST
-from sparsekv.kernels.chunk_tokens import WARPS as CHOOSING_WARPS
+from sparsekv.kernels.chunk_attention import LAUNCHES, fitting
 from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.dense import ADD_WARPS, ADDED_AT_ONCE
 from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, SUMMED_ROWS
@@ -70,11 +67,11 @@ from sparsekv.serving import seating_triton as se
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 SPILLED = 768
-"""Bytes of a thread's registers that completed attention may keep in memory, of 1020."""
+"""Bytes of a thread's registers that completed attention and attention by blocks may keep in memory, of 1020."""
 KINDS = {
     "*i64": "starts tail_starts lengths budget first last seats",
     "*i32": "tokens order offsets table buckets counts chosen runs assigned where best part_best index "
-            "positions histogram anchors wholes",
+            "positions histogram anchors wholes bits floor",
     "*i8": "planes",
     "*i16": "codes queries",
     "*u8": "bins",
@@ -88,7 +85,7 @@ KINDS = {
 OWN: dict[Any, dict[str, str]] = {
     # names that mean something else in one kernel
     **{kernel: {"features": "i32"} for kernel in (
-        c.query_kernel, ftt.sums_kernel, ftt.features_kernel, ftt.join_kernel, ftt.left_kernel)},
+        c.query_kernel, ftt.sums_kernel, ftt.features_kernel, ftt.join_kernel)},
     be.norm_kernel: {"shift": "fp32", "weight": "half"},
     be.rotate_kernel: dict.fromkeys("q k cos sin out_q out_k".split(), "half"),
     be.gate_kernel: {**dict.fromkeys("gate up out".split(), "half"), "count": "i32"},
@@ -96,7 +93,8 @@ OWN: dict[Any, dict[str, str]] = {
                 **dict.fromkeys("n0 n1 n2 dim ROWS".split(), "i32")} for kernel in (fr.sum_kernel, fr.dot_kernel)},
     **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
     co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
-    am.merge_kernel: {"out": "*fp32"},
+    am.merge_kernel: {"out": "*fp32"}, ba.score_kernel: {"out": "*fp32"},
+    **{kernel: {"lists": "*i32"} for kernel in (ba.list_kernel, ba.block_kernel)},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
     se.follow_kernel: {"slots": "*i64", **dict.fromkeys("lengths starts table".split(), "*i32"), "unsorted": "*i1",
                        "tokens": "i32"},
@@ -104,7 +102,6 @@ OWN: dict[Any, dict[str, str]] = {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
     r.mean_kernel: {"means": "*i8"},
-    ct.masses_kernel: {"first": "i32"}, ct.bins_kernel: {"first": "i32"},
     sk.histogram_kernel: {"scores": "*fp16"},
     sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
     sk.score_all_kernel: {"scores": "*fp16", "codes": "*i8", "maps": "*fp32", "size": "i32", "asking": "i32"},
@@ -133,17 +130,11 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     ftt.sums_kernel: {"k": tokens("half"), "v": tokens("half"), "maps": MAP, "firsts": "*i64", "lasts": "*i64",
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
-    ftt.join_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("start", "parts", "found")},
-    ftt.left_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("whole", "parts")},
+    ftt.join_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("parts", "found")},
     ca.chunk_kernel: {**{n: tokens("half") for n in ("q", "k", "v", "o")}, "tokens": heads("*i32")},
-    ca.rows_kernel: {**{n: tokens("half") for n in ("k", "v")}, "tokens": heads("*i32")},
+    ba.score_kernel: {n: tokens("half") for n in ("q", "k")},
+    ba.block_kernel: {n: tokens("half") for n in ("q", "k", "v", "o")},
     da.add_kernel: {**{n: tokens("half") for n in ("o", "more")}, "more_lse": "*fp32"},
-    cr.rest_kernel: {**{n: tokens("half") for n in ("q", "o")}, "cache": PhiCache("*fp32", "*fp32", "half"),
-                     "moments": ScoreMoments(*["*fp32"] * 5), "logs": "*fp32", "b_out": "half", "offset": "*fp32",
-                     "features": "i32"},
-    cr.logs_kernel: {"q": tokens("half"), "maps": FeatureMapWeights(*["half"] * 8), "logs": "*fp32",
-                     "features": "i32"},
-    **{kernel: {"k": tokens("half")} for kernel in (ct.masses_kernel, ct.bins_kernel)},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
     **{kernel: {
@@ -222,6 +213,19 @@ def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted
             "PAGE": page}
 
 
+def block_kernels(dim: int, half: str, capability: int) -> None:
+    """Scores of blocks and attention to them, in the launches of a device of such a capability."""
+    size, room, every = 4 if half == "fp32" else 2, SHARED[capability], block_attention
+    how = every.score_tiles(size, room)
+    check(ba.score_kernel, {"DIM": dim, "STRIDE": every.STRIDE, "EACH": every.EACH, "ROWS": how.rows,
+                            "COLUMNS": how.columns, "CHANNELS": min(how.channels, dim)}, how.warps, half,
+          (capability,), stages=how.stages, most=room, spill=SPILLED)
+    tiles = every.attention_tiles(dim * size, room)
+    assert tiles is not None
+    check(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": tiles.columns}, tiles.warps, half,
+          (capability,), stages=tiles.stages, most=room, spill=SPILLED)
+
+
 def main() -> None:
     assert "TRITON_INTERPRET" not in os.environ
     plain, completed = attend.PLAIN, attend.COMPLETED
@@ -264,11 +268,9 @@ def main() -> None:
     check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     for features in (128, 256):  # 192 padded
-        of_keys = {"EDGED": features == 128, "BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
+        of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
         check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
-        for kernel in (ftt.join_kernel, ftt.left_kernel):
-            check(kernel, {"STARTED": features == 128, "EPS": ft.REST_EPS, "BLOCK": ft.JOINED_AT_ONCE,
-                           "DIM": features}, ft.JOIN_WARPS, "bf16")
+        check(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": features}, ft.JOIN_WARPS, "bf16")
         check(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
     for dim in (64, 128, 256):
         check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
@@ -278,23 +280,16 @@ def main() -> None:
         how = fitting(LAUNCHES[capability >= 90], 2 * dim, room)
         check(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
                                 "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
-        wide = 64 if capability == 89 else 256
-        how_many = next((n for n in (2, 1) if chunk_rest.map_bytes(dim, wide, dim, 2, n) <= SHARED[capability]), 0)
-        if how_many:
-            check(cr.logs_kernel, {"BLOCKS": 1, "ROWS": chunk_rest.MAP_ROWS, "INNER": chunk_rest.INNER, "DIM": dim,
-                                   "WIDTH": wide, "FEATURES": dim}, chunk_rest.MAP_WARPS, "bf16", (capability,),
-                  stages=how_many, most=chunk_rest.map_bytes(dim, wide, dim, 2, how_many))
-        check(cr.rest_kernel, {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": chunk_rest.ROWS, "DIM": dim,
-                               "WIDTH": dim, "COLUMNS": chunk_rest.COLUMNS, "FEATURES": dim},
-              chunk_rest.WARPS, "bf16", (capability,))
-        check(ca.rows_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": GATHERED_AT_ONCE}, GATHER_WARPS, "bf16",
-              (capability,))
         check(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
-    for dim, half in ((128, "bf16"), (256, "bf16")):
-        rows = {"ROWS": MOST_REPRESENTATIVES, "DIM": dim, "WIDTH": dim,
-                "BLOCK": at_once(KEYS_AT_ONCE, dim * (4 if half == "fp32" else 2), WIDEST)}
-        for kernel in (ct.masses_kernel, ct.bins_kernel):
-            check(kernel, {**rows, "SLICES": MASSES_AT_ONCE}, CHOOSING_WARPS, half)
+    for dim in (64, 128, 256):
+        for capability in SHARED:
+            block_kernels(dim, "bf16", capability)
+    block_kernels(256, "fp32", 80)
+    each = {"EACH": block_attention.EACH, "BITS": block_attention.SHARE_BITS}
+    for kernel, columns, warps in ((ba.mass_kernel, block_attention.MASS_COLUMNS, 4),
+                                   (ba.floor_kernel, block_attention.FLOOR_COLUMNS, 8),
+                                   (ba.list_kernel, block_attention.LIST_COLUMNS, 4)):
+        check(kernel, {**each, "COLUMNS": columns}, warps, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):
         size = dim * (4 if half == "fp32" else 2)

@@ -90,10 +90,10 @@ def test_routing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 16, 333, 5, 300, 40, 100), (3, 1, 24, 63, 0, 63, 63, 7),
-                                   (7, 1, 80, 700, 111, 690, 1, 65)], ids=str)
-def test_tokens_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_chunk_tokens(shape, dtype, "cpu")
+@pytest.mark.parametrize("shape", [(4, 2, 16, 384, 256), (3, 1, 24, 0, 512), (2, 2, 64, 256, 128),
+                                   (6, 2, 80, 1280, 640)], ids=str)
+def test_attention_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    checks.check_blocks(shape, dtype, "cpu")
 
 
 @DTYPES
@@ -104,23 +104,9 @@ def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 @DTYPES
-@pytest.mark.parametrize("chunks", [1, 2, 5])
-def test_chunks_at_once(chunks: int, dtype: torch.dtype) -> None:
-    checks.check_lists_of_chunks((4, 2, 24, 333, 5, 300, 40, 35), chunks, dtype, "cpu")
-    checks.check_group_attention((4, 2, 24, 100, 35, 33, 3, 10), chunks, dtype, "cpu")
-
-
-@DTYPES
 @pytest.mark.parametrize("shape", [(2, 3, 65, 24), (1, 1, 1, 80)], ids=str)
 def test_attention_added(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_added(shape, dtype, "cpu")
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [
-    ((4, 2, 16, 24, 16, 70), torch.float16), ((3, 3, 80, 32, 48, 1), torch.float32),
-    ((4, 2, 16, 24, 16, 63, 0), torch.float16), ((3, 1, 24, 40, 20, 65, 2), torch.float32)], ids=str)
-def test_completion_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_rest(shape, dtype, "cpu")
 
 
 @pytest.mark.parametrize("buckets", [1, 33])
@@ -133,12 +119,6 @@ def test_budget_rule(buckets: int) -> None:
                          ids=str)
 def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_sums_and_features(shape, dtype, "cpu")
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 16, 24, 20, 70, 3, 33), (1, 40, 7, 48, 33, 1, 5)], ids=str)
-def test_prefixes_and_what_is_left(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_prefixes(shape, dtype, "cpu")
 
 
 @pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16)], ids=str)

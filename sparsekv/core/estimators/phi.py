@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -30,17 +28,12 @@ from sparsekv.kernels import (
     KeyMap,
     PhiCache,
     PhiState,
-    Rows,
     ScoreMoments,
-    add_rest,
-    chunks_of,
     factored,
     for_request,
     fused,
     key_features,
     phi_join,
-    phi_left,
-    phi_prefixes,
     phi_query,
     phi_sums,
     read_bound,
@@ -71,7 +64,7 @@ class TrainedMaps(Protocol):
     def of_keys(self, dtype: torch.dtype) -> KeyMap:
         """Of every KV head, with products in `dtype`."""
 
-    def at(self, share: float | Tensor | tuple[float, ...]) -> TrainedMaps:
+    def at(self, share: float | Tensor) -> TrainedMaps:
         """Calibrated for a share of the context that is read, or for one a row."""
 
 
@@ -88,24 +81,6 @@ class Summary(NamedTuple):
 
     state: PhiState
     bias: Tensor
-    offset: Tensor
-
-
-@functools.lru_cache(maxsize=256)
-def described(
-    size: int, step: int, chunks: int, listed: int, rows: int, dtype: torch.dtype, device: torch.device,
-) -> dict[str, Tensor]:
-    """Sizes of mid regions, that of the first chunk and `step` more each time, and bounds of what is read of them, as
-    `ScoreMoments` has them; the same for all layers of a model."""
-    sizes = (size + step * torch.arange(chunks, device=device)).to(dtype)
-    return {"size": sizes.repeat(rows), "bound": read_bound(listed / sizes.clamp(min=1)).repeat(rows)}
-
-
-class Prefixes(NamedTuple):
-    """What stands for the mid regions before chunks of a prompt: the sums of B·n rows as in `chunk_attention`, sizes
-    and bounds alike, mean key and moments of B rows (`add_rest`); offset `[Hq]` or `[B·n, Hq]`, their calibration."""
-
-    state: PhiState
     offset: Tensor
 
 
@@ -189,7 +164,7 @@ class PhiEstimator(Estimator):
     def extend(self, view: LayerView, old: Regions) -> None:
         equal = view.regions.equal
         if self.built_size is not None and self.built_equal is not None and equal is not None:
-            if self._doubled(equal[1] - equal[0]):
+            if equal[1] - equal[0] > 2 * self.built_equal:
                 self.build(view)
             else:
                 self._extend(view, old)
@@ -263,64 +238,6 @@ class PhiEstimator(Estimator):
         features = key_features(keys.reshape(count, view.num_kv_heads, lists * width, dim), self._maps())
         features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self.query(view, queries), features, values, tokens >= 0)
-
-    def together(self, old: Regions | None, first: Regions, step: int, chunks: int) -> int:
-        """Of so many chunks of a prompt, each of `step` tokens, the first before `first`, how many take off one mean
-        key: the cache is not built anew between them. old: the regions before it, if the cache is built."""
-        if not self.layer.centred and not self.layer.capped:
-            return chunks
-        size = self._equal_size(first)
-        built = size if old is None or self.built_equal is None or self._doubled(size) else self.built_equal
-        return next((i for i in range(1, chunks) if size + i * step > 2 * built), chunks)
-
-    def prefixes(
-        self, view: LayerView, old: Regions | None, first: Regions, last: Regions, chunks: int, listed: int,
-    ) -> Prefixes:
-        """The states before chunks of a prompt without padding, of equal length one behind the other: first, last, the
-        regions before the first and before the last of them; old, those that the cache holds. Each chunk reads `listed`
-        tokens of its mid region. The cache then holds those before the last; its moments stay those of when it was
-        built."""
-        size, batch = self._equal_size(first), len(view.keys)
-        begin, step = first.edges[3], (last.length - first.length) // max(1, chunks - 1)
-        if old is None or self._doubled(size):
-            self.build(replace(view, regions=first))
-        elif chunks == 1 or old.edges[3] + step == begin:
-            step, begin = step or begin - old.edges[3], old.edges[3]
-        else:
-            self._extend(replace(view, regions=first), old)
-        cache, steps = PhiCache(*self.state[:3]), (last.edges[3] - begin) // step if step else 0
-        if steps:
-            keys, values = (chunks_of(x[:, :, begin:begin + steps * step], steps) for x in (view.keys, view.values))
-            found = phi_prefixes(cache, keys, values, self._maps())
-            self.state = self.state._replace(**PhiCache(*(x[:, -1] for x in found))._asdict())
-            cache = PhiCache(*(x[:, -chunks:].flatten(0, 1) for x in found))
-        moments = self.state.moments
-        if moments is not None:
-            moments = moments._replace(**described(size, (last.length - first.length) // max(1, chunks - 1), chunks,
-                                                   listed, batch, moments.size.dtype, moments.size.device))
-        shares = [listed / (first.length + i * step) for i in range(chunks)]
-        return Prefixes(self.state._replace(**cache._asdict(), moments=moments),
-                        self.calibrated.at(tuple(shares * batch)).offset)
-
-    def complete_chunks(
-        self, prefixes: Prefixes, q: Tensor, rows: Rows, listed: int, out: Tensor, lse: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of chunks of queries q `[B·n, Hq, c, d]`, out alike and lse `[B·n, Hq, c]`, both overwritten, and
-        the estimate of what they do not read of the mid regions before them: the first `listed` rows are of those, each
-        named once."""
-        keys, values = (x[:, :, :listed] for x in rows)
-        left = phi_left(PhiCache(*prefixes.state[:3]), keys, values, self._maps())
-        return add_rest(out, lse, q, self._query_maps(q.dtype), prefixes.offset,
-                        prefixes.state._replace(**left._asdict()))
-
-    @staticmethod
-    def _equal_size(regions: Regions) -> int:
-        first, _, last, _ = regions.edges
-        return last - first
-
-    def _doubled(self, size: int) -> bool:
-        described = self.layer.centred or self.layer.capped
-        return self.built_equal is not None and described and size > 2 * self.built_equal
 
     def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap:
         """The map of keys in the precision that products of such keys have, on the device."""

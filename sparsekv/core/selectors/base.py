@@ -148,37 +148,11 @@ class Selector(RowState):
 
 
 class ReadsPrompts(Protocol):
-    """Who reads prompts sparsely, `chunk` tokens together (`core/prefill.py`). sink, window: the first tokens, and
-    those before a chunk, that it always reads; exact: the last tokens of a prompt, which read all; shortest: the tokens
-    of the shortest prompt that is read sparsely. extrapolate: the keys that are read get contiguous positions (length
-    extrapolation); takes_padding: rows with padding are read sparsely too."""
-
-    @property
-    def chunk(self) -> int: ...
-
-    @property
-    def sink(self) -> int: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def exact(self) -> int: ...
+    """Who reads prompts sparsely. shortest: the tokens of the shortest prompt that is read so."""
 
     @property
     def shortest(self) -> int: ...
 
-    @property
-    def extrapolate(self) -> bool: ...
-
-    @property
-    def takes_padding(self) -> bool: ...
-
-    def together(self, first: int, chunks: int, view: LayerView) -> int:
-        """How many of so many whole chunks from token `first` on are listed in one call, of rows without padding: all
-        of them sparsely, with lists of one size."""
-
-    def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        """The mid tokens that chunks q `[B·n, Hq, c, d]`, n one behind the other of every row, read beside sink and
-        window of those before them, `[B·n, H, K]` padded with -1 where rows have padding, H = Hkv or 1; None: they read
-        all. past: the tokens before the last of them."""
+    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
+        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. ends: the prompt ends with them.
+        Of `view.regions` only the rows' starts count."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, Selection, needed
+from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.selectors.base import ReadsPrompts, Selector
 from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
 from sparsekv.foundation.config import option
@@ -129,9 +130,7 @@ class PromptReader:
     sink: int
     window: int
 
-    exact: ClassVar[int] = 0
     shortest: ClassVar[int] = 0
-    takes_padding: ClassVar[bool] = True
 
     @property
     def chunk(self) -> int:
@@ -141,8 +140,8 @@ class PromptReader:
     def extrapolate(self) -> bool:
         return self.selector.extrapolate
 
-    def together(self, first: int, chunks: int, view: LayerView) -> int:
-        return 1
+    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
+        return prefill_chunks(view, query, self)
 
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
         self.selector.prepare(past)
