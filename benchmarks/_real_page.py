@@ -30,6 +30,8 @@ REPEATS = {AGAIN: "README's maps, a quarter of the prompts",
            KEPT: "maps of keys of four layers, by the code that kept features",
            "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
 """Models in rows that repeat README's measurement, and what differs."""
+PIECES = ("coder-1.5b-saap", "coder-1.5b-alphas")
+"""Models in rows whose router is Saap's, and LFPS's thresholds as they are, of which docs/papers.md tells."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -201,7 +203,8 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
         "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS)], tasks=False)]) + "\n"
+        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS, *PIECES)],
+                   tasks=False)]) + "\n"
 
 
 def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -228,9 +231,11 @@ def untrained_page(rows: Sequence[dict[str, Any]]) -> str:
         "# And with completions that nobody trained?",
         "README's model and recipe, another training of it, on another card: with untrained completions (centroids, "
         "uniform samples), the other fit of the codes, a list for each query head, wide budgets, and rivals by another "
-        "package's code. [The first page](real.md) says what is measured and how.",
-        *sections([r for r in rows if r["case"].partition(":")[0] == FIRST[0] and id(r) not in here
-                   and not is_shorter(r)], tasks=False)]) + "\n"
+        "package's code. Last come [pieces of the papers](../papers.md): a router as Saap trains it, and LFPS's "
+        "thresholds. [The first page](real.md) says what is measured and how.",
+        *sections([r for r in rows if (r["case"].partition(":")[0] == FIRST[0] and id(r) not in here
+                                       and not is_shorter(r)) or r["case"].partition(":")[0] in PIECES],
+                  tasks=False)]) + "\n"
 
 
 def shorter_page(rows: Sequence[dict[str, Any]]) -> str:
@@ -395,11 +400,12 @@ def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
             (found[0]["high"] - found[0]["low"]) / 2).lstrip("+"))
 
     lines = [[method, next(f"{r['pairs']:.1%}" for r in mine if r["method"] == method),
+              str(max((r["samples"] for r in mine if (r["case"], r["method"]) == (mean, method)), default=0)),
               cell(mean, method, "score", "{:.1f}"), cell(mean, method, "difference", "{:+.1f}"),
               *(cell(c, method, "perplexity_ratio", "{:+.2%}", 1.0) for c in texts)]
              for method in dict.fromkeys(r["method"] for r in mine)]
     titles = [c.removeprefix("prefill_").partition("@")[0].replace("_", ", ") for c in texts]
-    return markdown([f"prompt read by, decoded at {budget}", "pairs", "RULER", "difference", *titles], lines)
+    return markdown([f"prompt read by, decoded at {budget}", "pairs", "prompts", "RULER", "difference", *titles], lines)
 
 
 def equal_budgets(rows: Sequence[dict[str, Any]], case: str) -> str:
@@ -740,7 +746,8 @@ def by_text(rows: Sequence[dict[str, Any]]) -> list[str]:
     and error; untrained completion first."""
     case = f"ruler@{FIRST[1]}"
     mine, _ = first(rows)
-    untrained = next((m for m in (mine, second(rows)) if any(r["method"] == "topk+centroid" for r in m)), mine)
+    untrained = next((m for m in (mine, second(rows))
+                      if any((r["case"], r["method"]) == (case, "topk+centroid") for r in m)), mine)
 
     def line(of: Sequence[dict[str, Any]], trained: str, method: str) -> list[str]:
         return [trained, f"`{method}`", *(paired(of, case, method, b) for b in (0.01, 0.02, 0.05)),

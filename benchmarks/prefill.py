@@ -132,7 +132,8 @@ def fastest(model: Any, length: int) -> Any:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     config = model.config
-    length, dim = min(length, CHUNK * 4), config.head_dim
+    length = min(length, CHUNK * 4)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     q, k, v = (torch.randn(1, length, heads, dim, device=model.device, dtype=model.dtype).transpose(1, 2) for heads in (
         config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
     found = {}

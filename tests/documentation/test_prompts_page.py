@@ -12,10 +12,10 @@ from test_first_screen import README, ROOT, rows, shown, table
 
 HOW_TO = (ROOT / "docs" / "how-to" / "prompts.md").read_text(encoding="utf-8")
 MISSED = (ROOT / "docs" / "results" / "missed.md").read_text(encoding="utf-8")
-CASE, SCORED = "8b-128k-b1", "coder-1.5b:prefill@16384"
-READ = {"full attention": "dense", "sparse": "sparse", "sparse + φ": "sparse_phi",
-        "XAttention's rule": "xattention:share=0.1"}
-"""What the pages call a way to read prompts, and what rows do."""
+CASES, SCORED = ("8b-32k-b1", "8b-128k-b1"), ("coder-1.5b:prefill@16384", "coder-1.5b:prefill@32768")
+HEADER = "prompt read by | 32k tokens [s] | 128k tokens [s]"
+READ = {"full attention": "dense", "`share=0.1`": "sparse", "`share=0.2`": "sparse@0.2"}
+"""What the how-to page calls a way to read prompts, and what rows of times do."""
 Run = dict[Any, Any]
 
 
@@ -34,20 +34,22 @@ def tables(page: str) -> dict[str, list[list[str]]]:
 
 
 def first_tokens() -> list[Run]:
-    return runs((r for r in rows("prefill") if (r["case"], r["metric"]) == (CASE, "first_token_s")),
-                lambda r: r["method"])
+    return runs((r for r in rows("prefill") if r["case"] in CASES and r["metric"] == "first_token_s"),
+                lambda r: (r["method"], r["case"]))
 
 
-def differences() -> list[Run]:
+def differences(case: str = SCORED[0]) -> list[Run]:
     """Points to prompts read densely, by method; of each run, those with most prompts."""
-    return runs((r for r in rows("real") if (r["case"], r["metric"]) == (SCORED, "difference")
+    return runs((r for r in rows("real") if (r["case"], r["metric"]) == (case, "difference")
                  and r["against"] == "sketch+phi"), lambda r: r["method"])
 
 
-def method_of(name: str) -> str:
-    """What rows call a line of the table of points: "`share=0.1`, φ"."""
+def found_in(run: Run, name: str, pairs: str) -> dict[str, Any] | None:
+    """The row of a line of the table of points: "`share=0.1`", or XAttention's rule at as many pairs."""
     share = re.search(r"`(share=[\d.]+)`", name)
-    return f"prompt:{share[1]}{'+phi' if 'φ' in name else ''}" if share else READ[name]
+    rule = f"prompt:{share[1]}" if share else "xattention:"
+    return next((r for m, r in run.items() if m.startswith(rule)
+                 and shown(pairs) == pytest.approx(100 * r["pairs"], abs=0.501)), None)
 
 
 def says(text: str, r: dict[str, Any]) -> bool:
@@ -58,59 +60,75 @@ def says(text: str, r: dict[str, Any]) -> bool:
 
 
 def test_first_tokens_are_those_of_one_run() -> None:
-    lines = {READ[name]: shown(seconds) for name, seconds in tables(HOW_TO)["prompt read by | first token [s]"]}
-    assert set(lines) == {"dense", "sparse", "sparse_phi"}
-    assert any(set(lines) <= set(run) and all(run[m]["value"] == pytest.approx(v, abs=0.0501) for m, v in lines.items())
+    said = {(READ[name], case): shown(seconds) for name, *line in tables(HOW_TO)[HEADER]
+            for case, seconds in zip(CASES, line, strict=True) if seconds}
+    assert len(said) >= 5
+    assert any(set(said) <= set(run) and all(run[m]["value"] == pytest.approx(v, abs=0.0501) for m, v in said.items())
                for run in first_tokens())
 
 
 def test_readme_has_first_tokens_of_the_how_to_page() -> None:
-    lines = {READ[name]: seconds for name, seconds in tables(HOW_TO)["prompt read by | first token [s]"]}
+    lines = {READ[name]: seconds for name, _, seconds in tables(HOW_TO)[HEADER]}
     bullet = " ".join(README.partition("does not shorten the prefill")[2].partition("\n- ")[0].split())
     assert "first token of 128k tokens (8B shape)" in bullet
-    said = re.findall(r"([\d.]+) s\b", bullet)
-    assert said == [lines["sparse_phi"], lines["dense"]]
+    assert re.findall(r"([\d.]+) s\b", bullet) == [lines["sparse"], lines["dense"]]
 
 
 def test_points_and_pairs_are_those_of_one_run() -> None:
     lines = tables(HOW_TO)["prompt read by | pairs of query and key | points"]
     prompts = re.search(r"on (\d+) prompts of RULER with 16k tokens", HOW_TO)
     assert len(lines) >= 4 and prompts is not None
-    for run in differences():
-        if all(method_of(name) in run and run[method_of(name)]["samples"] == int(prompts[1])
-               and says(points, run[method_of(name)])
-               and shown(pairs) == pytest.approx(100 * run[method_of(name)]["pairs"], abs=0.501)
-               for name, pairs, points in lines):
-            return
-    raise AssertionError("no run has all of these points and pairs")
+
+    def holds(r: dict[str, Any] | None, points: str) -> bool:
+        return r is not None and r["samples"] == int(prompts[1]) and says(points, r)
+
+    assert any(all(holds(found_in(run, name, pairs), points) for name, pairs, points in lines)
+               for run in differences())
 
 
-def test_changes_of_perplexity_are_the_largest_of_their_run() -> None:
+def test_points_at_32k_are_in_rows() -> None:
     page = " ".join(HOW_TO.split())
-    found = re.search(r"changes by up to ([\d.]+) % on prose, and by up to ([\d.]+) % on program text", page)
-    assert found is not None
+    found = re.findall(r"`(share=[\d.]+)` loses ([\d.]+ ± [\d.]+)(?: points)? \((\d+)", page.partition("At 32k")[2])
+    assert len(found) == 2
+    for share, points, prompts in found:
+        assert any(f"prompt:{share}" in run and run[f"prompt:{share}"]["samples"] == int(prompts)
+                   and says(f"−{points}", run[f"prompt:{share}"]) for run in differences(SCORED[1])), share
 
-    def largest(run: Run, text: str) -> float:
-        return max((abs(100 * r["value"] - 100) for (of, _), r in run.items() if of == text), default=-1.0)
 
-    of_text = runs((r for r in rows("real") if r["metric"] == "perplexity_ratio" and r["case"] in {
-        f"coder-1.5b:prefill_perplexity_{text}@16384" for text in ("prose", "code")}),
-        lambda r: (r["case"].partition("_perplexity_")[2].partition("@")[0], r["method"]))
-    assert any(largest(run, "prose") == pytest.approx(float(found[1]), abs=0.0501)
-               and largest(run, "code") == pytest.approx(float(found[2]), abs=0.0501) for run in of_text)
+def test_changes_of_perplexity_are_in_rows() -> None:
+    header = "prompt read by | what follows: prose | program text | the prompt: prose | program text"
+    lines = tables(HOW_TO)[header]
+    columns = [f"coder-1.5b:prefill_{kind}_{text}@16384" for kind in ("perplexity", "prompt")
+               for text in ("prose", "code")]
+    ratios = {(r["case"], r["method"]): r["value"] for r in rows("real") if r["metric"] == "perplexity_ratio"}
+    assert len(lines) == 3
+    for name, *cells in lines:
+        for case, cell in zip(columns, cells, strict=True):
+            assert 100 * ratios[case, f"prompt:{name.strip('`')}"] - 100 == pytest.approx(shown(cell), abs=0.0501)
+
+
+def test_words_by_share_are_in_rows() -> None:
+    line, = tables(HOW_TO)["full attention | `share=0.1` | `share=0.2` | `share=0.3`"]
+    scores = {r["method"]: r["value"] for r in rows("real") if (r["case"], r["metric"]) == (
+        "coder-1.5b:prefill_ruler_fwe@16384", "score")}
+    for method, said in zip(("sketch+phi", *(f"prompt:share=0.{i}" for i in (1, 2, 3))), line, strict=True):
+        assert scores[method] == pytest.approx(int(said), abs=0.501)
 
 
 def test_missed_targets_have_their_rows() -> None:
     lines = [line for line in next(t for h, t in tables(MISSED).items() if h == "another target | found")]
-    of_prompts = [f"{target}: {found}" for target, found in lines if "how-to/prompts.md" in found]
-    points = [says_what for line in of_prompts for says_what in re.findall(r"[−+][\d.]+ ± [\d.]+", line)]
-    known = [r for run in differences() for r in run.values()]
-    assert len(points) >= 3
+    points = [x for _, found in lines if "how-to/prompts.md" in found
+              for x in re.findall(r"[−+][\d.]+ ± [\d.]+", found)]
+    known = [r for case in SCORED for run in differences(case) for r in run.values()]
+    assert len(points) >= 5
     for text in points:
         assert any(says(text, r) for r in known), text
-    ratio = next(found for target, found in lines if "by the first token" in target)
-    phi, alone = (float(x) for x in re.findall(r"\d\.\d\d", ratio))
-    assert any({"dense", "sparse", "sparse_phi"} <= set(run)
-               and run["dense"]["value"] / run["sparse_phi"]["value"] == pytest.approx(phi, abs=0.00501)
-               and run["dense"]["value"] / run["sparse"]["value"] == pytest.approx(alone, abs=0.00501)
-               for run in first_tokens())
+    values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows("prefill")}
+    for words, case, metric, methods in (
+            ("sparse prompt of 512k", "8b-quarter-512k-b1", "prompt_speedup", ("sparse", "sparse@0.05")),
+            ("at 128k, by the first token", CASES[1], "first_token_speedup", ("sparse", "sparse@0.2")),
+            ("in pieces of 32,768", CASES[1], "prompt_speedup", ("sparse", "sparse@0.2")),
+            ("of 32k at least as fast", CASES[0], "first_token_speedup", ("sparse",))):
+        said = next(found for target, found in lines if words in target)
+        assert [float(x) for x in re.findall(r"\d\.\d\d", said.replace("0.05", ""))] == pytest.approx(
+            [values[case, m, metric] for m in methods], abs=0.00501), words
