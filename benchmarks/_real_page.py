@@ -30,8 +30,9 @@ REPEATS = {AGAIN: "README's maps, a quarter of the prompts",
            KEPT: "maps of keys of four layers, by the code that kept features",
            "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
 """Models in rows that repeat README's measurement, and what differs."""
-PIECES = ("coder-1.5b-saap", "coder-1.5b-alphas")
-"""Models in rows whose router is Saap's, and LFPS's thresholds as they are, of which docs/papers.md tells."""
+SAAP, ALPHAS, PUBLISHED = (f"{FIRST[0]}-{name}" for name in ("saap", "alphas", "published"))
+"""Models in rows: with Saap's router, with LFPS's thresholds as they are, and with maps as the completion paper has
+them, each beside full attention of its own run (docs/papers.md)."""
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -203,7 +204,7 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
         "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS, *PIECES)],
+        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS, SAAP, ALPHAS)],
                    tasks=False)]) + "\n"
 
 
@@ -234,7 +235,7 @@ def untrained_page(rows: Sequence[dict[str, Any]]) -> str:
         "package's code. Last come [pieces of the papers](../papers.md): a router as Saap trains it, and LFPS's "
         "thresholds. [The first page](real.md) says what is measured and how.",
         *sections([r for r in rows if (r["case"].partition(":")[0] == FIRST[0] and id(r) not in here
-                                       and not is_shorter(r)) or r["case"].partition(":")[0] in PIECES],
+                                       and not is_shorter(r)) or r["case"].partition(":")[0] in (SAAP, ALPHAS)],
                   tasks=False)]) + "\n"
 
 
@@ -475,9 +476,6 @@ def votes(rows: Sequence[dict[str, Any]], budget: float = 0.02) -> list[str]:
                           "equal answers", "card, commit"], lines), ""]
 
 
-SAAP, ALPHAS, PUBLISHED = (f"{FIRST[0]}-{name}" for name in ("saap", "alphas", "published"))
-"""Its rows with Saap's router, LFPS's thresholds, and maps as the completion paper publishes them, each beside full
-attention of its own run."""
 BUCKETS = {"topk": "exact top-k", "router:scores=mlp": "the query model as published",
            "router:scores=mean_key": "mean keys of the same buckets, moved to the request",
            "router:scores=mean_key:adapt=false": "mean keys of the same buckets as trained"}
