@@ -100,7 +100,7 @@ def points(rows: Rows, real: Rows) -> list[tuple[str, float, dict[str, Any]]]:
         found = [(r["method"], r["value"], lost[reading(r["method"])]) for r in run
                  if r["method"].startswith("sparse") and reading(r["method"]) in lost]
         best = max(best, found, key=len)
-    return best if len(best) > 2 else []
+    return best if len(best) > 1 else []
 
 
 def curve(rows: Rows, real: Rows) -> Drawing:
