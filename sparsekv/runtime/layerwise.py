@@ -110,7 +110,7 @@ class Layerwise:
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,
                          len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
-            out = reader.read(view, query, ends=key.shape[2] >= self.whole)
+            out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
