@@ -114,7 +114,7 @@ def launch_block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
 def block_lists(scores: Tensor, share: float, least: int) -> BlockLists:
     """The blocks with the largest masses, of scores `[B, Hq, g, m]` of `block_scores`: a block of queries after n
     others takes `max(least, share · n)` of them a query head, of all heads together, beside the first block and its
-    own. Of blocks of one mass all are taken if one is; those without any are not."""
+    own. Of blocks of one mass all are taken if one is; those without any, or with NaN, are not."""
     make = launch_block_lists if on_device(scores) else block_lists_reference
     return make(scores, round(share * (1 << SHARE_BITS)), least)
 
@@ -123,7 +123,7 @@ def block_lists_reference(scores: Tensor, share: int, least: int) -> BlockLists:
     """`block_lists` in plain torch, at a share of 2^`SHARE_BITS`."""
     heads, groups, blocks = scores.shape[1:]
     shares = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-    mass = shares.unflatten(2, (-1, EACH)).sum(3)
+    mass = shares.unflatten(2, (-1, EACH)).sum(3).nan_to_num(0.0)
     column = torch.arange(blocks, device=scores.device)
     own = torch.arange(blocks - groups // EACH, blocks, device=scores.device)
     mass = mass.masked_fill((column == 0) | (column == own[:, None]), torch.inf)
