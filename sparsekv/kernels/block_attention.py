@@ -81,15 +81,24 @@ def score_bytes(batch: int, heads: int, length: int) -> int:
 
 
 def block_scores_reference(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
-    """`block_scores` in plain torch."""
-    acc, heads = acc_dtype(q), k.shape[1]
+    """`block_scores` in plain torch, a block of queries at a time."""
+    acc = acc_dtype(q)
     q, k = (x.to(acc).unflatten(2, (-1, STRIDE)) for x in (q, k))
     q, k = q.flip(3).flatten(3), k.flatten(3)
-    scores = (q.unflatten(1, (heads, -1)) @ k[:, :, None].mT).flatten(1, 2) * (scale / STRIDE)
-    rows, columns = scores.shape[2:]
-    own = torch.arange(columns - rows, columns, device=q.device)
-    scores = scores.masked_fill(torch.arange(columns, device=q.device) > own[:, None], NEG_INF)
-    return scores.unflatten(3, (-1, EACH)).logsumexp(-1)
+    rows, columns = q.shape[2], k.shape[2]
+    column = torch.arange(columns, device=q.device)
+    out = torch.empty(*q.shape[:3], columns // EACH, dtype=acc, device=q.device)
+    for at in range(0, rows, EACH):
+        scores = _products(q[:, :, at:at + EACH], k).mul_(scale / STRIDE)
+        own = column[columns - rows + at:columns - rows + at + EACH]
+        scores.masked_fill_(column > own[:, None], NEG_INF)
+        out[:, :, at:at + EACH] = scores.unflatten(3, (-1, EACH)).logsumexp(-1)
+    return out
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """`q [B, Hq, T, d] @ k [B, Hkv, N, d].mT` -> `[B, Hq, T, N]`, without a copy of k a query head."""
+    return (q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT).view(*q.shape[:3], k.shape[2])
 
 
 def launch_block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
@@ -171,21 +180,22 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *, scale
 def block_attention_reference(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *,
                               scale: float) -> tuple[Tensor, Tensor]:
     """`block_attention` in plain torch, a block of queries at a time."""
-    acc, group = acc_dtype(q), q.shape[1] // k.shape[1]
+    acc, heads = acc_dtype(q), k.shape[1]
     total, count, places = k.shape[2], q.shape[2], torch.arange(k.shape[2], device=q.device)
     there = torch.arange(lists.blocks.shape[3], device=q.device) < lists.counts[..., None]
     kept = torch.zeros(*lists.counts.shape, total // BLOCK + 1, dtype=torch.bool, device=q.device)
     kept.scatter_(-1, torch.where(there, lists.blocks, total // BLOCK).long(), True)
-    k, v = (x.to(acc).repeat_interleave(group, 1) for x in (k, v))
+    k, v = k.to(acc), v.to(acc)
     outs, lses = [], []
     for i in range(count // BLOCK):
         end = total - count + (i + 1) * BLOCK
         mask = kept[:, :, i, :end // BLOCK].repeat_interleave(BLOCK, 2)[:, :, None]
         mask = mask & (places[:end] <= places[end - BLOCK:end, None])
-        scores = q[:, :, i * BLOCK:(i + 1) * BLOCK].to(acc) @ k[:, :, :end].mT * scale
-        scores = scores.masked_fill(~mask, NEG_INF)
-        outs.append((scores.softmax(-1) @ v[:, :, :end]).to(q.dtype))
+        own = q[:, :, i * BLOCK:(i + 1) * BLOCK].to(acc)
+        scores = _products(own, k[:, :, :end]).mul_(scale).masked_fill_(~mask, NEG_INF)
         lses.append(scores.logsumexp(-1))
+        weights = scores.sub_(lses[-1][..., None]).exp_().unflatten(1, (heads, -1)).flatten(2, 3)
+        outs.append((weights @ v[:, :, :end]).view(*own.shape[:3], -1).to(q.dtype))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
