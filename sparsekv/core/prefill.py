@@ -48,6 +48,8 @@ class SparsePrompts:
         total, begin = view.keys.shape[2], view.keys.shape[2] - query.shape[2]
         first = min(begin + -begin % BLOCK, total)
         border = max(first, min(total, total + after - self.exact) // BLOCK * BLOCK)
+        if first == border:
+            return dense(view, query, total)
         out = torch.empty_like(query)
         if begin < first:
             out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first)

@@ -251,7 +251,7 @@ def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The output of a sparse step, through which no gradient goes."""
+    """The output of a sparse step or prompt, through which no gradient goes."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
@@ -259,5 +259,5 @@ class WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise SparseKVError("a sparse step has no gradient; train with full attention (selector='dense', or without "
-                            "attach)")
+        raise SparseKVError("a sparse step has no gradient, nor has a prompt read sparsely; train with full attention "
+                            "(selector='dense' and prefill='dense', or without attach)")

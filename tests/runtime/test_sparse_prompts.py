@@ -106,6 +106,16 @@ def test_pieces_that_are_not_whole_blocks() -> None:
     torch.testing.assert_close(torch.cat(parts, dim=2), FEW.read(view, query), rtol=1e-4, atol=1e-5)
 
 
+def test_a_turn_shorter_than_the_last_tokens_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands across a border of blocks."""
+    view, query = case(900)
+    calls, plain = [], prefill.dense
+    monkeypatch.setattr(prefill, "dense", lambda *a: calls.append(a[2]) or plain(*a))
+    found = FEW.read(until(view, 780), query[:, :, 740:780])
+    assert calls == [780]
+    torch.testing.assert_close(found, plain(until(view, 780), query[:, :, 740:780], 780))
+
+
 @pytest.mark.parametrize("limits", [{"MOST_BLOCKS": 2}, {"MOST_BYTES": 3 * 4 * 4 * 16 * 6}, {"MOST_BYTES": 1}],
                          ids=str)
 def test_a_few_blocks_of_queries_at_once(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
