@@ -39,15 +39,17 @@ class SparsePrompts:
     def __post_init__(self) -> None:
         check_ranges(self)
 
-    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
-        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. ends: the prompt ends with them,
-        so that the last `exact` of them read everything, as do those outside whole blocks and all of a batch with
-        padding. Of `view.regions` only the rows' starts count."""
+    def read(self, view: LayerView, query: Tensor, *, after: int = 0) -> Tensor:
+        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. after: tokens of the prompt that
+        come after them. Its last `exact` tokens read everything, as do those outside whole blocks and all of a batch
+        with padding. Of `view.regions` only the rows' starts count."""
         if bool((view.regions.starts > 0).any()):
             return dense(view, query, view.keys.shape[2])
         total, begin = view.keys.shape[2], view.keys.shape[2] - query.shape[2]
         first = min(begin + -begin % BLOCK, total)
-        border = max(first, (total - self.exact * ends) // BLOCK * BLOCK)
+        border = max(first, min(total, total + after - self.exact) // BLOCK * BLOCK)
+        if first == border:
+            return dense(view, query, total)
         out = torch.empty_like(query)
         if begin < first:
             out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first)

@@ -81,15 +81,24 @@ def score_bytes(batch: int, heads: int, length: int) -> int:
 
 
 def block_scores_reference(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
-    """`block_scores` in plain torch."""
-    acc, heads = acc_dtype(q), k.shape[1]
+    """`block_scores` in plain torch, a block of queries at a time."""
+    acc = acc_dtype(q)
     q, k = (x.to(acc).unflatten(2, (-1, STRIDE)) for x in (q, k))
     q, k = q.flip(3).flatten(3), k.flatten(3)
-    scores = (q.unflatten(1, (heads, -1)) @ k[:, :, None].mT).flatten(1, 2) * (scale / STRIDE)
-    rows, columns = scores.shape[2:]
-    own = torch.arange(columns - rows, columns, device=q.device)
-    scores = scores.masked_fill(torch.arange(columns, device=q.device) > own[:, None], NEG_INF)
-    return scores.unflatten(3, (-1, EACH)).logsumexp(-1)
+    rows, columns = q.shape[2], k.shape[2]
+    column = torch.arange(columns, device=q.device)
+    out = torch.empty(*q.shape[:3], columns // EACH, dtype=acc, device=q.device)
+    for at in range(0, rows, EACH):
+        scores = _products(q[:, :, at:at + EACH], k).mul_(scale / STRIDE)
+        own = column[columns - rows + at:columns - rows + at + EACH]
+        scores.masked_fill_(column > own[:, None], NEG_INF)
+        out[:, :, at:at + EACH] = scores.unflatten(3, (-1, EACH)).logsumexp(-1)
+    return out
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """`q [B, Hq, T, d] @ k [B, Hkv, N, d].mT` -> `[B, Hq, T, N]`, without a copy of k a query head."""
+    return (q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.mT).view(*q.shape[:3], k.shape[2])
 
 
 def launch_block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
@@ -114,7 +123,7 @@ def launch_block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
 def block_lists(scores: Tensor, share: float, least: int) -> BlockLists:
     """The blocks with the largest masses, of scores `[B, Hq, g, m]` of `block_scores`: a block of queries after n
     others takes `max(least, share · n)` of them a query head, of all heads together, beside the first block and its
-    own. Of blocks of one mass all are taken if one is; those without any are not."""
+    own. Of blocks of one mass all are taken if one is; those without any, or with NaN, are not."""
     make = launch_block_lists if on_device(scores) else block_lists_reference
     return make(scores, round(share * (1 << SHARE_BITS)), least)
 
@@ -123,7 +132,7 @@ def block_lists_reference(scores: Tensor, share: int, least: int) -> BlockLists:
     """`block_lists` in plain torch, at a share of 2^`SHARE_BITS`."""
     heads, groups, blocks = scores.shape[1:]
     shares = (scores - scores.logsumexp(-1, keepdim=True)).exp()
-    mass = shares.unflatten(2, (-1, EACH)).sum(3)
+    mass = shares.unflatten(2, (-1, EACH)).sum(3).nan_to_num(0.0)
     column = torch.arange(blocks, device=scores.device)
     own = torch.arange(blocks - groups // EACH, blocks, device=scores.device)
     mass = mass.masked_fill((column == 0) | (column == own[:, None]), torch.inf)
@@ -171,21 +180,22 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *, scale
 def block_attention_reference(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *,
                               scale: float) -> tuple[Tensor, Tensor]:
     """`block_attention` in plain torch, a block of queries at a time."""
-    acc, group = acc_dtype(q), q.shape[1] // k.shape[1]
+    acc, heads = acc_dtype(q), k.shape[1]
     total, count, places = k.shape[2], q.shape[2], torch.arange(k.shape[2], device=q.device)
     there = torch.arange(lists.blocks.shape[3], device=q.device) < lists.counts[..., None]
     kept = torch.zeros(*lists.counts.shape, total // BLOCK + 1, dtype=torch.bool, device=q.device)
     kept.scatter_(-1, torch.where(there, lists.blocks, total // BLOCK).long(), True)
-    k, v = (x.to(acc).repeat_interleave(group, 1) for x in (k, v))
+    k, v = k.to(acc), v.to(acc)
     outs, lses = [], []
     for i in range(count // BLOCK):
         end = total - count + (i + 1) * BLOCK
         mask = kept[:, :, i, :end // BLOCK].repeat_interleave(BLOCK, 2)[:, :, None]
         mask = mask & (places[:end] <= places[end - BLOCK:end, None])
-        scores = q[:, :, i * BLOCK:(i + 1) * BLOCK].to(acc) @ k[:, :, :end].mT * scale
-        scores = scores.masked_fill(~mask, NEG_INF)
-        outs.append((scores.softmax(-1) @ v[:, :, :end]).to(q.dtype))
+        own = q[:, :, i * BLOCK:(i + 1) * BLOCK].to(acc)
+        scores = _products(own, k[:, :, :end]).mul_(scale).masked_fill_(~mask, NEG_INF)
         lses.append(scores.logsumexp(-1))
+        weights = scores.sub_(lses[-1][..., None]).exp_().unflatten(1, (heads, -1)).flatten(2, 3)
+        outs.append((weights @ v[:, :, :end]).view(*own.shape[:3], -1).to(q.dtype))
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 

@@ -61,7 +61,8 @@ def score_kernel(
 
 @triton.jit
 def mass_kernel(scores, mass, heads, past, blocks, EACH: tl.constexpr, COLUMNS: tl.constexpr):
-    """What EACH groups of queries give to every block of keys that they see; +inf for the first and their own."""
+    """What EACH groups of queries give to every block of keys that they see; +inf for the first and their own, nothing
+    in place of NaN."""
     # grid: (n, B·Hq)
     # scores  [B, Hq, n·EACH, m] fp32
     # mass    [B, n, Hq, m] fp32      written up to a block's own
@@ -85,7 +86,8 @@ def mass_kernel(scores, mass, heads, past, blocks, EACH: tl.constexpr, COLUMNS: 
     for at in range(0, own + 1, COLUMNS):
         column = at + every
         score = tl.load(given + column[None, :], mask=(column <= own)[None, :], other=float("-inf"))
-        found = tl.where((column == 0) | (column == own), float("inf"), tl.sum(tl.exp(score - less), 0))
+        found = tl.sum(tl.exp(score - less), 0)
+        found = tl.where((column == 0) | (column == own), float("inf"), tl.where(found >= 0, found, 0.0))
         tl.store(to + column, found, mask=column <= own)
 
 
@@ -99,7 +101,7 @@ def floor_kernel(bits, floor, heads, past, blocks, share, least, BITS: tl.conste
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     own = past + block
     wanted = tl.maximum((own.to(tl.int64) * share + (1 << (BITS - 1))) >> BITS, least) + 2
-    wanted = (heads * wanted).to(tl.int32)
+    wanted = (heads * tl.minimum(wanted, own + 1)).to(tl.int32)
     at = row * tl.num_programs(0) + block
     given = bits + at * heads * blocks
     every = tl.arange(0, COLUMNS)

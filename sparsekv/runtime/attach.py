@@ -73,7 +73,7 @@ def attach(
       of every head, and the artifacts' folders where router and phi are not given.
     - run: how steps are run (`RunOptions`).
     - prefill: prompts are read `dense` or `sparse`, by blocks that read a list of the blocks before them; a
-      `SparsePrompts` says how. Short prompts, dense_layers, rows with padding and a prompt's last tokens are read
+      `SparsePrompts` says how. Short prompts, dense_layers, batches with padding and a prompt's last tokens are read
       densely all the same. A completion stands for what steps do not read, never for what a prompt does not.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.

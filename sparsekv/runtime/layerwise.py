@@ -110,7 +110,7 @@ class Layerwise:
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,
                          len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
-            out = reader.read(view, query, ends=key.shape[2] >= self.whole)
+            out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
@@ -251,7 +251,7 @@ def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The output of a sparse step, through which no gradient goes."""
+    """The output of a sparse step or prompt, through which no gradient goes."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
@@ -259,5 +259,5 @@ class WithoutGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise SparseKVError("a sparse step has no gradient; train with full attention (selector='dense', or without "
-                            "attach)")
+        raise SparseKVError("a sparse step has no gradient, nor has a prompt read sparsely; train with full attention "
+                            "(selector='dense' and prefill='dense', or without attach)")

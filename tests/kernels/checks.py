@@ -520,6 +520,40 @@ def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
         agree(found, truth, LIMITS[dtype], "blocks")
 
 
+def check_block_lists(device: str) -> None:
+    """Scores of which lists are made with care: NaN in one head, infinite ones, masses that are zero or one another's;
+    as many heads and blocks as any list is asked for."""
+    n, heads, before = 3, 128, 6
+    torch.manual_seed(0)
+    scores = torch.randn(2, heads, n * blocks.EACH, before + n, device=device)
+    own = torch.arange(before, before + n, device=device)
+    column = torch.arange(before + n, device=device)
+    scores.masked_fill_(column > own.repeat_interleave(blocks.EACH)[:, None], float("-inf"))
+    plain = blocks.block_lists_reference(scores, 0, 2)
+    scores[0, 5, :20] = float("nan")  # the first two blocks of queries
+    scores[0, 6, :, 0] = float("inf")
+    scores[0, 7, :, :before] = float("-inf")
+    scores[1, 5, :, 0] += 500.0
+    scores[1, 6, :, :before] = 0.25
+    full = -(-(2**31 - 1) // blocks.BLOCK)
+    for share, least in ((0, 0), (0, 2), (1 << blocks.SHARE_BITS, 0), (0, full)):
+        twin = blocks.block_lists_reference(scores, share, least)
+        mine = blocks.launch_block_lists(scores, share, least)
+        for name, lists in (("twin", twin), ("kernel", mine)):
+            there = torch.arange(before + n, device=device) < lists.counts[..., None]
+            assert int(lists.counts.min()) >= 2, name
+            assert bool((lists.blocks[..., 0] == 0).all()), name
+            assert bool((lists.blocks.gather(-1, lists.counts[..., None].long() - 1)[..., 0] == own).all()), name
+            assert bool((lists.counts[0, 5, :2] == 2).all()), name
+            assert int(lists.counts[1, 5].max()) == 2, name  # without mass
+            if least or share:
+                assert bool((lists.counts[0, 8:].sum(0) >= plain.counts[0, 8:].sum(0)).all()), name
+            if share or least == full:
+                assert bool((lists.counts[:, 8:] == own + 1).all()), name
+            assert bool((lists.blocks[..., :-1] < lists.blocks[..., 1:])[there[..., 1:]].all()), name
+        assert float((mine.counts - twin.counts).abs().sum()) <= 1e-3 * float(twin.counts.sum())
+
+
 def check_added(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """shape: rows, heads, queries, head dimension. Queries of which one part, or neither, reads nothing."""
     batch, heads, count, dim = shape

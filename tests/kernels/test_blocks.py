@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels import block_attention as ba
 
@@ -57,6 +58,22 @@ def test_lists_of_everything_are_full_attention() -> None:
     scores = (q @ k.mT * 0.1).masked_fill(~torch.ones(640, 1920, dtype=torch.bool).tril(1280), float("-inf"))
     torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=1e-4, atol=1e-5)
+
+
+def test_the_twin_holds_no_scores_of_all_pairs() -> None:
+    class Largest(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.found = max(self.found, out.numel())
+            return out
+
+    q, k, _ = tensors((4, 2, 8, 0, 1024))
+    with Largest() as largest:
+        ba.block_scores_reference(q, k, scale=0.3)
+    assert largest.found <= q.numel()
 
 
 def test_tokens_outside_whole_blocks_are_refused() -> None:

@@ -96,6 +96,10 @@ def test_attention_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None
     checks.check_blocks(shape, dtype, "cpu")
 
 
+def test_lists_of_blocks() -> None:
+    checks.check_block_lists("cpu")
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 16, 333, 100, 77, 260), (3, 1, 24, 111, 63, 0, 0), (7, 1, 80, 90, 1, 64, 5),
                                    (2, 2, 64, 70, 70, 0, 70)], ids=str)

@@ -43,6 +43,10 @@ def test_attention_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None
     checks.check_blocks(shape, dtype, DEVICE)
 
 
+def test_lists_of_blocks() -> None:
+    checks.check_block_lists(DEVICE)
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777, 2600), (32, 8, 128, 6000, 2048, 1000, 5),
                                    (7, 1, 80, 900, 1, 640, 50), (2, 2, 256, 700, 700, 0, 70)], ids=str)

@@ -81,7 +81,7 @@ def test_what_reads_a_prompt_reads_it_in_chunks() -> None:
     reader = SELECTORS["token_select"](token_budget=BUDGET, prefill_chunk=CHUNK).reader(SINK, WINDOW)
     want = prefill_chunks(view, query, reader)
     view.regions = Regions.at_prefill_end(view.regions.starts, 90, 0, 0)  # their starts count alone
-    assert reader.shortest == 0 and all(torch.equal(reader.read(view, query, ends=e), want) for e in (True, False))
+    assert reader.shortest == 0 and all(torch.equal(reader.read(view, query, after=n), want) for n in (0, 90))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device has what stands in here")

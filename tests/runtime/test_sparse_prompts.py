@@ -40,7 +40,7 @@ def masses(q: torch.Tensor, keys: torch.Tensor, own: int, scale: float) -> list[
     return found
 
 
-def literal(view: LayerView, query: torch.Tensor, prompts: SparsePrompts, ends: bool) -> tuple[torch.Tensor, int]:
+def literal(view: LayerView, query: torch.Tensor, prompts: SparsePrompts, after: int) -> tuple[torch.Tensor, int]:
     """The output in float64, and how many pairs of query and key in blocks were not read."""
     batch, heads, count, _ = query.shape
     total, begin, group = view.keys.shape[2], view.keys.shape[2] - count, view.group
@@ -50,7 +50,7 @@ def literal(view: LayerView, query: torch.Tensor, prompts: SparsePrompts, ends: 
         chosen: dict[int, set[tuple[int, int]]] = {}
         for own in range(total // BLOCK):
             first, last = own * BLOCK, (own + 1) * BLOCK
-            if first < begin or (ends and last > total - prompts.exact):
+            if first < begin or last > total + after - prompts.exact:
                 continue
             rows = slice(first - begin, last - begin)
             mass = {(h, j): x for h in range(heads)
@@ -85,11 +85,11 @@ def until(view: LayerView, end: int) -> LayerView:
 @pytest.mark.parametrize(("given", "count"), [
     ({"length": 900}, 900), ({"length": 896, "heads_q": 6, "batch": 2}, 640), ({"length": 850, "sinks": True}, 700),
     ({"length": 300}, 40), ({"length": 60}, 60)], ids=str)
-@pytest.mark.parametrize("ends", [True, False])
-def test_blocks_against_a_literal_transcription(given, count: int, ends: bool) -> None:
+@pytest.mark.parametrize("after", [0, 40, 999])
+def test_blocks_against_a_literal_transcription(given, count: int, after: int) -> None:
     view, query = case(**given)
-    found = FEW.read(view, query[:, :, -count:], ends=ends)
-    want, left = literal(view, query[:, :, -count:], FEW, ends)
+    found = FEW.read(view, query[:, :, -count:], after=after)
+    want, left = literal(view, query[:, :, -count:], FEW, after)
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
     assert bool(left) == (given["length"] > 300)
 
@@ -98,12 +98,22 @@ def test_pieces_that_are_not_whole_blocks() -> None:
     """What stands outside whole blocks of a piece reads everything; pieces of whole blocks are the prompt at once."""
     view, query = case(900)
     for begin, end in ((0, 300), (300, 820), (820, 900)):
-        found = FEW.read(until(view, end), query[:, :, begin:end], ends=end == 900)
-        want, _ = literal(until(view, end), query[:, :, begin:end], FEW, end == 900)
+        found = FEW.read(until(view, end), query[:, :, begin:end], after=900 - end)
+        want, _ = literal(until(view, end), query[:, :, begin:end], FEW, 900 - end)
         torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
-    parts = [FEW.read(until(view, end), query[:, :, begin:end], ends=end == 900)
-             for begin, end in ((0, 256), (256, 640), (640, 900))]
+    parts = [FEW.read(until(view, end), query[:, :, begin:end], after=900 - end)
+             for begin, end in ((0, 256), (256, 640), (640, 768), (768, 896), (896, 900))]
     torch.testing.assert_close(torch.cat(parts, dim=2), FEW.read(view, query), rtol=1e-4, atol=1e-5)
+
+
+def test_a_turn_shorter_than_the_last_tokens_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands across a border of blocks."""
+    view, query = case(900)
+    calls, plain = [], prefill.dense
+    monkeypatch.setattr(prefill, "dense", lambda *a: calls.append(a[2]) or plain(*a))
+    found = FEW.read(until(view, 780), query[:, :, 740:780])
+    assert calls == [780]
+    torch.testing.assert_close(found, plain(until(view, 780), query[:, :, 740:780], 780))
 
 
 @pytest.mark.parametrize("limits", [{"MOST_BLOCKS": 2}, {"MOST_BYTES": 3 * 4 * 4 * 16 * 6}, {"MOST_BYTES": 1}],
@@ -127,9 +137,9 @@ def test_a_few_blocks_of_queries_at_once(limits: dict[str, int], monkeypatch: py
 def test_a_prompt_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     view, query = case(650, sinks=True)
-    want = FEW.read(view, query, ends=False)
+    want = FEW.read(view, query, after=130)
     monkeypatch.setattr(sys.modules[block_attention.__module__], "on_device", lambda x: True)
-    torch.testing.assert_close(FEW.read(view, query, ends=False), want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(FEW.read(view, query, after=130), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
@@ -140,7 +150,7 @@ def test_lists_of_everything_are_full_attention(family: str) -> None:
     with attach(model, selector="dense", prefill=replace(FEW, share=1.0)) as attachment:
         every = attachment.prefill(ids)
     with attach(model, selector="dense", prefill=FEW) as attachment:
-        few, parts = attachment.prefill(ids), attachment.prefill(ids, chunk_size=256)
+        few, parts = attachment.prefill(ids), attachment.prefill(ids, chunk_size=128)
     for a, b, c, d in zip(full.layers, every.layers, few.layers, parts.layers, strict=True):
         torch.testing.assert_close(a.keys, b.keys, rtol=1e-4, atol=1e-4)
         if family != "gemma3":  # its first layer has a window: keys of all layers differ from the next on

@@ -153,6 +153,6 @@ class ReadsPrompts(Protocol):
     @property
     def shortest(self) -> int: ...
 
-    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
-        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. ends: the prompt ends with them.
-        Of `view.regions` only the rows' starts count."""
+    def read(self, view: LayerView, query: Tensor, *, after: int = 0) -> Tensor:
+        """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. after: tokens of the prompt that
+        come after them. Of `view.regions` only the rows' starts count."""

@@ -140,7 +140,7 @@ class PromptReader:
     def extrapolate(self) -> bool:
         return self.selector.extrapolate
 
-    def read(self, view: LayerView, query: Tensor, *, ends: bool = True) -> Tensor:
+    def read(self, view: LayerView, query: Tensor, *, after: int = 0) -> Tensor:
         return prefill_chunks(view, query, self)
 
     def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
