@@ -131,11 +131,10 @@ def fastest(model: Any, length: int) -> Any:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    config = model.config
-    length = min(length, CHUNK * 4)
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    mark, length = model_fingerprint(model), min(length, CHUNK * 4)
+    dim = mark["head_dim"]
     q, k, v = (torch.randn(1, length, heads, dim, device=model.device, dtype=model.dtype).transpose(1, 2) for heads in (
-        config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads))
+        mark["num_query_heads"], mark["num_kv_heads"], mark["num_kv_heads"]))
     found = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         with sdpa_kernel([backend]):
@@ -227,7 +226,7 @@ def check(dtype: torch.dtype, device: str) -> None:
     scores = blocks.block_scores(q, k, scale=scale)
     gap = float((scores - blocks.block_scores_reference(q.double(), k.double(), scale=scale)).nan_to_num(0).abs().max())
     lists, twin = blocks.block_lists(scores, 0.2, 1), blocks.block_lists_reference(
-        scores, round(0.2 * (1 << blocks.SHARE_BITS)), 1)
+        scores, blocks.share_bits(0.2), 1)
     other = int((lists.counts - twin.counts).abs().sum())
     out, lse = blocks.block_attention(q, k, v, lists, scale=scale)
     truth = blocks.block_attention_reference(q.double(), k.double(), v.double(), lists, scale=scale)
@@ -279,9 +278,9 @@ def sweep(steps: dict[str, Callable[[], Any]], whole: float, part: float, device
     for name, step, pairs, tried in (
             ("SCORES", "score", whole / 2 / blocks.STRIDE, [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4),
                                                             (128, 128, 128, 8, 3), (256, 128, 64, 8, 4)]),
-            ("ATTENTION", "attend", part, [(128, 128, 128, 8, 3), (128, 64, 128, 8, 3), (128, 64, 128, 4, 3)])):
+            ("ATTENTION", "attend", part, [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3)])):
         before = getattr(blocks, name)
-        for how in (before[0], *(blocks.Tiles(*t) for t in tried)):
+        for how in (before[0], *(type(before[0])(*t) for t in tried)):
             setattr(blocks, name, (how,))
             try:
                 found = milliseconds(steps[step], device)

@@ -33,7 +33,7 @@ class SparsePrompts:
     least: int = option(4096, help="Tokens that a head's queries choose at least, in the mean of the heads [tokens].",
                         min=0)
     exact: int = option(512, help="Last tokens of a prompt, which read all tokens before them [tokens].", min=0)
-    shortest: int = option(65_536, help="Prompts shorter than this are read densely, which is then faster [tokens].",
+    shortest: int = option(65_536, help="Prompts shorter than this are read densely: little is gained [tokens].",
                            min=0)
 
     def __post_init__(self) -> None:
@@ -43,8 +43,8 @@ class SparsePrompts:
         """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. after: tokens of the prompt that
         come after them. Its last `exact` tokens read everything, as do those outside whole blocks and all of a batch
         with padding. Of `view.regions` only the rows' starts count."""
-        if bool((view.regions.starts > 0).any()):
-            return dense(view, query, view.keys.shape[2])
+        if (starts := padding(view)) is not None:
+            return dense(view, query, view.keys.shape[2], starts)
         total, begin = view.keys.shape[2], view.keys.shape[2] - query.shape[2]
         first = min(begin + -begin % BLOCK, total)
         border = max(first, min(total, total + after - self.exact) // BLOCK * BLOCK)
@@ -102,7 +102,7 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
     """
     total, count = view.keys.shape[2], query.shape[2]
     begin = total - count
-    starts = view.regions.starts if bool((view.regions.starts > 0).any()) else None
+    starts = padding(view)
     out = torch.empty_like(query)
     behind = begin  # tokens from `behind` to `at` are read densely, together
     for at in range(begin, total, reader.chunk):
@@ -115,19 +115,24 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
         if listed is None:
             continue
         if behind < at:
-            out[:, :, behind - begin:at - begin] = dense(view, query[:, :, behind - begin:at - begin], at)
+            out[:, :, behind - begin:at - begin] = dense(view, query[:, :, behind - begin:at - begin], at, starts)
         read = _contiguous if reader.extrapolate else _chunk
         out[:, :, at - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
         behind = end
     if behind < total:
-        out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total)
+        out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total, starts)
     return out
 
 
-def dense(view: LayerView, q: Tensor, end: int) -> Tensor:
-    """All tokens before `end`, of which q are the last."""
+def padding(view: LayerView) -> Tensor | None:
+    """Where rows begin, `[B]`, if one has padding. Waits for the device."""
     starts = view.regions.starts
-    mask = torch.arange(end, device=q.device) >= starts[:, None] if bool((starts > 0).any()) else None
+    return starts if bool((starts > 0).any()) else None
+
+
+def dense(view: LayerView, q: Tensor, end: int, starts: Tensor | None = None) -> Tensor:
+    """All tokens before `end`, of which q are the last; of rows that begin at `starts`."""
+    mask = None if starts is None else torch.arange(end, device=q.device) >= starts[:, None]
     return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale, key_mask=mask,
                            sinks=view.sinks)
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.chunk_attention import Launch
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, on_device, padded, shared_bytes
 
 BLOCK, STRIDE = 128, 8
@@ -26,8 +27,9 @@ SHARE_BITS = 16
 """A share is a number of these bits, so that twins round alike."""
 PROGRAMS = 528
 """Programs of `score_kernel` that are wanted."""
-MASS_COLUMNS, FLOOR_COLUMNS, LIST_COLUMNS = 128, 4096, 256
-"""Blocks of keys at once of a program of `mass_kernel`, of `floor_kernel` (of all heads) and of `list_kernel`."""
+MASS, FLOOR, LIST = (128, 4), (4096, 8), (256, 4)
+"""Blocks of keys at once of a program of `mass_kernel`, of `floor_kernel` (of all heads) and of `list_kernel`, and its
+warps."""
 
 
 class BlockLists(NamedTuple):
@@ -39,7 +41,7 @@ class BlockLists(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How a kernel runs: rows and columns of a tile, channels at once, warps, tiles under way."""
+    """How `score_kernel` runs: rows and columns of a tile, channels at once, warps, tiles under way."""
 
     rows: int
     columns: int
@@ -51,9 +53,8 @@ class Tiles(NamedTuple):
 SCORES = (Tiles(128, 256, 64, 8, 4), Tiles(128, 256, 64, 8, 3), Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 64, 4, 2),
           Tiles(64, 64, 16, 4, 2))
 """Groups of queries by groups of keys, the first that fits the device."""
-ATTENTION = (Tiles(BLOCK, 128, 128, 8, 2), Tiles(BLOCK, 64, 128, 8, 2), Tiles(BLOCK, 32, 128, 8, 2),
-             Tiles(BLOCK, 16, 128, 8, 1))
-"""Queries by keys."""
+ATTENTION = (Launch(BLOCK, 128, 8, 2), Launch(BLOCK, 64, 8, 2), Launch(BLOCK, 32, 8, 2), Launch(BLOCK, 16, 8, 1))
+"""Queries and keys of a program of `block_kernel`, the first that fits the device."""
 
 
 def score_tiles(size: int, room: int) -> Tiles:
@@ -61,9 +62,15 @@ def score_tiles(size: int, room: int) -> Tiles:
     return next(t for t in SCORES if t.stages * (t.rows + t.columns) * t.channels * size <= room)
 
 
-def attention_tiles(row_bytes: int, room: int) -> Tiles | None:
+def attention_launch(row_bytes: int, room: int) -> Launch | None:
     """How attention runs, of keys of `row_bytes`; None where the queries have no room."""
-    return next((t for t in ATTENTION if (t.rows + 2 * t.stages * t.columns) * row_bytes <= room), None)
+    return next((how for how in ATTENTION if how.bytes(row_bytes) <= room), None)
+
+
+def wanted_blocks(own: Tensor, share: int, least: int) -> Tensor:
+    """Blocks that a block of queries after `own` others reads in the mean of the heads, the first and its own among
+    them, at a share of 2^`SHARE_BITS`; where there are so many."""
+    return ((own * share + (1 << SHARE_BITS - 1)) >> SHARE_BITS).clamp(min=least) + 2
 
 
 def block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
@@ -120,12 +127,17 @@ def launch_block_scores(q: Tensor, k: Tensor, *, scale: float) -> Tensor:
     return out
 
 
+def share_bits(share: float) -> int:
+    """A share as a number of `SHARE_BITS`."""
+    return round(share * (1 << SHARE_BITS))
+
+
 def block_lists(scores: Tensor, share: float, least: int) -> BlockLists:
     """The blocks with the largest masses, of scores `[B, Hq, g, m]` of `block_scores`: a block of queries after n
     others takes `max(least, share · n)` of them a query head, of all heads together, beside the first block and its
     own. Of blocks of one mass all are taken if one is; those without any, or with NaN, are not."""
     make = launch_block_lists if on_device(scores) else block_lists_reference
-    return make(scores, round(share * (1 << SHARE_BITS)), least)
+    return make(scores, share_bits(share), least)
 
 
 def block_lists_reference(scores: Tensor, share: int, least: int) -> BlockLists:
@@ -137,9 +149,8 @@ def block_lists_reference(scores: Tensor, share: int, least: int) -> BlockLists:
     own = torch.arange(blocks - groups // EACH, blocks, device=scores.device)
     mass = mass.masked_fill((column == 0) | (column == own[:, None]), torch.inf)
     mass = mass.masked_fill(column > own[:, None], -1.0)
-    wanted = ((own * share + (1 << SHARE_BITS - 1)) >> SHARE_BITS).clamp(min=least) + 2
     order = mass.transpose(1, 2).flatten(2).sort(dim=-1, descending=True).values
-    last = (heads * wanted).clamp(max=order.shape[2]) - 1
+    last = (heads * wanted_blocks(own, share, least)).clamp(max=order.shape[2]) - 1
     floor = order.gather(2, last[None, :, None].expand(len(mass), -1, 1))[:, None]
     kept = (mass >= floor) & (mass > 0)
     places = kept.cumsum(-1, dtype=torch.int64) - 1
@@ -162,11 +173,11 @@ def launch_block_lists(scores: Tensor, share: int, least: int) -> BlockLists:
     if lists.counts.numel():
         bits, past = mass.view(torch.int32), blocks - count
         mass_kernel[(count, batch * heads)](scores.contiguous(), mass, heads, past, blocks, EACH=EACH,
-                                            COLUMNS=MASS_COLUMNS, num_warps=4)
+                                            COLUMNS=MASS[0], num_warps=MASS[1])
         floor_kernel[(count, batch)](bits, floor, heads, past, blocks, share, least, BITS=SHARE_BITS,
-                                     COLUMNS=FLOOR_COLUMNS, num_warps=8)
-        list_kernel[(count, batch * heads)](bits, floor, *lists, heads, past, blocks, COLUMNS=LIST_COLUMNS,
-                                            num_warps=4)
+                                     COLUMNS=FLOOR[0], num_warps=FLOOR[1])
+        list_kernel[(count, batch * heads)](bits, floor, *lists, heads, past, blocks, COLUMNS=LIST[0],
+                                            num_warps=LIST[1])
     return lists
 
 
@@ -209,12 +220,12 @@ def launch_block_attention(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
     if out.numel():
-        how = attention_tiles(padded(dim) * q.element_size(), shared_bytes(q.device) if q.is_cuda else 1 << 30)
+        how = attention_launch(padded(dim) * q.element_size(), shared_bytes(q.device) if q.is_cuda else 1 << 30)
         if how is None:
             return block_attention_reference(q, k, v, lists, scale=scale)
         blocks, counts = (x.contiguous() for x in lists)
         block_kernel[(count // BLOCK, batch * heads)](
             as_tokens(q), as_tokens(k), as_tokens(v), blocks, counts, as_tokens(out), lse, scale, heads,
             heads // k.shape[1], k.shape[2] - count, blocks.shape[3], DIM=dim, WIDTH=padded(dim), BLOCK=BLOCK,
-            KEYS=how.columns, num_warps=how.warps, num_stages=how.stages)
+            KEYS=how.keys, num_warps=how.warps, num_stages=how.stages)
     return out, lse

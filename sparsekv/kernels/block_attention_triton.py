@@ -7,7 +7,7 @@ dimension, n blocks of queries, m blocks of keys, g groups of queries. Structs a
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.chunk_attention_triton import LOG2_E
+from sparsekv.kernels.chunk_attention_triton import LOG2_E, take
 
 
 @triton.jit
@@ -146,17 +146,6 @@ def list_kernel(bits, floor, lists, counts, heads, past, blocks, COLUMNS: tl.con
 
 
 @triton.jit
-def join(score, value, scale, top, mass, out):
-    """Scores of some keys, before their scale, and their values join a running softmax to the base 2."""
-    higher = tl.maximum(top, tl.max(score, 1) * scale)
-    weight = tl.exp2(score * scale - higher[:, None])
-    keep = tl.exp2(top - higher)
-    mass = mass * keep + tl.sum(weight, 1)
-    out = tl.dot(weight.to(value.dtype), value, out * keep[:, None], input_precision="ieee")
-    return higher, mass, out
-
-
-@triton.jit
 def block_kernel(
     q, k, v, lists, counts, o, lse, scale, heads, group, past, room,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
@@ -194,16 +183,14 @@ def block_kernel(
         else:
             key = tl.load(keys + place * k.token, mask=wide, other=0.0)
             value = tl.load(values + place * v.token, mask=wide, other=0.0)
-        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
-        top, mass, out = join(score, value.to(query.dtype), scale, top, mass, out)
+        top, mass, out = take(query, key.to(query.dtype), value.to(query.dtype), wide, scale, top, mass, out,
+                              MASKED=False)
     for i in range(parts):
         place = (past + block * BLOCK + i * KEYS).to(tl.int64)
         key = tl.load(keys + place * k.token, mask=wide, other=0.0)
         value = tl.load(values + place * v.token, mask=wide, other=0.0)
-        score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
-        # finite from the first keys on, of which every query sees its block's first
-        score = tl.where((i * KEYS + every)[None, :] > member[:, None], float("-inf"), score)
-        top, mass, out = join(score, value.to(query.dtype), scale, top, mass, out)
+        top, mass, out = take(query, key.to(query.dtype), value.to(query.dtype),
+                              (i * KEYS + every)[None, :] > member[:, None], scale, top, mass, out, MASKED=True)
     out = out / mass[:, None]
     tl.store(o.base + row * o.row + head * o.head + token * o.token + width[None, :], out.to(o.base.dtype.element_ty),
              mask=wide)

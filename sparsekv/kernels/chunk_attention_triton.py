@@ -12,15 +12,16 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def take(query, key, value, hidden, scale, top, mass, out, MASKED: tl.constexpr):
-    """One block of keys joins a running softmax to the base 2; hidden `[ROWS, KEYS]`, if MASKED."""
-    score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    """One block of keys joins a running softmax to the base 2; hidden `[ROWS, KEYS]`, if MASKED. scale is above 0, so
+    that the highest score stays the highest."""
+    score = tl.dot(query, tl.trans(key), input_precision="ieee")
     if MASKED:
         score = tl.where(hidden, float("-inf"), score)
-    higher = tl.maximum(top, tl.max(score, 1))
+    higher = tl.maximum(top, tl.max(score, 1) * scale)
     safe = higher
     if MASKED:
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-    weight = tl.exp2(score - safe[:, None])
+    weight = tl.exp2(score * scale - safe[:, None])
     keep = tl.exp2(top - safe)
     mass = mass * keep + tl.sum(weight, 1)
     out = tl.dot(weight.to(value.dtype), value, out * keep[:, None], input_precision="ieee")

@@ -507,7 +507,7 @@ def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     assert error(found[seen], scores[seen]) < LIMITS[dtype]
     scores = scores.float()
     for share, least in ((0.25, 1), (0.0, 0), (0.1, 4), (1.0, 0)):
-        share = round(share * (1 << blocks.SHARE_BITS))
+        share = blocks.share_bits(share)
         mine, twin = (make(scores, share, least) for make in (blocks.launch_block_lists, blocks.block_lists_reference))
         # masses that are nearly equal may change places
         assert float((mine.counts - twin.counts).abs().sum()) <= 1e-3 * float(twin.counts.sum())

@@ -220,10 +220,10 @@ def block_kernels(dim: int, half: str, capability: int) -> None:
     check(ba.score_kernel, {"DIM": dim, "STRIDE": every.STRIDE, "EACH": every.EACH, "ROWS": how.rows,
                             "COLUMNS": how.columns, "CHANNELS": min(how.channels, dim)}, how.warps, half,
           (capability,), stages=how.stages, most=room, spill=SPILLED)
-    tiles = every.attention_tiles(dim * size, room)
-    assert tiles is not None
-    check(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": tiles.columns}, tiles.warps, half,
-          (capability,), stages=tiles.stages, most=room, spill=SPILLED)
+    launch = every.attention_launch(dim * size, room)
+    assert launch is not None
+    check(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": launch.keys}, launch.warps, half,
+          (capability,), stages=launch.stages, most=room, spill=SPILLED)
 
 
 def main() -> None:
@@ -286,9 +286,8 @@ def main() -> None:
             block_kernels(dim, "bf16", capability)
     block_kernels(256, "fp32", 80)
     each = {"EACH": block_attention.EACH, "BITS": block_attention.SHARE_BITS}
-    for kernel, columns, warps in ((ba.mass_kernel, block_attention.MASS_COLUMNS, 4),
-                                   (ba.floor_kernel, block_attention.FLOOR_COLUMNS, 8),
-                                   (ba.list_kernel, block_attention.LIST_COLUMNS, 4)):
+    for kernel, (columns, warps) in ((ba.mass_kernel, block_attention.MASS), (ba.floor_kernel, block_attention.FLOOR),
+                                     (ba.list_kernel, block_attention.LIST)):
         check(kernel, {**each, "COLUMNS": columns}, warps, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 128), ("fp32", 256)):

@@ -8,11 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.kernels import block_attention as ba
 
-SHAPES = [(4, 2, 16, 384, 256), (3, 1, 24, 0, 512), (2, 2, 64, 256, 128), (6, 2, 80, 1280, 640)]
-"""Query heads, KV heads, head dimension, tokens before the queries, queries."""
-
 
 def tensors(shape: tuple[int, ...], seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """shape: query heads, KV heads, head dimension, tokens before the queries, queries."""
     heads_q, heads, dim, past, count = shape
     torch.manual_seed(seed)
     q = 2 * torch.randn(2, count, heads_q, dim).transpose(1, 2)
@@ -86,6 +84,6 @@ def test_tiles_have_room() -> None:
         for size in (2, 4):
             how = ba.score_tiles(size, room)
             assert how.stages * (how.rows + how.columns) * how.channels * size <= room
-    assert ba.attention_tiles(256, 232_448) == ba.ATTENTION[0]
-    assert ba.attention_tiles(256, 101_376) == ba.ATTENTION[1]
-    assert ba.attention_tiles(1024, 101_376) is None
+    assert ba.attention_launch(256, 232_448) == ba.ATTENTION[0]
+    assert ba.attention_launch(256, 101_376) == ba.ATTENTION[1]
+    assert ba.attention_launch(1024, 101_376) is None
