@@ -13,7 +13,7 @@ from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
 from sparsekv.foundation.config import check_ranges, option
 from sparsekv.kernels import add_sinks, chunk_anchors, chunk_attention, dense_attention, gather_rows
-from sparsekv.kernels.block_attention import BLOCK, block_attention, block_lists, block_scores, score_bytes
+from sparsekv.kernels.block_attention import BLOCK, EACH, block_attention, block_lists, block_scores, score_bytes
 
 MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
 """Blocks of queries that are scored together at most, and bytes of their scores."""
@@ -46,8 +46,7 @@ class SparsePrompts:
         if (starts := padding(view)) is not None:
             return dense(view, query, view.keys.shape[2], starts)
         total, begin = view.keys.shape[2], view.keys.shape[2] - query.shape[2]
-        first = min(begin + -begin % BLOCK, total)
-        border = max(first, min(total, total + after - self.exact) // BLOCK * BLOCK)
+        first, border = self.sparse_part(total, query.shape[2], after)
         if first == border:
             return dense(view, query, total)
         out = torch.empty_like(query)
@@ -60,6 +59,20 @@ class SparsePrompts:
         if border < total:
             out[:, :, border - begin:] = dense(view, query[:, :, border - begin:], total)
         return out
+
+    def sparse_part(self, total: int, count: int, after: int = 0) -> tuple[int, int]:
+        """First and last + 1 of the tokens that read blocks, of the last `count` of `total` tokens with `after` more of
+        the prompt behind them; the same number twice where none does."""
+        begin = total - count
+        first = min(begin + -begin % BLOCK, total)
+        return first, max(first, min(total, total + after - self.exact) // BLOCK * BLOCK)
+
+    @staticmethod
+    def bytes_beside(heads: int, length: int) -> int:
+        """Bytes of the scores of `heads` query heads at most, with their masses and the lists, while one prompt of
+        `length` tokens is read."""
+        scores = min(max(MOST_BYTES, score_bytes(1, heads, length)), MOST_BLOCKS * score_bytes(1, heads, length))
+        return scores * (EACH + 2) // EACH
 
     def _blocks(self, view: LayerView, q: Tensor, end: int) -> Tensor:
         """Whole blocks of queries, the last of them before token `end`."""
@@ -125,9 +138,8 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
 
 
 def padding(view: LayerView) -> Tensor | None:
-    """Where rows begin, `[B]`, if one has padding. Waits for the device."""
-    starts = view.regions.starts
-    return starts if bool((starts > 0).any()) else None
+    """Where rows begin, `[B]`, if one has padding. Waits for the device, unless the regions are known to be equal."""
+    return view.regions.starts if view.regions.spans[1] > 0 else None
 
 
 def dense(view: LayerView, q: Tensor, end: int, starts: Tensor | None = None) -> Tensor:

@@ -59,7 +59,7 @@ def score_kernel(
                  mask=(member < groups)[:, None] & (block < blocks)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["past"])
 def mass_kernel(scores, mass, heads, past, blocks, EACH: tl.constexpr, COLUMNS: tl.constexpr):
     """What EACH groups of queries give to every block of keys that they see; +inf for the first and their own, nothing
     in place of NaN."""
@@ -91,7 +91,7 @@ def mass_kernel(scores, mass, heads, past, blocks, EACH: tl.constexpr, COLUMNS: 
         tl.store(to + column, found, mask=column <= own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["past"])
 def floor_kernel(bits, floor, heads, past, blocks, share, least, BITS: tl.constexpr, COLUMNS: tl.constexpr):
     """The largest mass that as many blocks of all heads reach as are wanted, its bits from the highest down: masses are
     not negative, so that their bits are in their order."""
@@ -119,7 +119,7 @@ def floor_kernel(bits, floor, heads, past, blocks, share, least, BITS: tl.conste
     tl.store(floor + at, tl.maximum(found, 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["past"])
 def list_kernel(bits, floor, lists, counts, heads, past, blocks, COLUMNS: tl.constexpr):
     """The blocks of a head that reach the floor, ascending."""
     # grid: (n, B·Hq)

@@ -1,10 +1,12 @@
 """The attention backend: vLLM's own for prompts and for short requests, sparse steps for the others. Batches of single
 tokens run in vLLM's full CUDA graphs: what a step reads lies in buffers that stay. Beside a prompt's chunk vLLM's own
-attention sees one token of the rows that decode sparsely, and their steps follow it."""
+attention sees one token of the rows that decode sparsely, and their steps follow it. Where long prompts are read
+sparsely it sees none of theirs."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
+from sparsekv.serving.prompts import Piece, pieces_of, warm_blocks, without
 from sparsekv.serving.seats import Places, Seats, StepRows, rows_of
 from sparsekv.serving.share import count_in
 from sparsekv.serving.stock import (
@@ -42,14 +45,16 @@ ALONE of that. On a CPU CPU_BYTES, of every request (docs/results/runtime.json, 
 @dataclass
 class SparseMetadata:
     """full: the stock backend's metadata. Of a batch in which some rows may be sparse also lanes, and table
-    `[R, blocks]`: the rows' pages; beside a prompt's chunk of the R rows that decode, whose queries are `at [R]`, and
-    others: the stock backend's metadata in which those that are sparse have one token."""
+    `[R, blocks]`: the rows' pages; beside a prompt's chunk of the R rows that decode, whose queries are `at [R]`.
+    pieces: of prompts that are read sparsely. others: the stock backend's metadata of what is left to it, in which rows
+    that decode sparsely have one token, and the requests of pieces none."""
 
     full: Any
     lanes: Lanes | None = None
     table: Tensor | None = None
     at: Tensor | None = None
     others: Any = None
+    pieces: Sequence[Piece] = ()
 
 
 class Home:
@@ -140,7 +145,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
-        return self._build(common_attn_metadata, serves=True)
+        common, reads = common_attn_metadata, self.plan.reads
+        pieces = pieces_of(common, reads, self.seats.places.page) if self.homes and reads is not None else []
+        return self._build(common, serves=True, pieces=pieces)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
         return self._build(common_attn_metadata, serves=False)
@@ -175,7 +182,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                 f"{(wanted - free) / total + 0.01:.2f}, fewer pages if their number is given, or requests in the "
                 "settings file")
 
-    def _build(self, common: Any, *, serves: bool) -> SparseMetadata:
+    def _build(self, common: Any, *, serves: bool, pieces: Sequence[Piece] = ()) -> SparseMetadata:
         if not self.homes or (not serves and TURN.capturing):
             return self._full(common)
         batch = StepRows(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
@@ -183,6 +190,8 @@ class SparseBuilder(AttentionMetadataBuilder):
         indices = [index for h in self.homes if (index := h.ready()) is not None]
         if indices and not self.warm:
             warm(indices, self.seats.places.sink_size)
+            if self.plan.reads is not None:
+                warm_blocks(indices[0], self.homes[0].impl.num_heads, self.plan.reads)
             self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         rows = None if decode else decoding_rows(common)
@@ -192,11 +201,11 @@ class SparseBuilder(AttentionMetadataBuilder):
         if self.seats.empty(short):
             if self.unsorted is not None:
                 self.unsorted.note(new, decode=decode)
-            return self._full(common)
+            return self._full(common, pieces)
         found = self.seats.follow(batch, new=new, decode=decode)
         if short or (rows is not None and not (serves and rows.numel())):
             self.seats.other_batch()
-            return self._full(common)
+            return self._full(common, pieces)
         if serves and len(indices) == len(self.homes):
             found = self.seats.serve(batch, found, indices)
         if rows is not None:
@@ -204,17 +213,23 @@ class SparseBuilder(AttentionMetadataBuilder):
             batch, found, at = rows_of(batch, found, rows.to(batch.lengths.device, non_blocking=True))
         lanes = self.seats.lanes(batch, found)
         if not lanes.sparse.is_cuda and not lanes.sparse.any():
-            return self._full(common)
+            return self._full(common, pieces)
         if rows is None:
             return SparseMetadata(self.full.build(0, common), lanes, batch.table)
-        others = copy.copy(common)
-        others.seq_lens = common.seq_lens.index_copy(
+        lengths = common.seq_lens.index_copy(
             0, rows.to(batch.lengths.device, non_blocking=True), batch.lengths.masked_fill(lanes.sparse, 1))
         return SparseMetadata(self.full.build(0, common), lanes._replace(rest=torch.zeros_like(lanes.rest)),
-                              batch.table, at, self.others.build(0, others))
+                              batch.table, at, self._others(common, lengths, pieces), pieces)
 
-    def _full(self, common: Any) -> SparseMetadata:
-        return SparseMetadata(self.full.build(0, common))
+    def _full(self, common: Any, pieces: Sequence[Piece] = ()) -> SparseMetadata:
+        others = self._others(common, common.seq_lens, pieces) if pieces else None
+        return SparseMetadata(self.full.build(0, common), others=others, pieces=pieces)
+
+    def _others(self, common: Any, lengths: Tensor, pieces: Sequence[Piece]) -> Any:
+        """The stock backend's metadata of these lengths, without the requests of pieces."""
+        others = copy.copy(common)
+        others.seq_lens = without(lengths, pieces)
+        return self.others.build(0, others)
 
 
 class SparseImpl(StockImpl):
@@ -257,18 +272,25 @@ class SparseImpl(StockImpl):
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:
         found: SparseMetadata | None = attn_metadata
-        if self.home is None or found is None or found.lanes is None:
+        if self.home is None or found is None or (found.lanes is None and not found.pieces):
             return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
                                    output_scale, output_block_scale)
-        assert found.table is not None
-        lanes, rows, index = found.lanes, found.lanes.sparse.shape[0], self.home.at(kv_cache)
-        if found.at is None:
+        lanes, index = found.lanes, self.home.at(kv_cache)
+        if lanes is not None and found.at is None:
+            assert found.table is not None
+            rows = lanes.sparse.shape[0]
             index.step(unrounded(query[:rows], layer, output), lanes, found.table, output[:rows])
             return output
         super().forward(layer, query, key, value, kv_cache, found.others, output, output_scale, output_block_scale)
-        q, dense = unrounded(rows_at(query, found.at), layer, output), output[found.at]
-        sparse = index.step(q, lanes, found.table, torch.empty_like(q))
-        output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
+        if lanes is not None and found.at is not None and found.table is not None:
+            q, dense = unrounded(rows_at(query, found.at), layer, output), output[found.at]
+            sparse = index.step(q, lanes, found.table, torch.empty_like(q))
+            output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
+        for piece in found.pieces:
+            place, reads = output[piece.first:piece.last], self.home.builder.plan.reads
+            assert reads is not None
+            q = unrounded(query[piece.first:piece.last], layer, output)
+            place.copy_(index.read(q, piece.slots, reads).reshape(place.shape))
         return output
 
 

@@ -17,6 +17,8 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, one_bucket
+from sparsekv.core.layer import LayerView
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.router import Router
@@ -202,6 +204,15 @@ class LayerIndex:
                             tail_starts=used, lengths=used, completion=completion,
                             pages=Pages(lanes.anchors, lanes.rest, table, self.page), out=out)[0]
         return out if self.scales.value == 1 else out.mul_(self.scales.value)
+
+    def read(self, q: Tensor, slots: Tensor, reads: SparsePrompts) -> Tensor:
+        """Attention of a piece of a prompt, q `[T, Hq, d]` with RoPE, whose request's tokens lie in slots `[N]`, those
+        of the piece last -> as q. Keys and values of the request are side by side while it lasts."""
+        start = torch.zeros(1, dtype=torch.int64, device=q.device)
+        view = LayerView(self.keys_in(slots)[None], self.values_in(slots)[None],
+                         Regions.of_equal_rows(start, slots.shape[0], 0, 0), self.scale, q.shape[1])
+        out = reads.read(view, q.transpose(0, 1)[None])[0].transpose(0, 1)
+        return out if self.scales.value == 1 else out * self.scales.value
 
     def request(self, slots: Tensor, regions: Regions) -> RequestKeys:
         """The keys of a request whose tokens up to the mid region's end lie in `slots [N]`."""

@@ -15,6 +15,7 @@ from sparsekv.foundation.memory import memory_of
 from sparsekv.serving import summaries
 from sparsekv.serving.checks import check_engine, head_slice, served_shape
 from sparsekv.serving.index import heads_of
+from sparsekv.serving.prompts import prompt_bytes
 from sparsekv.serving.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
 from sparsekv.serving.share import Beside, Counted, beside, count, seats_within
 
@@ -63,9 +64,14 @@ def sparse_layers(config: Any, plan: ServedModel) -> Iterator[tuple[str, Any]]:
 
 
 def kept_beside(config: Any, plan: ServedModel) -> Beside:
-    """What all layers of this rank keep beside the pages."""
-    parts = [part_of(config, plan, layer_number(name), impl) for name, impl in sparse_layers(config, plan)]
-    return beside(parts, config.model_config.max_model_len, config.model_config.dtype)
+    """What all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
+    layers, model = list(sparse_layers(config, plan)), config.model_config
+    longest, kind = model.max_model_len, model.dtype
+    kept = beside([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
+    if plan.reads is None or longest < plan.reads.shortest:
+        return kept
+    return kept._replace(once=kept.once + max((prompt_bytes(
+        (impl.num_heads, impl.num_kv_heads), impl.head_size, longest, kind.itemsize) for _, impl in layers), default=0))
 
 
 def seats_of(config: Any, plan: ServedModel, kept: Beside) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.artifacts.checks import check_types, parse_object, reason
+from sparsekv.artifacts.checks import brief, check_types, is_number, parse_object, reason
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import check_budget
 from sparsekv.core.registry import NONE, served
 from sparsekv.core.selectors.router import Router
@@ -42,7 +44,8 @@ class Serving:
     selector: sketch (if the artifact has sketches) or router. completion: phi, where there are feature maps, or none.
     token_budget and candidates: the selector's. dense_below: the length from which a request decodes sparsely; without
     it where that was measured to be faster. requests: how many decode sparsely at once, each with an index; others are
-    attended to fully; without it as many as the engine runs, within `memory_share` of the memory that vLLM may take."""
+    attended to fully; without it as many as the engine runs, within `memory_share` of the memory that vLLM may take.
+    prefill: how prompts are read, dense, sparse, or an object with some fields of `SparsePrompts`."""
 
     artifacts: str | None = None
     router: str | None = None
@@ -59,6 +62,7 @@ class Serving:
     dense_below: int | None = None
     requests: int | None = None
     memory_share: float = 0.1
+    prefill: str | dict[str, Any] = "dense"
 
     @classmethod
     def load(cls, path: str | Path) -> Serving:
@@ -106,6 +110,7 @@ class Serving:
         if not 0 < self.memory_share < 1:
             raise SparseKVError(f"{where} has memory_share {self.memory_share}; expected a share of the memory between "
                                 "0 and 1, which indices and summaries may take")
+        _reads(self.prefill, where)
         for name, least in (("sink_size", 0), ("window_size", 0), ("decode_window", 1), ("dense_below", 0),
                             ("requests", 1)):
             value = getattr(self, name)
@@ -128,6 +133,11 @@ class ServedModel:
     phi: PhiArtifact | None = None
     layers: dict[int, LayerSetting] | None = None
 
+    @cached_property
+    def reads(self) -> SparsePrompts | None:
+        """How prompts are read in the layers that decode sparsely, None: by full attention."""
+        return _reads(self.serving.prefill, "prefill")
+
     def layer(self, layer_idx: int) -> Router | None:
         """The selector that a layer is served with, None: full attention."""
         if layer_idx not in self.budgets or self.router.layer(layer_idx) is None:
@@ -139,6 +149,25 @@ class ServedModel:
     def maps(self, layer_idx: int) -> PhiLayer | None:
         """The feature maps that complete a layer that decodes sparsely, None: nothing does."""
         return None if self.phi is None else gated_maps(self.phi, layer_idx, self.layers)
+
+
+def _reads(prefill: str | dict[str, Any], where: str) -> SparsePrompts | None:
+    """What an entry `prefill` says. Raises SparseKVError."""
+    names = [f.name for f in fields(SparsePrompts)]
+    if isinstance(prefill, str):
+        if prefill not in ("dense", "sparse"):
+            raise SparseKVError(f"{where} has prefill {prefill!r}; expected dense, sparse, or an object with some of "
+                                f"{', '.join(names)}")
+        return SparsePrompts() if prefill == "sparse" else None
+    for name, value in prefill.items():
+        if name not in names:
+            raise SparseKVError(f"{where} has {name!r} in its prefill; expected some of {', '.join(names)}")
+        if not is_number(value):
+            raise SparseKVError(f"{where} has {name} {brief(value)} in its prefill; expected a number")
+    try:
+        return SparsePrompts(**prefill)
+    except SparseKVError as error:
+        raise SparseKVError(f"{where}: of prefill, {error}") from error
 
 
 def settings_path() -> str | None:

@@ -19,7 +19,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from sparsekv.serving.index import LayerIndex
     from sparsekv.serving.seats import Seats
 
-    seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0, "short": 0}
+    seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0, "short": 0, "pieces": 0}
 
     def counted(cls: Any, name: str, note: Any) -> None:
         """note: called with all but the first argument, which of methods is the object."""
@@ -35,6 +35,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         seen[name] += number
 
     counted(LayerIndex, "choose", lambda q, lanes: (add("steps"), add("sparse_rows", int(lanes.sparse.sum()))))
+    counted(LayerIndex, "read", lambda *_: add("pieces"))
     counted(seats, "build_seat", lambda *_: add("built"))
     counted(seats, "extend_seat", lambda *_: add("moved"))
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))

@@ -12,6 +12,7 @@ import pytest
 from tiny import make_model
 from tiny_artifacts import artifacts
 
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
 from sparsekv.serving.checks import check_engine, served_shape
@@ -94,6 +95,13 @@ def test_a_recommended_file_brings_gates_by_layer(folder: Path) -> None:
     assert plan.maps(1) is None and plan.budgets == {1: 0.02, 2: 0.02}
 
 
+def test_how_prompts_are_read(folder: Path) -> None:
+    for entry, expected in (("dense", None), ("sparse", SparsePrompts()),
+                            ({"share": 0.3, "shortest": 0}, SparsePrompts(share=0.3, shortest=0))):
+        assert served_model(load(folder, router="router", prefill=entry), SHAPE).reads == expected
+    assert served_model(load(folder, router="router"), SHAPE).reads is None
+
+
 @pytest.mark.parametrize(("entries", "said"), [
     ({}, "names no router"),
     ({"router": "router", "completion": "centroid"}, "completion 'centroid'; expected phi or none"),
@@ -105,6 +113,11 @@ def test_a_recommended_file_brings_gates_by_layer(folder: Path) -> None:
     ({"router": "router", "requests": 0}, "requests 0"),
     ({"router": "router", "selector": "quest"}, "selector 'quest'"),
     ({"recommended": "recommended.json", "token_budget": 0.1}, "recommended and token_budget"),
+    ({"router": "router", "prefill": "half"}, "prefill 'half'; expected dense, sparse, or an object with"),
+    ({"router": "router", "prefill": True}, "prefill is True"),
+    ({"router": "router", "prefill": {"chunk": 3}}, "'chunk' in its prefill; expected some of share, least, exact"),
+    ({"router": "router", "prefill": {"share": 2}}, "--share must be a finite number from 0.0 to 1.0, found 2"),
+    ({"router": "router", "prefill": {"exact": None}}, "exact None in its prefill; expected a number"),
 ])
 def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):

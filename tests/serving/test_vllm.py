@@ -117,6 +117,9 @@ CASES: dict[str, tuple[list[Any], dict[str, Any], dict[str, Any], dict[str, int]
     "short ones by themselves, before and after": (
         [wave(prompts(60, 90), 40), wave(prompts(260, 40), 80), wave(prompts(50), 90), wave(prompts(250, 300), 30)],
         {}, {"dense_below": 200}, {"built": 3, "short": 100}),
+    "prompts by blocks, beside others": (
+        [wave(prompts(900, 90, 700, 120, 500), 40)], {"max_num_batched_tokens": 300},
+        {"prefill": {"share": 1.0, "exact": 0, "shortest": 256}, **PHI}, {"mixed": 1, "pieces": 5}),
     "the border moves": ([wave(prompts(150, 70), 120)], {}, {"decode_window": 16, **PHI}, {"moved": 10}),
 }
 
@@ -158,6 +161,23 @@ def test_with_a_budget_the_tokens_are_those_of_attach(
         others = serve(folder, [wave(texts, tokens)], None)["tokens"]
     assert found["tokens"] != others, f"{'completion' if completed else 'the budget'} made no difference"
     assert found["seen"]["moved"] > 0
+
+
+@pytest.mark.parametrize(("exact", "chunk"), [(100, None), (0, 256)])
+def test_sparse_prompts_are_read_as_attach_reads_them(folder: Path, exact: int, chunk: int | None) -> None:
+    """In one step, or in pieces of whole blocks beside requests that decode; a short prompt is read densely. Prompts
+    decode densely, so that nothing else differs."""
+    from sparsekv.core.prefill import SparsePrompts
+
+    texts, tokens = prompts(900, 130, 800), 30
+    reads = {"share": 0.05, "least": 128, "exact": exact, "shortest": 500}
+    options = {"token_budget": 1.0, "candidates": 1.0}
+    expected = attached(folder, texts, tokens, prefill=SparsePrompts(**reads), **options)
+    engine = {} if chunk is None else {"max_num_batched_tokens": chunk, "max_num_seqs": 1}
+    found = serve(folder, [wave(texts, tokens)], {**options, "dense_below": 0, "prefill": reads}, **engine)
+    assert found["tokens"][0] == expected
+    dense = attached(folder, texts, tokens, **options)
+    assert [a == b for a, b in zip(expected, dense, strict=True)] == [False, True, False]
 
 
 def test_after_a_prefix_hit_the_tokens_are_those_of_attach(folder: Path) -> None:
