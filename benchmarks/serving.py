@@ -5,11 +5,12 @@ the plugin locks-kv, in one run.
 
 Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
-maps, with artifacts of the form that `sparsekv train` makes, random. A method's cases of one `ENGINES` entry share an
-engine, a process of its own that is warmed up with one request; every row of a case has its own prompt, prefix caching
-is off, and the decode steps run in vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four
-rows of 128k, sixteen of 32k or one of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only
-where they are named. On a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts`, where it is named, also
+reads prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its own that is warmed up
+with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in vLLM's full
+CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of 32k or one of 512k
+beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On a CPU `vllm_fa3`
+is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
@@ -84,6 +85,8 @@ ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4", "8b-128k-b3", "
 NAMED = ("8b-128k-b3", "8b-32k-b12")
 """Cases that run only where they are named."""
 METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
+OURS = ("vllm_sparsekv", "vllm_sparse_prompts")
+"""sparsekv's backend as it is by default, and with prompts that are read sparsely."""
 BUDGET, SPREAD = 0.01, 2.3
 """Share of the context that is read; standard deviation of a query's scores over its keys, the median of the heads and
 layers of SmolLM2-135M on a page of documentation."""
@@ -161,7 +164,7 @@ def give_weights(model: Any) -> None:
 
 def backend_of(method: str) -> dict[str, Any]:
     """vLLM's attention_config."""
-    return {"backend": "CUSTOM"} if method == "vllm_sparsekv" else {"backend": "FLASH_ATTN", "flash_attn_version": 3}
+    return {"backend": "CUSTOM"} if method in OURS else {"backend": "FLASH_ATTN", "flash_attn_version": 3}
 
 
 def environment(method: str) -> dict[str, str]:
@@ -309,7 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available() and c not in NAMED]
     parser.add_argument("--cases", nargs="+", choices=CASES, default=here)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=(*METHODS, OURS[1]), default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
@@ -328,7 +331,7 @@ def main() -> None:
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
 
-    answers: dict[str, dict[str, list[int]]] = {method: {} for method in METHODS}
+    answers: dict[str, dict[str, list[int]]] = {method: {} for method in options.methods}
     if options.said is not None and options.said.exists():
         answers |= json.loads(options.said.read_text())
 
@@ -346,11 +349,12 @@ def main() -> None:
                 answers[method] |= _in_a_process(cases, method, device, options)
 
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
-        list(pool.map(serve, options.methods, range(devices) if options.side_by_side else [None] * len(METHODS)))
+        list(pool.map(serve, options.methods,
+                      range(devices) if options.side_by_side else [None] * len(options.methods)))
     if options.said is not None:
         options.said.write_text(json.dumps(answers))
     for case in options.cases:
-        ours, own = answers["vllm_sparsekv"].get(case), answers["vllm_fa3"].get(case)
+        ours, own = (answers.get(method, {}).get(case) for method in ("vllm_sparsekv", "vllm_fa3"))
         if ours and own:
             print(f"{case}: vllm_sparsekv begins as vllm_fa3 for {same(ours, own)} of {len(own)} tokens", flush=True)
         for method in options.methods:
@@ -361,9 +365,10 @@ def main() -> None:
     print(options.output / "serving.json")
 
 
-def settings_for(folder: Path, shape: str) -> Path:
+def settings_for(folder: Path, shape: str, method: str = OURS[0]) -> Path:
     """The settings file, what is not in it by default."""
-    (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {})}))
+    prefill = {"prefill": "sparse"} if method == OURS[1] else {}
+    (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {}), **prefill}))
     return folder / "settings.json"
 
 
@@ -376,9 +381,9 @@ def _in_a_process(
         env["CUDA_VISIBLE_DEVICES"] = str(device)
     with tempfile.TemporaryDirectory() as place:
         folder, shape = Path(place), CASES[cases[0]].shape
-        write_model(shape, folder, 1 << 20, trained=method == "vllm_sparsekv")
-        if method == "vllm_sparsekv":
-            env[VARIABLE] = str(settings_for(folder, shape))
+        write_model(shape, folder, 1 << 20, trained=method in OURS)
+        if method in OURS:
+            env[VARIABLE] = str(settings_for(folder, shape, method))
         process = subprocess.Popen(
             [sys.executable, __file__, "--cases", *cases, "--methods", method, "--tokens", str(options.tokens),
              "--memory", str(options.memory), "--graphs", options.graphs, "--engine", str(folder),
