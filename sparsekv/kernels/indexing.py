@@ -9,6 +9,8 @@ from torch import Tensor
 from sparsekv.kernels.launch import acc_dtype, at_once, dense_last, on_device, padded
 
 ASSIGNED_AT_ONCE, BUCKETS_AT_ONCE, WARPS, STAGES = 128, 64, 4, 3
+WIDE_WARPS = 8
+"""Warps for numbers of 4 bytes, whose products are not those of matrix units: with 4 a program's registers overflow."""
 ROW_BYTES = 256
 """The widest key of which ASSIGNED_AT_ONCE are compared with BUCKETS_AT_ONCE buckets at once."""
 SORTED_AT_ONCE, PLACED_AT_ONCE = 2048, 64
@@ -43,7 +45,8 @@ def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
     assign_kernel[(batch * heads, -(-length // block))](
         keys, centroids, assigned, heads, length, buckets, dim, *keys.stride()[:3],
         centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=block,
-        BUCKETS=at_once(BUCKETS_AT_ONCE, row_bytes, ROW_BYTES), DIM=padded(dim), num_warps=WARPS, num_stages=STAGES)
+        BUCKETS=at_once(BUCKETS_AT_ONCE, row_bytes, ROW_BYTES), DIM=padded(dim),
+        num_warps=WARPS if keys.element_size() < 4 else WIDE_WARPS, num_stages=STAGES)
     return assigned
 
 
