@@ -49,6 +49,16 @@ def test_pieces_are_of_long_prompts_with_blocks_to_read(known: bool) -> None:
     assert pieces_of(step_of([(900, 1), (1000, 1)]), FEW, PAGE) == []
 
 
+def test_what_is_not_plainly_causal_is_left_to_vllm() -> None:
+    """A request with spans that see themselves both ways (images of a prefix model), and steps that are not causal."""
+    step = step_of([(1000, 1000), (1000, 1000)])
+    step.causal, step.mm_req_doc_ranges = True, {0: [(3, 90)], 1: []}
+    assert [piece.row for piece in pieces_of(step, FEW, PAGE)] == [1]
+    for causal in (False, torch.ones(2, dtype=torch.bool)):
+        step.causal = causal
+        assert pieces_of(step, FEW, PAGE) == []
+
+
 @pytest.mark.parametrize("scales", [None, Scales(0.3, 0.07)])
 @pytest.mark.parametrize("count", [1000, 300])
 def test_a_piece_reads_what_the_core_reads(count: int, scales: Scales | None) -> None:
