@@ -177,10 +177,10 @@ class SparseBuilder(AttentionMetadataBuilder):
         if wanted > free:
             raise SparseKVError(
                 f"codes of {slots} tokens take {self.kept.slot * slots / gib:.2f} GiB and indices and summaries of "
-                f"{self.room.seats} requests with the feature maps {self.kept.of(0, self.room.seats) / gib:.2f} GiB "
-                f"beside the cache, and {free / gib:.2f} GiB are left; lower --gpu-memory-utilization by "
-                f"{(wanted - free) / total + 0.01:.2f}, fewer pages if their number is given, or requests in the "
-                "settings file")
+                f"{self.room.seats} requests with the feature maps {self.kept.of(0, self.room.seats) / gib:.2f} GiB"
+                f"{self.kept.of_prompts} beside the cache, and {free / gib:.2f} GiB are left; lower "
+                f"--gpu-memory-utilization by {(wanted - free) / total + 0.01:.2f}, fewer pages if their number is "
+                "given, or requests in the settings file")
 
     def _build(self, common: Any, *, serves: bool, pieces: Sequence[Piece] = ()) -> SparseMetadata:
         if not self.homes or (not serves and TURN.capturing):
