@@ -69,7 +69,9 @@ def warm_blocks(index: LayerIndex, heads: int, reads: SparsePrompts) -> None:
         index.read(q, slots, replace(reads, least=0, exact=0))
 
 
-def prompt_bytes(heads: tuple[int, int], dim: int, longest: int, size: int) -> int:
+def prompt_bytes(heads: tuple[int, int], dim: int, longest: int, size: int, *, rounded: bool = False) -> int:
     """Bytes that a layer needs while it reads a piece of a prompt of `longest` tokens, with so many query and KV heads
-    and numbers of `size` bytes: keys and values side by side, and what `SparsePrompts.read` needs."""
-    return 2 * heads[1] * dim * size * longest + SparsePrompts.bytes_beside(heads[0], longest)
+    and numbers of `size` bytes: keys and values side by side, and what `SparsePrompts.read` needs after that. rounded:
+    of a float8 cache, whose values are there as bytes before they are of that size."""
+    side = heads[1] * dim * longest
+    return 2 * side * size + max(SparsePrompts.bytes_beside(heads[0], longest), side if rounded else 0)
