@@ -18,7 +18,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
-from sparsekv.serving.prompts import Piece, pieces_of, warm_blocks, without
+from sparsekv.serving.prompts import Piece, hold, pieces_of, warm_blocks, without
 from sparsekv.serving.seats import Places, Seats, StepRows, rows_of
 from sparsekv.serving.share import count_in
 from sparsekv.serving.stock import (
@@ -131,7 +131,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
         self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.homes) else None
         self.unsorted: Unsorted | None = None
-        self.warm = False
+        self.warm = self.held = False
         # a full graph that was captured with sparse steps needs to know which rows are sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
@@ -147,6 +147,9 @@ class SparseBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         common, reads = common_attn_metadata, self.plan.reads
         pieces = pieces_of(common, reads, self.seats.places.page) if self.homes and reads is not None else []
+        if pieces and not self.held:
+            hold(self.kept.prompts, self.device)
+            self.held = True
         return self._build(common, serves=True, pieces=pieces)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:

@@ -4,6 +4,7 @@ their requests. A step's metadata do not say where a prompt ends, so that every 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -70,6 +71,14 @@ def warm_blocks(index: LayerIndex, heads: int, reads: SparsePrompts) -> None:
         index.read(q, slots, replace(reads, least=0, exact=0))
         part = BLOCK // 4
         index.read(q[2 * part:], slots[:-part], replace(reads, least=0, exact=min(reads.exact, BLOCK * blocks // 2)))
+
+
+def hold(size: int, device: torch.device) -> None:
+    """Let a CUDA device's allocator keep one block of `size` bytes, which what a prompt needs is cut from: it keeps
+    freed blocks, of which none is large enough for the next piece, that has more tokens before it."""
+    if device.type == "cuda":
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def prompt_bytes(heads: tuple[int, int], dim: int, longest: int, size: int, *, rounded: bool = False) -> int:

@@ -19,7 +19,7 @@ from sparsekv.kernels import slots_at
 from sparsekv.kernels.block_attention import BLOCK, score_bytes
 from sparsekv.serving.index import LayerIndex, Room, Scales, Unsorted
 from sparsekv.serving.pages import write
-from sparsekv.serving.prompts import pieces_of, prompt_bytes, without
+from sparsekv.serving.prompts import hold, pieces_of, prompt_bytes, without
 
 FEW = SparsePrompts(share=0.1, least=128, exact=100, shortest=600)
 LONG = 1000
@@ -101,6 +101,25 @@ def test_the_scores_of_a_prompt_fit_what_is_counted(heads: int, length: int, mon
     SparsePrompts(exact=0).read(LayerView(keys, keys, regions, 1.0, heads), empty.expand(1, heads, BLOCK * 400, 1))
     counted = prompt_bytes((heads, 2), 8, length, 2) - 2 * 2 * 8 * 2 * length
     assert max(seen) * 18 // 16 <= counted < 3 * max(seen)
+
+
+@pytest.mark.gpu
+def test_pieces_of_growing_prompts_leave_no_blocks_behind() -> None:
+    """The allocator's memory is what was counted, however many lengths there were."""
+    def read_pieces() -> int:
+        for mib in range(64, 257, 16):
+            for _ in range(2):
+                pair = [torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+                del pair
+        return torch.cuda.memory_reserved() - before
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    assert read_pieces() > 2 << 30, "without it all lengths are kept"
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    hold(512 << 20, torch.device("cuda"))
+    assert read_pieces() <= 514 << 20
 
 
 class Held(TorchDispatchMode):
