@@ -106,10 +106,12 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.plan = plan_for(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self.homes: list[Home] = []
+        # chunks of a local attention come as requests of their own, whose lengths on the CPU are the whole requests'
+        local = getattr(kv_cache_spec, "attention_chunk_size", None) is not None
         for name in layer_names:
             impl = layers[name].impl
             impl.home = None
-            if impl.may_be_sparse and self.plan.layer(layer_number(name)) is not None:
+            if impl.may_be_sparse and not local and self.plan.layer(layer_number(name)) is not None:
                 impl.home = Home(self, layer_number(name), layers[name])
                 self.homes.append(impl.home)
         if not self.homes:
