@@ -18,7 +18,7 @@ from sparsekv.foundation.errors import SparseKVError
 from sparsekv.serving.graphs import TURN, capture_twice
 from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.serving.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
-from sparsekv.serving.prompts import Piece, pieces_of, warm_blocks, without
+from sparsekv.serving.prompts import Piece, hold, pieces_of, warm_blocks, without
 from sparsekv.serving.seats import Places, Seats, StepRows, rows_of
 from sparsekv.serving.share import count_in
 from sparsekv.serving.stock import (
@@ -106,10 +106,12 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.plan = plan_for(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self.homes: list[Home] = []
+        # chunks of a local attention come as requests of their own, whose lengths on the CPU are the whole requests'
+        local = getattr(kv_cache_spec, "attention_chunk_size", None) is not None
         for name in layer_names:
             impl = layers[name].impl
             impl.home = None
-            if impl.may_be_sparse and self.plan.layer(layer_number(name)) is not None:
+            if impl.may_be_sparse and not local and self.plan.layer(layer_number(name)) is not None:
                 impl.home = Home(self, layer_number(name), layers[name])
                 self.homes.append(impl.home)
         if not self.homes:
@@ -131,7 +133,7 @@ class SparseBuilder(AttentionMetadataBuilder):
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
         self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.homes) else None
         self.unsorted: Unsorted | None = None
-        self.warm = False
+        self.warm = self.held = False
         # a full graph that was captured with sparse steps needs to know which rows are sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
@@ -147,6 +149,9 @@ class SparseBuilder(AttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         common, reads = common_attn_metadata, self.plan.reads
         pieces = pieces_of(common, reads, self.seats.places.page) if self.homes and reads is not None else []
+        if pieces and not self.held:
+            hold(self.kept.prompts, self.device)
+            self.held = True
         return self._build(common, serves=True, pieces=pieces)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> SparseMetadata:
@@ -177,10 +182,10 @@ class SparseBuilder(AttentionMetadataBuilder):
         if wanted > free:
             raise SparseKVError(
                 f"codes of {slots} tokens take {self.kept.slot * slots / gib:.2f} GiB and indices and summaries of "
-                f"{self.room.seats} requests with the feature maps {self.kept.of(0, self.room.seats) / gib:.2f} GiB "
-                f"beside the cache, and {free / gib:.2f} GiB are left; lower --gpu-memory-utilization by "
-                f"{(wanted - free) / total + 0.01:.2f}, fewer pages if their number is given, or requests in the "
-                "settings file")
+                f"{self.room.seats} requests with the feature maps {self.kept.of(0, self.room.seats) / gib:.2f} GiB"
+                f"{self.kept.of_prompts} beside the cache, and {free / gib:.2f} GiB are left; lower "
+                f"--gpu-memory-utilization by {(wanted - free) / total + 0.01:.2f}, fewer pages if their number is "
+                "given, or requests in the settings file")
 
     def _build(self, common: Any, *, serves: bool, pieces: Sequence[Piece] = ()) -> SparseMetadata:
         if not self.homes or (not serves and TURN.capturing):

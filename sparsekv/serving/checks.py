@@ -21,6 +21,10 @@ def check_engine(config: Any) -> None:
         raise SparseKVError("speculative decoding is on; expected one token a step, since a request is known by having "
                             "one token more than at its last step, and drafts that are taken back break that; leave "
                             "out --speculative-config")
+    window = getattr(getattr(config, "model_config", None), "rswa_window", None)
+    if window is not None:
+        raise SparseKVError(f"this model's answers see a window of {window} tokens behind its prompt; expected one "
+                            "that sees all tokens before; serve it with vLLM's own attention")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise SparseKVError(f"{name} is {getattr(parallel, name)}; expected 1, since an index knows the keys of "

@@ -70,8 +70,10 @@ def kept_beside(config: Any, plan: ServedModel) -> Beside:
     kept = beside([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
     if plan.reads is None or longest < plan.reads.shortest:
         return kept
-    return kept._replace(once=kept.once + max((prompt_bytes(
-        (impl.num_heads, impl.num_kv_heads), impl.head_size, longest, kind.itemsize) for _, impl in layers), default=0))
+    rounded = config.cache_config.cache_dtype.startswith("fp8")
+    return kept._replace(prompts=max((prompt_bytes(
+        (impl.num_heads, impl.num_kv_heads), impl.head_size, longest, kind.itemsize, rounded=rounded)
+        for _, impl in layers), default=0))
 
 
 def seats_of(config: Any, plan: ServedModel, kept: Beside) -> int:

@@ -18,14 +18,22 @@ from sparsekv.serving import index, summaries
 
 class Beside(NamedTuple):
     """Bytes that all layers of a rank keep beside the pages: of a slot; of what is there once, nobody's seat and the
-    feature maps at most; of a seat."""
+    feature maps at most; of a seat. prompts: what is needed while a prompt is read sparsely."""
 
     slot: int
     once: int
     seat: int
+    prompts: int = 0
 
     def of(self, slots: int, seats: int) -> int:
-        return self.slot * slots + self.once + self.seat * seats
+        return self.slot * slots + self.once + self.prompts + self.seat * seats
+
+    @property
+    def of_prompts(self) -> str:
+        """What prompts take of it, in the words of a refusal."""
+        if not self.prompts:
+            return ""
+        return f" ({self.prompts / 2**30:.2f} GiB of it for sparse prompts, which prefill dense needs not)"
 
 
 class Counted(NamedTuple):
@@ -61,9 +69,9 @@ def count(kept: Beside, available: int, page_bytes: int, seats: int) -> Counted:
     rest = available - kept.of(0, seats)
     if rest <= 0:
         raise SparseKVError(
-            f"indices and summaries of {seats} requests and the feature maps take {kept.of(0, seats) / 2**30:.2f} GiB "
-            f"and vLLM has {available / 2**30:.2f} GiB for them and the pages; raise --gpu-memory-utilization, or "
-            "lower requests or memory_share in the settings file")
+            f"indices and summaries of {seats} requests and the feature maps take {kept.of(0, seats) / 2**30:.2f} GiB"
+            f"{kept.of_prompts} and vLLM has {available / 2**30:.2f} GiB for them and the pages; raise "
+            "--gpu-memory-utilization, or lower requests or memory_share in the settings file")
     return Counted(seats, rest * page_bytes // (page_bytes + kept.slot))
 
 

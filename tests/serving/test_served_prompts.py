@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from paged import DIM, GROUP, HEADS, PAGE, SCALE, router, selector
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekv.core import prefill
 from sparsekv.core.layer import LayerView
@@ -17,7 +19,7 @@ from sparsekv.kernels import slots_at
 from sparsekv.kernels.block_attention import BLOCK, score_bytes
 from sparsekv.serving.index import LayerIndex, Room, Scales, Unsorted
 from sparsekv.serving.pages import write
-from sparsekv.serving.prompts import pieces_of, prompt_bytes, without
+from sparsekv.serving.prompts import hold, pieces_of, prompt_bytes, without
 
 FEW = SparsePrompts(share=0.1, least=128, exact=100, shortest=600)
 LONG = 1000
@@ -47,6 +49,16 @@ def test_pieces_are_of_long_prompts_with_blocks_to_read(known: bool) -> None:
     assert without(step.seq_lens, found).tolist() == [900, 599, 0, 700, 0, 900]
     assert without(step.seq_lens, []) is step.seq_lens
     assert pieces_of(step_of([(900, 1), (1000, 1)]), FEW, PAGE) == []
+
+
+def test_what_is_not_plainly_causal_is_left_to_vllm() -> None:
+    """A request with spans that see themselves both ways (images of a prefix model), and steps that are not causal."""
+    step = step_of([(1000, 1000), (1000, 1000)])
+    step.causal, step.mm_req_doc_ranges = True, {0: [(3, 90)], 1: []}
+    assert [piece.row for piece in pieces_of(step, FEW, PAGE)] == [1]
+    for causal in (False, torch.ones(2, dtype=torch.bool)):
+        step.causal = causal
+        assert pieces_of(step, FEW, PAGE) == []
 
 
 @pytest.mark.parametrize("scales", [None, Scales(0.3, 0.07)])
@@ -89,3 +101,55 @@ def test_the_scores_of_a_prompt_fit_what_is_counted(heads: int, length: int, mon
     SparsePrompts(exact=0).read(LayerView(keys, keys, regions, 1.0, heads), empty.expand(1, heads, BLOCK * 400, 1))
     counted = prompt_bytes((heads, 2), 8, length, 2) - 2 * 2 * 8 * 2 * length
     assert max(seen) * 18 // 16 <= counted < 3 * max(seen)
+
+
+@pytest.mark.gpu
+def test_pieces_of_growing_prompts_leave_no_blocks_behind() -> None:
+    """The allocator's memory is what was counted, however many lengths there were."""
+    def read_pieces() -> int:
+        for mib in range(64, 257, 16):
+            for _ in range(2):
+                pair = [torch.empty(mib << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
+                del pair
+        return torch.cuda.memory_reserved() - before
+
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    assert read_pieces() > 2 << 30, "without it all lengths are kept"
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    hold(512 << 20, torch.device("cuda"))
+    assert read_pieces() <= 514 << 20
+
+
+class Held(TorchDispatchMode):
+    """most: bytes of the tensors that operations made, of those that are there at once; not those of `before`."""
+
+    def __init__(self, before: torch.Tensor) -> None:
+        super().__init__()
+        self.before = before.untyped_storage().data_ptr()
+        self.made: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != self.before:
+            self.made[StorageWeakRef(out.untyped_storage())] = out.untyped_storage().nbytes()
+        self.most = max(self.most, sum(size for storage, size in self.made.items() if not storage.expired()))
+        return out
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_keys_and_values_of_a_prompt_fit_what_is_counted(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a float8 cache are there twice for a while, as bytes too."""
+    pool = torch.zeros(63, PAGE, HEADS, 2 * DIM, dtype=torch.float8_e4m3fn if rounded else torch.bfloat16)
+    index = LayerIndex(selector(router(), 8, 0.5), pool.transpose(1, 2), Room(1, LONG),
+                       Unsorted(63 * PAGE, torch.device("cpu")), scale=SCALE, kind=torch.bfloat16,
+                       scales=Scales(0.3, 0.07) if rounded else None)
+    monkeypatch.setattr(SparsePrompts, "bytes_beside", staticmethod(lambda *_: 0))
+    monkeypatch.setattr(SparsePrompts, "read", lambda self, view, query: query)
+    slots, q = torch.arange(LONG), torch.zeros(1, HEADS, DIM, dtype=torch.bfloat16)
+    with Held(pool) as held:
+        index.read(q, slots, FEW)
+    counted = prompt_bytes((HEADS, HEADS), DIM, LONG, 2, rounded=rounded)
+    assert 4 * HEADS * DIM * LONG <= held.most <= counted + 256

@@ -153,7 +153,7 @@ def engine(**changes: Any) -> SimpleNamespace:
     cache = {"cache_dtype": "auto", "kv_offloading_size": None, "calculate_kv_scales": False}
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False,
                 "tensor_parallel_size": 1}
-    whole = {"speculative_config": None, "kv_transfer_config": None}
+    whole = {"speculative_config": None, "kv_transfer_config": None, "model_config": SimpleNamespace(rswa_window=None)}
     for name, value in changes.items():
         next(part for part in (cache, parallel, whole) if name in part)[name] = value
     return SimpleNamespace(cache_config=SimpleNamespace(**cache), parallel_config=SimpleNamespace(**parallel), **whole)
@@ -173,6 +173,7 @@ def test_a_plain_engine_is_served() -> None:
     ({"kv_transfer_config": object()}, "KV connector"),
     ({"kv_offloading_size": 3.0}, "offloading"),
     ({"enable_dbo": True}, "cut in two"),
+    ({"model_config": SimpleNamespace(rswa_window=128)}, "a window of 128 tokens behind its prompt"),
 ])
 def test_engines_that_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):

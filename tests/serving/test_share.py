@@ -38,6 +38,16 @@ def test_as_many_seats_as_the_share_holds() -> None:
     assert kept.of(10, 2) == 2030
 
 
+def test_what_a_prompt_needs_costs_pages_and_no_seats() -> None:
+    """The share is of indices and summaries alone; a refusal says what prompts take."""
+    kept = Beside(slot=3, once=1000, seat=500, prompts=700)
+    assert seats_within(kept, 2999, 8) == 3
+    assert kept.of(10, 2) == 2730
+    assert count(kept, 5_000, 400, 4).pages == count(kept._replace(prompts=0), 4_300, 400, 4).pages
+    with pytest.raises(SparseKVError, match=r"for sparse prompts, which prefill dense needs not"):
+        count(kept, 3_000, 400, 4)
+
+
 @pytest.mark.parametrize("available", [5_000, 123_457])
 def test_pages_and_what_lies_beside_them_fit(available: int) -> None:
     kept = Beside(slot=24, once=1000, seat=500)
