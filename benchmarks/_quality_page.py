@@ -19,9 +19,8 @@ ABOUT = {
     "quality": (
         "How many single keys does selection lose?", MODEL,
         "![RULER score by bytes, 16k tokens](quality-keys.png)",
-        "Router, codes and maps are of other text than the tasks:\n\n"
-        "| prompts of [tokens] | trained on |\n| ---: | --- |\n| 16k | 48 windows of 16k |\n"
-        "| 4096 and 32k | 24 windows of 32k |"),
+        "Router, codes and maps are those of `sparsekv train` without options, of other text than the tasks: 24 "
+        "windows of 16k tokens of speeches, six of them made up."),
     "quality-rivals": (
         "How do other systems do at the same budget?", MODEL + " Every system has the same prompts, the first ones of "
         "each task.",
@@ -32,9 +31,7 @@ ABOUT = {
     "quality-worst": (
         "Does completion pay where its own bytes are taken off the budget?", MODEL,
         "![RULER score by worst-case budget, 4096 tokens](quality-worst.png)",
-        "Anchors, the completion's cache and a half token of features beside every token retrieved are taken off a "
-        "budget here ([accounting](../runtime.md#budgets)). What ships keeps no features beside keys, so that φ "
-        "costs less than these rows charge.")}
+        "Anchors and the completion's cache are taken off a budget here ([accounting](../runtime.md#budgets)).")}
 OLDER = ("c04f146", "ef2dbd1", "d7bb713")
 """Commits whose rows call the codes fitted to a request `sketch`, and those of the artifact's basis
 `sketch:fit=fixed`."""

@@ -1,18 +1,18 @@
-"""RULER under every method and budget: the rows of docs/results/quality.json, the tables of quality.md, the figures.
+r"""RULER under every method and budget: the rows of docs/results/quality.json, the tables of quality.md, the figures.
 
     python3 benchmarks/quality.py --model MODEL --lengths 4096,16384,32768 --samples 50,50,24 --make-prompts FILE
-    python3 benchmarks/quality.py --model MODEL --train TEXT --output DIR
-    python3 benchmarks/quality.py --model MODEL --prompts FILE --output DIR [--shard 0/4] [--minutes 9] [--resume]
+    sparsekv train MODEL TEXT -o TRAINED
+    python3 benchmarks/quality.py --model MODEL --prompts FILE --router TRAINED/router --phi TRAINED/phi --output DIR \
+        [--shard 0/4] [--minutes 9] [--resume]
     python3 benchmarks/quality.py --collect --output DIR
 
-The first line alone needs lm-eval; FILE (.jsonl.gz) travels. --train captures a text that has nothing to do with the
-tasks and trains the router and the feature maps on it. A prompt is prefilled once, in batches, and answered by every
-method and budget. Shards are processes that take every n-th prompt and write into one folder; a step waits for Python
-more than for the GPU, so several to a GPU are faster (--batch-tokens then says how much memory each may take: keys and
-values of so many tokens, and about as much again for what a method builds; OMP_NUM_THREADS=1). After --minutes nothing
-is begun; --resume goes on after that, or after an interruption: finished cells are kept. --collect draws the tables of
-what is there, with --samples of the first prompts of each task alone, so that systems that answered fewer stand beside
-the others on the same ones.
+The first line alone needs lm-eval; FILE (.jsonl.gz) travels. TEXT has nothing to do with the tasks. A prompt is
+prefilled once, in batches, and answered by every method and budget. Shards are processes that take every n-th prompt
+and write into one folder; a step waits for Python more than for the GPU, so several to a GPU are faster (--batch-tokens
+then says how much memory each may take: keys and values of so many tokens, and about as much again for what a method
+builds; OMP_NUM_THREADS=1). After --minutes nothing is begun; --resume goes on after that, or after an interruption:
+finished cells are kept. --collect draws the tables of what is there, with --samples of the first prompts of each task
+alone, so that systems that answered fewer stand beside the others on the same ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._lanes import lanes_markdown
 from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS
-from sparsekv.artifacts.format import CONFIG
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
@@ -55,37 +54,12 @@ from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import in_order, lane_b, markdown, table
 from sparsekv.foundation.progress import progress
 from sparsekv.sources.hub import load_model
-from sparsekv.store.manifest import MANIFEST
 
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
                     "streaming", *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 TAIL = 256
 """Tokens of a window of text that are scored, given all before."""
-
-
-def train(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
-    """A router and feature maps for every layer, from a text, by the recipe that is the commands' default. Run again,
-    it goes on."""
-    from sparsekv.capture.run import CaptureConfig, run_capture
-    from sparsekv.runtime.attach import writing
-    from sparsekv.trainers.phi import PhiConfig, train_phi
-    from sparsekv.trainers.router import RouterConfig, train_router
-
-    out = options.output
-    captured = str(out / "capture")
-    if not (out / "capture" / MANIFEST).is_file():
-        run_capture(CaptureConfig(model=options.model, corpus=options.train, output=captured, seed=1,
-                                  context_length=options.train_length, num_documents=options.documents,
-                                  queries_per_document=max(256, options.train_length // 64),
-                                  generated_documents=options.documents // 3, device=options.device),
-                    model=model, tokenizer=tokenizer, generator=writing)
-    if not (out / "router" / CONFIG).is_file():
-        train_router(RouterConfig(capture=captured, output=str(out / "router"), resume=True,
-                                  num_buckets=options.buckets, device=options.device))
-    if options.phi_steps and not (out / "phi" / CONFIG).is_file():
-        train_phi(PhiConfig(capture=captured, output=str(out / "phi"), resume=True, max_steps=options.phi_steps,
-                            device=options.device))
 
 
 def by_length(lengths: Sequence[int], samples: Sequence[int]) -> dict[int, int]:
@@ -242,11 +216,6 @@ def main() -> None:
     parser.add_argument("--collect", action="store_true", help="only draw the tables from the cells in --output")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--train", help="only train, on this text")
-    parser.add_argument("--train-length", type=int, default=8192)
-    parser.add_argument("--documents", type=int, default=192)
-    parser.add_argument("--buckets", type=int, default=1024)
-    parser.add_argument("--phi-steps", type=int, default=4000, help="0: the router alone")
     options = parser.parse_args()
     if options.collect:
         return write_tables(options)
@@ -255,8 +224,6 @@ def main() -> None:
     began = time.perf_counter()
     torch.set_float32_matmul_precision("high")
     model, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
-    if options.train:
-        return train(options, model, tokenizer)
     finished = evaluate(options, model, tokenizer, began + 60 * options.minutes)
     if finished and options.shard[1] == 1:
         write_tables(options)
