@@ -17,8 +17,9 @@ from sparsekv.kernels.stored import decode_attention
 QUERY_BLOCK = 1024
 ADDED_AT_ONCE, ADD_WARPS = 32, 4
 """Queries of a program of `add_kernel`, and its warps."""
-FEW_QUERIES = 512
-"""Queries up to which a chunk after a cache goes through the kernel that plans nothing."""
+FEW_QUERIES = 640
+"""Queries up to which a chunk after a cache goes through the kernel that plans nothing: the end of a sparse prompt, 512
+tokens and less than a block, is such a chunk of every piece."""
 SINK_CHANNELS = 8
 """Channels added for learned sinks: two are used, fused kernels want multiples of eight."""
 
