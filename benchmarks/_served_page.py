@@ -18,7 +18,7 @@ CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<r
 LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-PROMPTS = "vllm_sparse_prompts"
+PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k": "sparse from 8k on [s]"}
 SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
           "sparsekv, a token [ms]", "times faster", "measured on"]
 SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, a token [ms]", "vLLM's own, RULER",
@@ -149,7 +149,7 @@ def page(rows: Rows, quality: Rows) -> str:
                      if r["metric"] == metric and CASE.fullmatch(r["case"])} for metric in ("first_s", "index_s"))
     waits = [[*said(case), *(number(firsts[machine, case, m]["value"], 2) for m in list(METHODS)[:2]),
               number(made.get((machine, case, "vllm_sparsekv"), {}).get("value"), 2),
-              number(firsts.get((machine, case, PROMPTS), {}).get("value"), 2),
+              *(number(firsts.get((machine, case, m), {}).get("value"), 2) for m in PROMPTS),
               where(firsts[machine, case, "vllm_sparsekv"])]
              for machine, case in dict.fromkeys((m, c) for m, c, _ in firsts)
              if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
@@ -166,9 +166,10 @@ def page(rows: Rows, quality: Rows) -> str:
         "## First token",
         "From the request to the first token of the last request of the batch. Each request that decodes sparsely gets "
         "an index, with its summary; – where none does, or where its time is in the second token (two GPUs). "
-        "Sparse prompts are those of the entry `\"prefill\": \"sparse\"`, in pieces of 8,192 tokens as the others are.",
-        markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]", "sparse prompts [s]",
-                  "measured on"], waits),
+        "Sparse prompts are those of the entry `\"prefill\": \"sparse\"`, or of `\"prefill\": {\"shortest\": 8192}`, "
+        "in pieces of 8,192 tokens as the others are.",
+        markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]",
+                  *PROMPTS.values(), "measured on"], waits),
         *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"

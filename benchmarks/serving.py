@@ -5,12 +5,12 @@ the plugin locks-kv, in one run.
 
 Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
-maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts`, where it is named, also
-reads prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its own that is warmed up
-with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in vLLM's full
-CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of 32k or one of 512k
-beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On a CPU `vllm_fa3`
-is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts` and `…_8k`, where they are
+named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its own that is
+warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
+vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of 32k or one
+of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On a CPU
+`vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
@@ -85,8 +85,9 @@ ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4", "8b-128k-b3", "
 NAMED = ("8b-128k-b3", "8b-32k-b12")
 """Cases that run only where they are named."""
 METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
-OURS = ("vllm_sparsekv", "vllm_sparse_prompts")
-"""sparsekv's backend as it is by default, and with prompts that are read sparsely."""
+OURS: dict[str, Any] = {"vllm_sparsekv": "dense", "vllm_sparse_prompts": "sparse",
+                        "vllm_sparse_prompts_8k": {"shortest": 8192}}
+"""sparsekv's backend by how it reads prompts: as it does by default, sparsely, and so from 8192 tokens on."""
 BUDGET, SPREAD = 0.01, 2.3
 """Share of the context that is read; standard deviation of a query's scores over its keys, the median of the heads and
 layers of SmolLM2-135M on a page of documentation."""
@@ -312,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available() and c not in NAMED]
     parser.add_argument("--cases", nargs="+", choices=CASES, default=here)
-    parser.add_argument("--methods", nargs="+", choices=(*METHODS, OURS[1]), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=dict.fromkeys((*METHODS, *OURS)), default=list(METHODS))
     parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of a row [tokens]")
     parser.add_argument("--memory", type=float, default=0.85, help="share of the device that vLLM may take")
     parser.add_argument("--graphs", default="FULL_AND_PIECEWISE", help="vLLM's cudagraph_mode, for both methods")
@@ -365,10 +366,10 @@ def main() -> None:
     print(options.output / "serving.json")
 
 
-def settings_for(folder: Path, shape: str, method: str = OURS[0]) -> Path:
+def settings_for(folder: Path, shape: str, method: str = "vllm_sparsekv") -> Path:
     """The settings file, what is not in it by default."""
-    prefill = {"prefill": "sparse"} if method == OURS[1] else {}
-    (folder / "settings.json").write_text(json.dumps({**SETTINGS, **SMALL.get(shape, {}), **prefill}))
+    settings = {**SETTINGS, **SMALL.get(shape, {}), "prefill": OURS[method]}
+    (folder / "settings.json").write_text(json.dumps(settings))
     return folder / "settings.json"
 
 
