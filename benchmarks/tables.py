@@ -85,7 +85,7 @@ def missed() -> dict[str, list[str]]:
     lines = [*([*line, "[real](real.md)"] for line in _real_page.missed(load("real"))),
              *([*line, "[quality](quality.md)"] for line in _quality_page.missed(load("quality")))]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (
-        ["target", "found", "rows"], ["---", "---:", "---"], *lines))
+        ["target", "prompts", "found [points]", "rows"], ["---", "---:", "---:", "---"], *lines))
     speed, unmeasured = _missed_page.speed(load("decode"), load("generate"))
     masses = _missed_page.table(["of the codes", "model", "found"], _training_page.masses(load("sketch")))
     return {"missed": ["", table, ""], "masses": masses, "speed": speed, "unmeasured": unmeasured}
