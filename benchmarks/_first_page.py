@@ -133,7 +133,7 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
         *([f"Time: by `attachment.generate`, full attention too, on {cards}. Commits of the columns: {commits}. "
-           "An 8B shape has random weights."] if timed else []),
+           "The 8B shape is Llama 3.1 8B's, with random weights."] if timed else []),
         f"Points, bytes and errors are of {card(one)}.{elsewhere} “–” was not measured."]
     return "\n".join(f"- {line}" for line in lines)
 
