@@ -13,6 +13,7 @@ from benchmarks._real_page import (
     bound,
     card,
     first,
+    measured,
     minus,
     most,
     of_card,
@@ -40,7 +41,7 @@ TOKEN = {FULL: "dense", "sketch": "sketch", "sketch+phi": "sketch_phi"}
 """What generate.json calls them."""
 TOKEN_CASES = {"coder-16k-b24": "this model, 24 requests of 16k",
                "coder-30k-b1": "this model, one request of 30k",
-               "8b-128k-b1": "an 8B shape, 128k"}
+               "8b-128k-b1": "an 8B shape, one request of 128k"}
 """Cases of generate.json that are shown where a run has all three methods, and what they are."""
 
 
@@ -121,18 +122,19 @@ def origins(real: Rows, columns: Sequence[Times], methods: Mapping[str, list[str
         return "" if of == card(one) else f" ({of})"
 
     timed = [c.card.split(", commit ") for c in columns]
+    cards, commits = " and ".join(dict.fromkeys(m for m, _ in timed)), ", ".join(c for _, c in timed)
+    elsewhere = "".join(f" {', '.join(names)}: {of}." for of, names in methods.items() if of != card(one))
     lines = [
         f"Model: {MODEL}, {one['quantisation']} file, run in bfloat16."
         + (f" Trained on {trained.replace('made up', 'synthetic')}." if trained else ""),
-        f"Points: of 100, RULER, 13 tasks at {FIRST[1] // 1024}k tokens, {most(mine, case)} prompts where a row names "
-        "no other number, paired by prompt. ± is half the 95 % interval.",
+        f"Points: RULER's score (of 100) minus full attention's on the same prompts, 13 tasks at {FIRST[1] // 1024}k "
+        f"tokens, {most(mine, case)} prompts where a row names no other number. ± is half the 95 % interval.",
         "Bytes: what a step of a sparse layer (all but the first) reads, index and estimate included, of that layer's "
         "keys and values.",
         f"Error: relative L2 distance of a head's output to full attention's, on held-out prose{by(card(error))}.",
-        *([f"Time: on {' and '.join(dict.fromkeys(m for m, _ in timed))}. Commits: "
-           f"{' and '.join(dict.fromkeys(c for _, c in timed))}. An 8B shape has random weights."] if timed else []),
-        f"Run on: {card(one)}." + "".join(f" {', '.join(names)}: {of}." for of, names in methods.items()
-                                          if of != card(one)) + " “–” was not measured."]
+        *([f"Time: by `attachment.generate`, full attention too, on {cards}. Commits of the columns: {commits}. "
+           "The 8B shape is Llama 3.1 8B's, with random weights."] if timed else []),
+        f"Points, bytes and errors are of {card(one)}.{elsewhere} “–” was not measured."]
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -149,7 +151,7 @@ def apart(found: dict[str, Any]) -> str:
 
 
 def facts(real: Rows) -> list[str]:
-    """What the scores say of pairs of methods, and two sentences on untrained completion."""
+    """What the scores say of pairs of methods, of untrained completion, and of other runs."""
     mine, case = first(real)
     pairs = [("sketch", FULL, BUDGET), ("topk", FULL, BUDGET), ("sketch+phi", FULL, BUDGET),
              ("sketch+phi", FULL, 0.02), ("sketch+phi", "sketch", BUDGET), ("sketch+phi", "sketch+centroid", BUDGET),
@@ -158,31 +160,33 @@ def facts(real: Rows) -> list[str]:
     for method, against, budget in pairs:
         found = difference(real, method, against, budget)
         if found is not None:
-            lines.append([named(method).strip("*"), named(against), percent(budget), minus(f"{found['value']:+.1f}"),
+            lines.append([named(method).strip("*"), named(against), percent(budget), str(found["samples"]),
+                          minus(f"{found['value']:+.1f}"),
                           minus(f"{bound(found['low'])} to {bound(found['high'])}"), apart(found)])
-    table = markdown(["method", "against", "retrieved", "points", "95 % interval", "difference"], lines)
-    return ["", table, "", " ".join(said for said in (again(real), untrained(real), twice_as_long(real)) if said), ""]
+    table = markdown(["method", "against", "retrieved", "prompts", "points", "95 % interval", "difference"], lines)
+    same = ("A line is of the prompts that both methods answered. So it may differ from what their rows in the first "
+            "table are apart.")
+    others = other_runs(real)
+    return ["", table, "", " ".join(said for said in (same, untrained(real)) if said), "", *([others, ""] if others
+                                                                                        else [])]
 
 
-def again(real: Rows) -> str:
-    """How another training of the same recipe stands to full attention."""
-    case, other = f"ruler@{FIRST[1]}", second(real)
-    if not prompts(other, case, "sketch+phi"):
-        return ""
-    return (f"Another training of this recipe, on another card and with {prompts(other, case, 'sketch+phi')} prompts, "
-            f"stands at {paired(other, case, 'sketch+phi', BUDGET)} points to full attention.")
-
-
-def twice_as_long(real: Rows) -> str:
-    """How sketches and φ stand to full attention at twice README's length, with maps of windows of either length."""
-    case = f"ruler@{2 * FIRST[1]}"
-    found = [[paired(of_card(real, name, case), case, "sketch+phi", b) for b in (BUDGET, 0.02)]
-             for name in (FIRST[0], LONG)]
-    if "–" in (*found[0], *found[1]):
-        return ""
-    return (f"At {2 * FIRST[1] // 1024}k tokens sketch + φ is {found[0][0]} points from full attention. At a budget of "
-            f"2 % it is {found[0][1]}. On another card, with maps of windows of that length, it is {found[1][0]}. At "
-            f"the larger budget it is then {found[1][1]}.")
+def other_runs(real: Rows) -> str:
+    """How sketches and φ stand to full attention by another training of the same recipe, and at twice README's length,
+    there by maps of windows of either length."""
+    short, long = f"ruler@{FIRST[1]}", f"ruler@{2 * FIRST[1]}"
+    names = [f"{n * FIRST[1] // 1024}k" for n in (1, 2)]
+    lines = []
+    for some, case, windows in ((second(real), short, f"{names[0]}, trained again"),
+                                (of_card(real, FIRST[0], long), long, names[0]),
+                                (of_card(real, LONG, long), long, names[1])):
+        points = [paired(some, case, "sketch+phi", b) for b in (BUDGET, 0.02)]
+        if "–" not in points:
+            lines.append([names[case == long], windows, str(prompts(some, case, "sketch+phi")), *points,
+                          measured(some, case).replace("one ", "")])
+    return markdown(["sketch + φ at [tokens]", "trained on windows of [tokens]", "prompts",
+                     *(f"points to full attention at {percent(b)}" for b in (BUDGET, 0.02)), "measured on"],
+                    lines) if lines else ""
 
 
 def untrained(real: Rows) -> str:
@@ -198,8 +202,8 @@ def untrained(real: Rows) -> str:
                      }[apart(found)])
     if "–" not in (*errors[0], *errors[1]):
         shares = [float(a) / float(b) for a, b in zip(*errors, strict=True)]
-        said.append(f"On text the error of φ is {shares[0]:.2f} of theirs for prose and {shares[1]:.2f} for program "
-                    "text.")
+        said.append(f"On text φ's error of attention is {shares[0]:.2f} times that of untrained centroids for prose, "
+                    f"and {shares[1]:.2f} times for program text.")
     return " ".join(said)
 
 

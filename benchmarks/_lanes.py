@@ -54,7 +54,7 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[
         found = next((r for r in rows if r["case"] == case == f"ruler@{length}" and r["metric"] == "agreement"
                       and (r["method"], r["budget"]) == ("sketch+phi", b)), None)
         if found is not None:
-            lines.append([f"sketch+phi agrees with full attention to {least} % at {percent(b)}", cell_text(found),
+            lines.append([f"sketch+phi agrees with full attention to {least} points at {percent(b)}", cell_text(found),
                           "yes" if found["value"] >= least else "no"])
     for system in (f"{row.name}+phi" for row in SELECTOR_ROWS.values() if row.lane == "own"):
         for name in in_order({rival for m, rival, _ in known if m == system}, rivals()):

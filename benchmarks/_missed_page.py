@@ -94,7 +94,7 @@ TARGETS = (
     Target("a step with φ, to one without", "decode",
            ("32x8-512k-b1", "32x8-1M-b1", "32x8-32k-b8", "32x8-128k-b4", "32x8-128k-b8"), 1.2, over(PLUS, STEP, "us"),
            "{:.2f} ×", PHI),
-    Target("a step with φ, to one without, many rows", "decode",
+    Target("a step with φ, to one without, many requests", "decode",
            ("12x2-30k-b8", "12x2-30k-b24", "12x2-16k-b8", "12x2-16k-b24", "12x2-16k-b64", "12x2-32k-b64"), 1.15,
            over(PLUS, STEP, "us"), "{:.2f} ×", PHI),
     Target("a step of full attention, to the faster of cuDNN and FlashInfer", "decode",
@@ -161,7 +161,7 @@ def of_case(case: str) -> str:
     """`8b-128k-b4` or `32x8-128k-b4` in words."""
     *names, context, rows = case.removeprefix("dense-").split("-")
     name = names[0].replace("x", " / ") if "x" in names[0] else "-".join(names)
-    return f"{name}, {context}, {rows[1:]} row{'' if rows == 'b1' else 's'}"
+    return f"{name}, {context}, {rows[1:]} request{'' if rows == 'b1' else 's'}"
 
 
 def wanted(target: Target) -> str:

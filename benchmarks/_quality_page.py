@@ -81,9 +81,10 @@ def page(rows: Rows, name: str) -> str:
 
 
 def missed(rows: Rows) -> list[list[str]]:
-    """A line a target that the yardstick model's rows do not reach: target with length, what was found."""
+    """A line a target that the yardstick model's rows do not reach: target with length, prompts, what was found."""
     rows = named(rows)
-    return [[f"{what}, {int(case.partition('@')[2]):,} tokens", found.replace("-", "−")]
+    return [[f"{what}, {int(case.partition('@')[2]) // 1024}k tokens", str(max(r.get("samples") or 0 for r in run)),
+             found.replace("-", "−")]
             for case in dict.fromkeys(r["case"] for r in rows if r["case"].startswith("ruler@"))
             for run in runs([r for r in rows if r["case"] == case])
             for what, found, reached in targets(run, case)[1] if reached == "no"]

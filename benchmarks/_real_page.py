@@ -323,13 +323,13 @@ def samples(rows: Sequence[dict[str, Any]], case: str) -> str:
 
 def judged(rows: Sequence[dict[str, Any]], case: str) -> list[str]:
     """The table of `targets`, and its heading."""
-    lines = targets(rows, case)
+    lines = [line[:3] for line in targets(rows, case)]
     return ["What was to be reached.", markdown(["target", "found", "reached"], lines)] if lines else []
 
 
 def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
-    """What the project set out to reach, and whether these rows do; against rivals and untrained completions a
-    difference counts where its interval is above zero."""
+    """What the project set out to reach, what was found, whether it is reached, and by how many prompts; against rivals
+    and untrained completions a difference counts where its interval is above zero."""
     known = {(r["method"], r["against"], r["budget"]): r for r in rows if r["case"] == case
              and r["metric"] == "difference"}
     lines = []
@@ -338,31 +338,32 @@ def targets(rows: Sequence[dict[str, Any]], case: str) -> list[list[str]]:
         if found is not None:
             points = f"{-least:g} point{'s' * (least != -1.0)}"
             lines.append([f"sketch+phi is within {points} of full attention at {percent(budget)}",
-                          cell_text(found, "+"), "yes" if found["value"] >= least else "no"])
+                          cell_text(found, "+"), "yes" if found["value"] >= least else "no", str(found["samples"])])
     agreed = next((r for r in rows if r["case"] == case and r["metric"] == "agreement"
                    and (r["method"], r["budget"]) == ("sketch+phi", AGREED[0])), None)
     if agreed is not None:
-        lines.append([f"sketch+phi agrees with full attention to {AGREED[1]:g} at {percent(AGREED[0])}",
-                      cell_text(agreed), "yes" if agreed["value"] >= AGREED[1] else "no"])
+        lines.append([f"sketch+phi agrees with full attention to {AGREED[1]:g} points at {percent(AGREED[0])}",
+                      cell_text(agreed), "yes" if agreed["value"] >= AGREED[1] else "no", str(agreed["samples"])])
     for (method, against, budget), found in sorted(known.items(), key=str):
         untrained = against in ("sketch+centroid", "sketch+uniform", "sketch:untrained")
         if method == "sketch+phi" and (against in RIVALS or untrained):
             lines.append([f"sketch+phi is above {against} at {percent(budget)}", cell_text(found, "+"),
-                          "yes" if found["low"] > 0 else "no"])
+                          "yes" if found["low"] > 0 else "no", str(found["samples"])])
     return lines
 
 
 def missed(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """A line a target that README's model does not reach, at README's length and at twice that, there with maps of
-    windows of either length too: target, what was found. What the first card has is not asked of another."""
+    windows of either length too: target, prompts, what was found. What the first card has is not asked of another."""
     (mine, case), twice = first(rows), f"ruler@{2 * FIRST[1]}"
     of_long = f"maps of windows of {2 * FIRST[1] // 1024}k"
-    lines: dict[str, tuple[str, str]] = {}
+    lines: dict[str, tuple[str, str, str]] = {}
     for some, of, more in ((mine, case, ""), (second(rows), case, ""), (of_card(rows, FIRST[0], twice), twice, ""),
                            (of_card(rows, LONG, twice), twice, f", {of_long}")):
-        for what, found, reached in targets(some, of):
-            lines.setdefault(f"{what}, {int(of.partition('@')[2]) // 1024}k tokens{more}", (minus(found), reached))
-    return [[what, found] for what, (found, reached) in lines.items() if reached == "no"]
+        for what, found, reached, prompts in targets(some, of):
+            lines.setdefault(f"{what}, {int(of.partition('@')[2]) // 1024}k tokens{more}",
+                             (prompts, minus(found), reached))
+    return [[what, prompts, found] for what, (prompts, found, reached) in lines.items() if reached == "no"]
 
 
 def continued(rows: Sequence[dict[str, Any]], case: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks._first_page import card
+from benchmarks._real_page import minus
 from benchmarks._speed_page import context_axes, number, runs, size
 from sparsekv.evaluation.canvas import SERIES, Drawing, canvas
 from sparsekv.evaluation.tables import markdown
@@ -22,7 +23,9 @@ PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k"
 SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
           "sparsekv, a token [ms]", "times faster", "measured on"]
 SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, a token [ms]", "vLLM's own, RULER",
-          "sparsekv, RULER", "difference, 95 % interval", "measured on"]
+          "sparsekv, RULER", "prompts a task", "difference, 95 % interval", "measured on"]
+SHORT = "full attention, since it is short"
+"""How a request is decoded that gets no index."""
 SPANS = {"tokens_per_second": "tokens a second", "between_p50_ms": "between tokens, median [ms]",
          "between_p99_ms": "between tokens, 99th percentile [ms]", "first_p50_s": "first token, median [s]",
          "first_p99_s": "first token, 99th percentile [s]", "page_wait_s": "the next request waits for pages [s]",
@@ -37,13 +40,16 @@ def speeds(rows: Rows) -> list[list[str]]:
     """Of every case that both methods have on a card a line: context, requests, ms, ratio, and the row it is from."""
     found = []
     values = {(r["machine"], r["case"], r["method"]): r for r in rows if r["metric"] == "token_ms"}
+    indexed = {(r["machine"], r["case"]) for r in rows if r["metric"] == "index_s"}
     for machine, case in dict.fromkeys((m, c) for m, c, _ in values):
         parts, own = CASE.fullmatch(case), values.get((machine, case, "vllm_fa3"))
         ours = values.get((machine, case, "vllm_sparsekv"))
         if parts is None or own is None or ours is None:
             continue
-        found.append((size(parts["context"]), [*said(case), by(0.01), *pair(own, ours),
-                                               f"{own['value'] / ours['value']:.2f} ×", where(ours)]))
+        order = parts["ranks"] or "1", size(parts["context"]), int(parts["rows"])
+        short = not parts["ranks"] and (machine, case) not in indexed  # several GPUs have no row of their index
+        found.append((order, [*said(case), SHORT if short else by(0.01), *pair(own, ours),
+                              f"{own['value'] / ours['value']:.2f} ×", where(ours)]))
     return [line for _, line in sorted(found, key=lambda x: x[0])]
 
 
@@ -67,11 +73,14 @@ def answers(quality: Rows) -> list[list[str]]:
         own, ours = ([values.get((machine, case, *m, metric, b)) for metric in ("token_ms", "score")]
                      for m, b in ((("vllm_fa3",), None), (("vllm_sparsekv",), budget)))
         above = values.get((machine, case, "vllm_sparsekv", "above_vllm_fa3", budget))
+        answered = [str(r["samples"]) for r in (own[1], ours[1]) if r and "samples" in r]
         assert ours[1] is not None
         lines.append([
             f"{parts['model']}, {int(parts['length']):,}", by(budget), *pair(own[0], ours[0]),
             *(number(r["value"]) if r else "–" for r in (own[1], ours[1])),
-            f"{above['value']:+.1f}, {above['low']:+.1f} to {above['high']:+.1f}" if above else "–", where(ours[1])])
+            " and ".join(dict.fromkeys(answered)) or "–",
+            minus(f"{above['value']:+.1f}, {above['low']:+.1f} to {above['high']:+.1f}") if above else "–",
+            where(ours[1])])
     return lines
 
 
@@ -160,7 +169,8 @@ def page(rows: Rows, quality: Rows) -> str:
         "## Speed and quality side by side",
         "Models named by a shape have random weights and no quality. Where there are scores, the times are of the same "
         "answers, and every request decodes sparsely, even where full attention is faster. Scores are of "
-        f"{counts(quality)} prompts a task; a difference is of the same prompts. Elsewhere requests that are "
+        f"{counts(quality)} prompts a task; a difference is of the prompts that both answered. Where a line has two "
+        "numbers of prompts, the first is vLLM's own. Elsewhere requests that are "
         "too short to gain are attended to fully. All decode steps run in full CUDA graphs.",
         side_by_side(rows, quality),
         "## First token",

@@ -75,9 +75,9 @@ def demo() -> dict[str, list[str]]:
     sizes: Any = SimpleNamespace(config={"sink_size": 4, "window_size": 16})
     cores, commit = rows[0]["machine"].partition(",")[0], rows[0]["commit"]
     return {"demo": ["", demo_table(rows, sizes).text(), "", f"One run, {cores} with two cores, commit {commit}. "
-                     "Perplexity and error are of held-out addresses to Congress. Tokens and bytes are what a sparse "
-                     "layer reads in a step, of its own. Found are hidden numbers. The error is the relative L2 "
-                     "distance of a head's output to full attention's.", ""]}
+                     "Perplexity and error are of held-out addresses to Congress. Tokens and bytes are the shares of "
+                     "its cache that a sparse layer reads in a step. Found are hidden numbers. The error is the "
+                     "relative L2 distance of a head's output to full attention's.", ""]}
 
 
 def missed() -> dict[str, list[str]]:
@@ -85,7 +85,7 @@ def missed() -> dict[str, list[str]]:
     lines = [*([*line, "[real](real.md)"] for line in _real_page.missed(load("real"))),
              *([*line, "[quality](quality.md)"] for line in _quality_page.missed(load("quality")))]
     table = "\n".join(f"| {' | '.join(line)} |" for line in (
-        ["target", "found", "rows"], ["---", "---:", "---"], *lines))
+        ["target", "prompts", "found [points]", "rows"], ["---", "---:", "---:", "---"], *lines))
     speed, unmeasured = _missed_page.speed(load("decode"), load("generate"))
     masses = _missed_page.table(["of the codes", "model", "found"], _training_page.masses(load("sketch")))
     return {"missed": ["", table, ""], "masses": masses, "speed": speed, "unmeasured": unmeasured}

@@ -17,7 +17,7 @@ def test_a_missed_target_is_a_line_and_one_that_is_met_none() -> None:
     rows = [row("32x8-32k-b1", page.STEP, 24.04), row("32x8-64k-b1", page.STEP, 27.06)]
     missed, unknown = page.speed(rows, [])
     of = [line.split(" | ") for line in missed if line.startswith("| a step of sketches")]
-    assert [cells[1] for cells in of] == ["32 / 8, 64k, 1 row"]  # 24.04 is shown as 24.0
+    assert [cells[1] for cells in of] == ["32 / 8, 64k, 1 request"]  # 24.04 is shown as 24.0
     assert of[0][2:4] == ["≤ 27 µs", "[27.1 µs (H200 aaaaaaa)](decode.md)"]
     without = [line for line in unknown if line.startswith("| a step of sketches")]
     assert len(without) == 4 and not any("32k" in line or "64k" in line for line in without)

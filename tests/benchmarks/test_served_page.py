@@ -36,7 +36,7 @@ SCORES = rows(("small:ruler@16384", "vllm_fa3", "score", 80.0, "points"),
 def test_a_configuration_is_a_line_with_its_speed_and_its_scores() -> None:
     scored, timed = ([re.split(r" *\| *", line.strip("| ")) for line in table.splitlines()[2:]]
                      for table in page.side_by_side(SPEED, SCORES).split("\n\n"))
-    assert scored == [["small, 16,384", "2 %, sketch + φ", "4.00", "5.00", "80.0", "79.5", "-0.5, -1.5 to +0.4",
+    assert scored == [["small, 16,384", "2 %, sketch + φ", "4.00", "5.00", "80.0", "79.5", "–", "−0.5, −1.5 to +0.4",
                        "H100 abc1234"]]
     assert [c[:3] + c[6:7] for c in timed] == [["8B shape", "128k", "3", "2.50 ×"],
                                                   ["8B shape", "128k, 2 GPUs, fp8 cache", "4", "1.50 ×"]]

@@ -23,6 +23,7 @@ EXPLAINED = {
     "60 points": "docs/results/real.md", "8B": "docs/runtime.md",
     "1.5B": "docs/results/phi.md", "3.11": "pyproject.toml", "7 minutes": "docs/start.md",
     "1, 2 and 5 %": "docs/how-to/budget.md", "1 %": "docs/serving.md", "16k": "docs/how-to/prompts.md",
+    "32k": "docs/how-to/prompts.md",
     "30k tokens": "docs/results/generate.md",
     "128k tokens": "docs/serving.md", "6.3 ms": "docs/serving.md", "8.8 ms": "docs/serving.md",
     "5.8": "docs/how-to/prompts.md", "11.6": "docs/how-to/prompts.md"}
@@ -59,7 +60,7 @@ def shown(cell: str) -> float:
 def only(found: list[dict[str, Any]]) -> dict[str, Any]:
     """The one row of README's model, on the card and of the commit that README names."""
     found = [r for r in found if r["case"].startswith(f"{FIRST[0]}:")
-             and f"{card(r)}." in between("first").partition("Run on: ")[2]]
+             and f"{card(r)}." in between("first").partition("errors are of ")[2]]
     assert len(found) == 1, found
     return found[0]
 
@@ -90,7 +91,7 @@ def test_the_table_is_in_the_rows() -> None:
 COLUMNS = {
     "a token, this model, one request of 30k [ms]": ("generate", "coder-30k-b1", "loop_ms", 0.051),
     "a token, this model, 24 requests of 16k [ms]": ("generate", "coder-16k-b24", "loop_ms", 0.051),
-    "a token, an 8B shape, 128k [ms]": ("generate", "8b-128k-b1", "loop_ms", 0.051),
+    "a token, an 8B shape, one request of 128k [ms]": ("generate", "8b-128k-b1", "loop_ms", 0.051),
     "a step of one layer, 8B shape, 128k [µs]": ("decode", "32x8-128k-b1", "us", 0.51)}
 """Headers of times: file, case and metric of the rows, and half the last digit."""
 TIMED = {"full attention": ("dense", "sdpa_cudnn"), "sketch": ("sketch", "sparse_sketch"),
@@ -118,16 +119,32 @@ def test_the_times_of_a_column_are_in_the_rows_of_one_card_and_commit() -> None:
 def test_differences_are_in_the_rows() -> None:
     real = [r for r in rows("real") if r["case"].startswith(FIRST[0]) and r["metric"] == "difference"
             and r["case"].endswith(f":ruler@{FIRST[1]}")]
-    _, *lines = table(between("facts"))
+    _, *lines = table(between("facts").partition("| sketch + φ at")[0])
     assert len(lines) >= 5
-    for method, against, budget, points, interval, says in lines:
+    for method, against, budget, samples, points, interval, says in lines:
         elsewhere = method.endswith("†")  # of another run of the same model
         found = [r for r in real if (r["method"], r["against"], r["budget"], not r["case"].startswith(f"{FIRST[0]}:"))
                  == (METHODS[method.strip(" †")], METHODS[against.strip(" †")], budget_of(budget), elsewhere)]
         low, high = (float(x.replace("−", "-")) for x in interval.split(" to "))
         assert any(shown(points) == pytest.approx(r["value"], abs=0.051) and low == pytest.approx(r["low"], abs=0.051)
-                   and high == pytest.approx(r["high"], abs=0.051) for r in found), (method, against, points)
+                   and high == pytest.approx(r["high"], abs=0.051) and r["samples"] == int(samples)
+                   for r in found), (method, against, points)
         assert says == ("higher" if low > 0 else "lower" if high < 0 else "not significant")
+
+
+def test_other_runs_and_lengths_are_in_the_rows() -> None:
+    header, *lines = table("".join(between("facts").partition("| sketch + φ at")[1:]))
+    budgets = [budget_of(name) for name in header[3:5]]
+    assert len(lines) == 3
+    for length, windows, prompts, *points, place in lines:
+        long = length == windows == "32k"
+        found = [r for r in rows("real") if r["metric"] == "difference" and r["method"] == "sketch+phi"
+                 and r["case"] == f"{FIRST[0]}{'-32k' if long else ''}:ruler@{int(length[:-1]) * 1024}"
+                 and r["against"] == "full" and r["samples"] == int(prompts) and card(r) == f"one {place}"]
+        for budget, said in zip(budgets, points, strict=True):
+            one, = [r for r in found if r["budget"] == budget]
+            assert shown(said) == pytest.approx(one["value"], abs=0.051)
+            assert shown(said.partition("± ")[2]) == pytest.approx((one["high"] - one["low"]) / 2, abs=0.051)
 
 
 def test_the_times_of_a_server_are_of_its_rows() -> None:
