@@ -149,7 +149,7 @@ def is_shorter(row: dict[str, Any]) -> bool:
 def card(r: dict[str, Any]) -> str:
     """The machine of a row and its commit."""
     name = r["machine"].partition(",")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
-    return f"one {name}, commit {r['commit']}"
+    return f"one {name}, commit{'s' if ' and ' in r['commit'] else ''} {r['commit']}"
 
 
 def measured(rows: Sequence[dict[str, Any]], case: str) -> str:

@@ -13,7 +13,7 @@ from test_first_screen import README, ROOT, rows, shown, table
 HOW_TO = (ROOT / "docs" / "how-to" / "prompts.md").read_text(encoding="utf-8")
 MISSED = (ROOT / "docs" / "results" / "missed.md").read_text(encoding="utf-8")
 CASES, SCORED = ("8b-32k-b1", "8b-128k-b1"), ("coder-1.5b:prefill@16384", "coder-1.5b:prefill@32768")
-HEADER = "prompt read by | first token [s] | to full attention"
+HEADER = "prompt read by | first token [s] | times as fast"
 READ = {"full attention": "dense", "`share=0.1`": "sparse", "`share=0.2`": "sparse@0.2",
         "`share=0.3`": "sparse@0.3"}
 """What the how-to page calls a way to read prompts, and what rows of times do."""
