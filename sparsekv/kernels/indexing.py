@@ -32,6 +32,11 @@ def assign_buckets_reference(keys: Tensor, centroids: Tensor) -> Tensor:
     return torch.cat(parts, dim=2).to(torch.int32)
 
 
+def assign_warps(size: int) -> int:
+    """Warps of `assign_kernel`, of numbers of `size` bytes."""
+    return WARPS if size < 4 else WIDE_WARPS
+
+
 def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
     """`assign_buckets` through Triton."""
     from sparsekv.kernels.indexing_triton import assign_kernel
@@ -46,7 +51,7 @@ def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
         keys, centroids, assigned, heads, length, buckets, dim, *keys.stride()[:3],
         centroids.stride(0) if centroids.dim() == 4 else 0, buckets * dim, BLOCK=block,
         BUCKETS=at_once(BUCKETS_AT_ONCE, row_bytes, ROW_BYTES), DIM=padded(dim),
-        num_warps=WARPS if keys.element_size() < 4 else WIDE_WARPS, num_stages=STAGES)
+        num_warps=assign_warps(keys.element_size()), num_stages=STAGES)
     return assigned
 
 

@@ -291,11 +291,11 @@ def main() -> None:
         check(kernel, {**each, "COLUMNS": columns}, warps, "bf16", SHARED)
     check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128), ("fp32", 256)):
-        size = dim * (4 if half == "fp32" else 2)
-        blocks = {n: at_once(block, size, indexing.ROW_BYTES) for n, block in (
+        size = 4 if half == "fp32" else 2
+        blocks = {n: at_once(block, size * dim, indexing.ROW_BYTES) for n, block in (
             ("BLOCK", indexing.ASSIGNED_AT_ONCE), ("BUCKETS", indexing.BUCKETS_AT_ONCE))}
-        warps = indexing.WIDE_WARPS if half == "fp32" else indexing.WARPS
-        check(i.assign_kernel, {**blocks, "DIM": dim}, warps, half, SHARED, stages=indexing.STAGES, spill=64)
+        check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.assign_warps(size), half, SHARED,
+              stages=indexing.STAGES, spill=64)
     check(i.count_kernel, {"STRETCH": indexing.SORTED_AT_ONCE}, indexing.WARPS, "bf16")
     stretch = {"STRETCH": indexing.SORTED_AT_ONCE, "BLOCK": indexing.PLACED_AT_ONCE}
     check(i.place_kernel, stretch, indexing.WARPS, "bf16")
