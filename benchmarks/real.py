@@ -132,6 +132,7 @@ def all_stages() -> list[Stage]:
         Stage("kvpress16", "kvpress", 16_384, (), one, 0, 4),
         Stage("prefill16", "prefill", 16_384, READINGS, one, 0, 4),
         Stage("prefill32", "prefill", 32_768, READINGS, one, 0, 4),
+        Stage("next-prefill32", "prefill", 32_768, READINGS, one, 4, 8),
         Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
         Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
         Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
