@@ -74,7 +74,7 @@ def steps(rows: Rows) -> str:
     """Microseconds a step, a line a method, a column a shape."""
     values = {(r["case"], r["method"]): r["value"] for r in rows}
     cases = sorted({r["case"] for r in rows}, key=lambda c: (shape(c)[0], size(shape(c)[1]), int(shape(c)[2]), c))
-    heads = [f"{heads}, {context}, {n} row{'' if n == '1' else 's'}" for heads, context, n in map(shape, cases)]
+    heads = [f"{heads}, {context}, {n} request{'' if n == '1' else 's'}" for heads, context, n in map(shape, cases)]
     lines = [[STEPS[m], *(number(values.get((case, m))) for case in cases)]
              for m in STEPS if any(r["method"] == m for r in rows)]
     return markdown(["a step [µs]", *heads], lines)
@@ -90,7 +90,7 @@ def dense(rows: Rows) -> str:
         lines.append([heads.replace("x", " / "), dim[1:], context, count[1:],
                       *(number(values.get((case, m))) for m in DENSE),
                       f"{values[case, 'ours'] / min(peers):.2f} ×" if peers else "–"])
-    return markdown(["query / KV heads", "head dimension", "context [tokens]", "rows",
+    return markdown(["query / KV heads", "head dimension", "context [tokens]", "requests",
                      *(f"{name} [µs]" for name in DENSE.values()), "ours, of the faster of two"], lines)
 
 
@@ -109,7 +109,7 @@ def decode(rows: Rows) -> str:
     timed = [r for r in rows if r["case"][0].isdigit()]
     parts = [
         "# How long does a step of one layer take?",
-        "One decode step of one attention layer: one new token for each row of the batch. Everything runs in one CUDA "
+        "One decode step of one attention layer: one new token for each request of the batch. Everything runs in one CUDA "
         "graph, over rotated copies of the cache, so that nothing is found in the GPU's L2 cache.",
         "![Time of a step by context](decode-growth.png)",
         words(("fixed here", "value"), ("precision, head dimension", "bfloat16, 128"),
@@ -117,7 +117,7 @@ def decode(rows: Rows) -> str:
               ("budget of buckets", "3.125 % of the mid region"),
               ("budget of sketches", "1 % of the context, chosen among the codes of a tenth"),
               ("φ", "128 features, half of them centred, capped")),
-        "A column is a shape: query / KV heads, context in tokens, rows of the batch. “Bytes alone” is the time that "
+        "A column is a shape: query / KV heads, context in tokens, requests of the batch. “Bytes alone” is the time that "
         "the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal scores” is the case in "
         "which all keys score the same. A table is of one card and one commit; decode.json has the command of every "
         "row. [The log](../log/decode.md) says what was tried."]
@@ -184,7 +184,7 @@ def generate(rows: Rows) -> str:
         "Models in bfloat16, with random weights, except “coder”. “8b” has the shape of Llama 3.1 8B, “smollm2” "
         "that of SmolLM2-135M, and “coder” is Qwen2.5-Coder-1.5B with its own weights. The quality of answers plays no "
         "part here.",
-        "![Time of a token by model, context and rows](generate.png)",
+        "![Time of a token by model, context and requests](generate.png)",
         words(("column", "what it is"),
               ("a token, lean loop", "median of the last 96 of 400 tokens by `attachment.generate`; transformers: a "
                "plain loop, the last 24 of 48"),
@@ -205,7 +205,7 @@ def generate(rows: Rows) -> str:
         groups.setdefault((r["case"].partition(",")[0], r["machine"], r["commit"]), []).append(r["case"])
     for case in dict.fromkeys(c for c, *_ in groups):
         name, context, batch = case.rsplit("-", 2)
-        parts.append(f"## {name}, {context} tokens, {batch.removeprefix('b')} row{'s' if batch != 'b1' else ''}")
+        parts.append(f"## {name}, {context} tokens, {batch.removeprefix('b')} request{'s' if batch != 'b1' else ''}")
         for (of, machine, commit), titles in groups.items():
             if of != case:
                 continue
@@ -244,7 +244,7 @@ def tokens(rows: Rows) -> Drawing:
         axes.bar([x for x, _ in found], [y for _, y in found], wide, color=colours[method],
                  label=TOKENS[method].replace("`", "").replace("3.1 %", "1 %" if method in few else "3.1 %"))
     axes.set_xticks(range(len(cases)), [
-        "{}\n{}\n{}".format(name, context, f"{batch[1:]} row{'s' * (batch != 'b1')}")
+        "{}\n{}\n{}".format(name, context, f"{batch[1:]} request{'s' * (batch != 'b1')}")
         for name, context, batch in (c.rsplit("-", 2) for c in cases)], fontsize=8)
     axes.set_ylabel("a token [ms]")
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=4, loc="lower left", bbox_to_anchor=(0.0, 1.0))
