@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks._kvpress import PRESSES
 from benchmarks._peers import PEERS
+from benchmarks._prompts import DENSE
 from sparsekv.evaluation.figures import score_by_bytes
 from sparsekv.evaluation.methods import percent, plain
 from sparsekv.evaluation.tables import bytes_read, cell_text, every_method, in_order, markdown, table
@@ -282,7 +283,7 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
                       "the 95 % interval.", equal_budgets(mine, case)]
         for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
             parts += [f"### Prompts read sparsely, {length // 1024}k tokens",
-                      f"All are decoded by {WORDS['sketch+phi'].strip('*… ')} alike; the first line's prompts are read "
+                      "All are decoded by sketch + φ alike; the first line's prompts are read "
                       "densely. Differences in points, and perplexities above the first line's, are paired ± half the "
                       "95 % interval. Of a text its own tokens count (`prompt`), or those that go on with it "
                       "(`perplexity`).", prompts_read(mine, length)]
@@ -401,13 +402,21 @@ def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
         return "–" if not found else minus(form.format(found[0]["value"] - less) + " ± " + form.format(
             (found[0]["high"] - found[0]["low"]) / 2).lstrip("+"))
 
-    lines = [[method, next(f"{r['pairs']:.1%}" for r in mine if r["method"] == method),
+    lines = [[read_by(method), next(f"{r['pairs']:.1%}" for r in mine if r["method"] == method),
               str(max((r["samples"] for r in mine if (r["case"], r["method"]) == (mean, method)), default=0)),
               cell(mean, method, "score", "{:.1f}"), cell(mean, method, "difference", "{:+.1f}"),
               *(cell(c, method, "perplexity_ratio", "{:+.2%}", 1.0) for c in texts)]
              for method in dict.fromkeys(r["method"] for r in mine)]
     titles = [c.removeprefix("prefill_").partition("@")[0].replace("_", ", ") for c in texts]
     return markdown([f"prompt read by, decoded at {budget}", "pairs", "prompts", "RULER", "difference", *titles], lines)
+
+
+def read_by(method: str) -> str:
+    """A reading of a prompt in words: `prompt:share=0.1`."""
+    rule, _, sizes = method.partition(":")
+    if rule == DENSE:
+        return "full attention"
+    return f"`{sizes}`" if rule == "prompt" else f"XAttention's rule, as many pairs as `{sizes}`"
 
 
 def equal_budgets(rows: Sequence[dict[str, Any]], case: str) -> str:
