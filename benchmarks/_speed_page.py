@@ -109,16 +109,16 @@ def decode(rows: Rows) -> str:
     timed = [r for r in rows if r["case"][0].isdigit()]
     parts = [
         "# How long does a step of one layer take?",
-        "One decode step of one attention layer: one new token for each request of the batch. Everything runs in one CUDA "
-        "graph, over rotated copies of the cache, so that nothing is found in the GPU's L2 cache.",
+        "One decode step of one attention layer: one new token for each request of the batch. Everything runs in one "
+        "CUDA graph, over rotated copies of the cache, so that nothing is found in the GPU's L2 cache.",
         "![Time of a step by context](decode-growth.png)",
         words(("fixed here", "value"), ("precision, head dimension", "bfloat16, 128"),
               ("sink, local window [tokens]", "1, 2047"), ("buckets", "1024"),
               ("budget of buckets", "3.125 % of the mid region"),
               ("budget of sketches", "1 % of the context, chosen among the codes of a tenth"),
               ("φ", "128 features, half of them centred, capped")),
-        "A column is a shape: query / KV heads, context in tokens, requests of the batch. “Bytes alone” is the time that "
-        "the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal scores” is the case in "
+        "A column is a shape: query / KV heads, context in tokens, requests of the batch. “Bytes alone” is the time "
+        "that the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal scores” is the case in "
         "which all keys score the same. A table is of one card and one commit; decode.json has the command of every "
         "row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):

@@ -27,7 +27,8 @@ def result_figures(rows: list[dict[str, Any]]) -> list[Figure]:
             continue
         methods = {r["method"] for r in scored if r["case"] == case} - {"full"}
         parts = {"": sorted(methods)} if len(methods) <= FEW else {
-            f", {title.partition(':')[0].replace('Lane', 'lane')}": in_order(methods, names) for title, names in lanes(rows).items()}
+            f", {title.partition(':')[0].replace('Lane', 'lane')}": in_order(methods, names)
+            for title, names in lanes(rows).items()}
         for part, names in parts.items():
             if not names:
                 continue
