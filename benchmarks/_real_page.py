@@ -284,7 +284,7 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
         for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
             parts += [f"### Prompts read sparsely, {length // 1024}k tokens",
                       "All are decoded by sketch + φ alike; the first line's prompts are read "
-                      "densely. Differences in points, and perplexities above the first line's, are paired ± half the "
+                      "densely. Points of RULER to these, and perplexities above theirs, are paired ± half the "
                       "95 % interval. Of a text its own tokens count (`prompt`), or those that go on with it "
                       "(`perplexity`).", prompts_read(mine, length)]
         for case in (c for c in cases if c.startswith("long@")):
@@ -404,11 +404,12 @@ def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
 
     lines = [[read_by(method), next(f"{r['pairs']:.1%}" for r in mine if r["method"] == method),
               str(max((r["samples"] for r in mine if (r["case"], r["method"]) == (mean, method)), default=0)),
-              cell(mean, method, "score", "{:.1f}"), cell(mean, method, "difference", "{:+.1f}"),
+              f"0 (score {cell(mean, method, 'score', '{:.1f}')})" if method == DENSE
+              else cell(mean, method, "difference", "{:+.1f}"),
               *(cell(c, method, "perplexity_ratio", "{:+.2%}", 1.0) for c in texts)]
              for method in dict.fromkeys(r["method"] for r in mine)]
     titles = [c.removeprefix("prefill_").partition("@")[0].replace("_", ", ") for c in texts]
-    return markdown([f"prompt read by, decoded at {budget}", "pairs", "prompts", "RULER", "difference", *titles], lines)
+    return markdown([f"prompt read by, decoded at {budget}", "pairs", "prompts", "points", *titles], lines)
 
 
 def read_by(method: str) -> str:
