@@ -43,9 +43,10 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
     """docs/results/prefill.md."""
     parts = [
         "# How long does a prompt take, read densely and sparsely?",
-        "Models have random weights in bfloat16. [How to read prompts sparsely](../how-to/prompts.md).",
+        "Models in bfloat16, with random weights, except “coder”. [How to read prompts "
+        "sparsely](../how-to/prompts.md).",
         words(("model", "shape"), ("8b", "Llama 3.1 8B"), ("8b-quarter", "eight of its layers"),
-              ("coder", "Qwen2.5-Coder-1.5B")),
+              ("coder", "Qwen2.5-Coder-1.5B, its own weights")),
         words(("column", "what it is"),
               ("prompt", "the prompt in pieces of 32,768 tokens, then index and summary"),
               ("first run", "kernels and cuDNN's plans are loaded in it; the method that a process runs first compiles "
@@ -76,7 +77,7 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                  for case in dict.fromkeys(r["case"] for r in run)
                  for m in dict.fromkeys(r["method"] for r in run if r["case"] == case)]
         parts += [f"## {card(run[0]).replace('one ', '')}",
-                  markdown(["model", "tokens", "rows", "prompt read by", *(COLUMNS[x] for x in shown)], lines)]
+                  markdown(["model", "tokens", "requests", "prompt read by", *(COLUMNS[x] for x in shown)], lines)]
     for run in runs([r for r in rows if r["method"] == "kernels"]):
         values = {(r["case"], r["metric"]): r["value"] for r in run}
         names = list(dict.fromkeys(r["metric"] for r in run))

@@ -29,11 +29,12 @@ AGAIN, KEPT = "coder-1.5b-again", "coder-1.5b-kept"
 of four layers."""
 REPEATS = {AGAIN: "README's maps, a quarter of the prompts",
            KEPT: "maps of keys of four layers, by the code that kept features",
-           "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct"}
+           "coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct", "smollm2-long": "SmolLM2-135M tuned to 32k"}
 """Models in rows that repeat README's measurement, and what differs."""
 SAAP, ALPHAS, PUBLISHED = (f"{FIRST[0]}-{name}" for name in ("saap", "alphas", "published"))
 """Models in rows: with Saap's router, with LFPS's thresholds as they are, and with maps as the completion paper has
 them, each beside full attention of its own run (docs/papers.md)."""
+PIECES = (SAAP, ALPHAS, PUBLISHED)
 SHORT = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
 """Its methods, beside full attention and rivals."""
 WORDS = {"full": "full attention", "topk": "exact top-k, which scores every key", "topk+phi": "… + φ",
@@ -205,7 +206,7 @@ def other_page(rows: Sequence[dict[str, Any]]) -> str:
         "# What do other trainings give, and the rivals?",
         "README's model with router and maps that were trained otherwise, and other models, each as it was measured, "
         "with the rivals that were run beside it. [The first page](real.md) has the default recipe's.",
-        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS, SAAP, ALPHAS)],
+        *sections([r for r in rows if r["case"].partition(":")[0] not in (FIRST[0], *REPEATS, *PIECES)],
                    tasks=False)]) + "\n"
 
 
@@ -220,7 +221,8 @@ def repeats_page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n\n".join([
         "# Is it the same again, and with a smaller model?",
         "README's measurement on a quarter of the prompts, with maps of keys of four layers on the same, by a model of "
-        "a third of the size, and with another training. [The first page](real.md) says what is measured and how.",
+        "a third of the size, and with another training. `smollm2-long` is [SmolLM2-135M tuned to 32k](quality.md), "
+        "whose prompts are read sparsely. [The first page](real.md) says what is measured and how.",
         f"Points to full attention at {FIRST[1] // 1024}k tokens ± half the 95 % interval.",
         markdown(["what is measured", "prompts", "method", "1 %", "2 %", "5 %"], lines),
         *sections([r for r in rows if r["case"].partition(":")[0] in REPEATS], tasks=False)]) + "\n"
@@ -233,10 +235,11 @@ def untrained_page(rows: Sequence[dict[str, Any]]) -> str:
         "# And with completions that nobody trained?",
         "README's model and recipe, another training of it, on another card: with untrained completions (centroids, "
         "uniform samples), the other fit of the codes, a list for each query head, wide budgets, and rivals by another "
-        "package's code. Last come [pieces of the papers](../papers.md): a router as Saap trains it, and LFPS's "
-        "thresholds. [The first page](real.md) says what is measured and how.",
+        "package's code. Last come [pieces of the papers](../papers.md): a router as Saap trains it, LFPS's "
+        "thresholds, and maps as the completion paper publishes them. [The first page](real.md) says what is "
+        "measured and how.",
         *sections([r for r in rows if (r["case"].partition(":")[0] == FIRST[0] and id(r) not in here
-                                       and not is_shorter(r)) or r["case"].partition(":")[0] in (SAAP, ALPHAS)],
+                                       and not is_shorter(r)) or r["case"].partition(":")[0] in PIECES],
                   tasks=False)]) + "\n"
 
 

@@ -339,7 +339,7 @@ def test_prompts_that_read_everything_are_dense_ones(tmp_path) -> None:
     assert after["value"] != 1.0
     assert ratio["samples"] == 2 and ratio["value"] != 1.0 and 0.5 < ratio["pairs"] < 0.9
     shown = prompts_read(rows, 1024)
-    assert len(shown.splitlines()) == 7 and "| 100.0% | 4 | 25.0 ± 25.0 | 0.0 ± 0.0 |" in shown
+    assert len(shown.splitlines()) == 7 and "| full attention | 100.0% | 4 | 0 (score 25.0 ± 25.0) |" in shown
     said = {"machine": "Card, torch 2", "quantisation": "Q4", "weights_sha256": "0" * 64, "commit": "abc"}
     drawn = page([{**r, "case": f"m:{r['case']}", **said} for r in rows])
     assert "### Prompts read sparsely, 1k tokens" in drawn and shown in drawn and "Each task" not in drawn

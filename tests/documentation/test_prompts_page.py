@@ -95,12 +95,20 @@ def test_points_and_pairs_are_those_of_one_run() -> None:
 
 
 def test_points_at_32k_are_in_rows() -> None:
-    page = " ".join(HOW_TO.split())
-    found = re.findall(r"`(share=[\d.]+)` loses ([\d.]+ ± [\d.]+)(?: points)? \((\d+)", page.partition("At 32k")[2])
-    assert len(found) == 2
-    for share, points, prompts in found:
-        assert any(f"prompt:{share}" in run and run[f"prompt:{share}"]["samples"] == int(prompts)
-                   and says(f"−{points}", run[f"prompt:{share}"]) for run in differences(SCORED[1])), share
+    lines = tables(HOW_TO)["prompt read by | prompts, 1.5B | points, 1.5B | prompts, SmolLM2 | points, SmolLM2"]
+    assert len(lines) == 3
+    for name, *cells in lines:
+        for case, prompts, points in ((SCORED[1], *cells[:2]), ("smollm2-long:prefill@32768", *cells[2:])):
+            row, = [run[f"prompt:{name.strip('`')}"] for run in differences(case)]
+            assert row["samples"] == int(prompts) and says(points, row), (name, case)
+
+
+def test_first_tokens_in_vllm_are_in_rows() -> None:
+    lines = tables(HOW_TO)["prompt read by | first token in vLLM [s]"]
+    found = {r["method"]: r for r in rows("serving") if (r["case"], r["metric"]) == (CASES[1], "first_s")}
+    methods = ("vllm_fa3", "vllm_sparse_prompts", "vllm_sparse_prompts_8k")
+    assert len({found[m]["commit"] for m in methods}) == 1
+    assert [shown(x) for _, x in lines] == pytest.approx([found[m]["value"] for m in methods], abs=0.0501)
 
 
 def test_changes_of_perplexity_are_in_rows() -> None:
@@ -133,10 +141,13 @@ def test_missed_targets_have_their_rows() -> None:
         assert any(says(text, r) for r in known), text
     values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows("prefill")}
     for words, case, metric, methods in (
-            ("sparse prompt of 512k", "8b-quarter-512k-b1", "prompt_speedup", ("sparse", "sparse@0.05")),
+            ("eight layers of that shape", "8b-quarter-512k-b1", "prompt_speedup", ("sparse", "sparse@0.05")),
             ("at 128k, by the first token", CASES[1], "first_token_speedup", ("sparse", "sparse@0.2")),
             ("in pieces of 32,768", CASES[1], "prompt_speedup", ("sparse", "sparse@0.2")),
             ("of 32k at least as fast", CASES[0], "first_token_speedup", ("sparse",))):
         said = next(found for target, found in lines if words in target)
         assert [float(x) for x in re.findall(r"\d\.\d\d", said.replace("0.05", ""))] == pytest.approx(
             [values[case, m, metric] for m in methods], abs=0.00501), words
+    dense, sparse = (values["8b-512k-b1", m, "cold_prompt_s"] for m in ("dense", "sparse"))
+    said = next(found for target, found in lines if "sparse prompt of 512k" in target)
+    assert f"[{dense / sparse:.2f}]" in said
