@@ -113,7 +113,7 @@ def curve(rows: Rows, real: Rows) -> Drawing:
                       color="#882255", marker="o", markersize=4, linewidth=1.7, elinewidth=0.8, capsize=2,
                       label="sparse")
         for x, y, *_, m in line:
-            axes.annotate(named(m).partition(", ")[2], (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8,
+            axes.annotate(named(m).partition(", ")[2], (x, y), xytext=(8, -10), textcoords="offset points", fontsize=8,
                           color="#882255")
     dense = [r["value"] for r in rows if (r["case"], r["method"], r["metric"]) == (CASE, "dense", "first_token_s")]
     if dense:
