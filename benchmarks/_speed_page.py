@@ -119,8 +119,8 @@ def decode(rows: Rows) -> str:
               ("φ", "128 features, half of them centred, capped")),
         "A column is a shape: query / KV heads, context in tokens, requests of the batch. “Bytes alone” is the time "
         "that the chosen keys and values, the anchors and the bucket means take at 4.3 TB/s. “Equal scores” is the "
-        "case in which all keys score the same. A table is of one card and one commit; decode.json has the command of every "
-        "row. [The log](../log/decode.md) says what was tried."]
+        "case in which all keys score the same. A table is of one card and one commit; decode.json has the command of "
+        "every row. [The log](../log/decode.md) says what was tried."]
     for run in runs(timed):
         parts += [f"## {card(run[0]).replace('one ', '')}", *earlier(run), steps(run)]
     for run in runs([r for r in rows if r["case"].startswith("dense-")]):
