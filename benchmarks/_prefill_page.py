@@ -64,7 +64,7 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                   f"{LENGTH // 1024}k tokens against prompts read densely, {len({r['case'] for r in lost})} tasks, "
                   f"{max(r['samples'] for r in lost)} prompts each, all decoded by sketch + φ. They are read at the "
                   "same share, with no least number of tokens: at 10 % a prompt of 16k reads 14 % of the pairs, one of "
-                  "128k 12 % by default ([rows](real.md)). Bars are 95 % intervals."]
+                  "128k 12 % with the default sizes ([rows](real.md)). Bars are 95 % intervals."]
     if ways := timeline(rows, generate):
         parts += ["![One request of 128k tokens](request.png)",
                   f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
@@ -138,7 +138,7 @@ def timeline(rows: Rows, generate: Rows) -> list[Way]:
     """Of one request its readings and decodings on one card, the last that has all of them; else nothing."""
     ways = (("full attention", rows, "dense", "dense"),
             ("decoded by sketch + φ", generate, "sketch_phi", "sketch_phi"),
-            ("prompt read sparsely too", rows, "sparse", "sketch_phi"))
+            ("prompt read sparsely too", rows, f"sparse@{SparsePrompts().share}", "sketch_phi"))
 
     def last(of: Rows, machine: str, method: str, metric: str) -> dict[str, Any] | None:
         wanted = (machine, CASE, method, metric)

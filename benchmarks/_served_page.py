@@ -19,7 +19,8 @@ CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<r
 LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k": "sparse from 8k on [s]"}
+PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k": "sparse from 8k on [s]",
+           "vllm_sparse_prompts_tenth": "so at a share of 0.1 [s]"}
 SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
           "sparsekv, a token [ms]", "times faster", "measured on"]
 SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, a token [ms]", "vLLM's own, RULER",

@@ -1,8 +1,8 @@
 """Seconds of a prompt, read densely and sparsely, and the rate of the kernels that read it.
 
-    python benchmarks/prefill.py [--cases 8b-128k-b1 ...] [--methods sparse ...] [--share 0.1] [--output FOLDER]
+    python benchmarks/prefill.py [--cases 8b-128k-b1 ...] [--methods sparse ...] [--share 0.3] [--output FOLDER]
     python benchmarks/prefill.py --cases 8b-quarter-128k-b1 --methods sparse --profile
-    python benchmarks/prefill.py --kernels [--sweep] [--output FOLDER]
+    python benchmarks/prefill.py --kernels --share 0.1 [--sweep] [--output FOLDER]
 
 Rows take the place of those of the same case, method and metric in prefill.json, and are written as soon as each is
 measured. `8b` has the shape of Llama 3.1 8B, with random weights, `8b-quarter` eight of its 32 layers (80 GB hold no
@@ -20,8 +20,8 @@ same ids with the same model.
 kernels are loaded and cuDNN makes its plans. `peak_gb`: most memory held in any. --profile: what host and device do in
 a run after the first, and no rows.
 
-Kernels, a layer of 32 query and 8 KV heads of 128, the last 16,384 queries of 32k, 128k and 512k tokens, at a share of
-0.1: first they are checked against the twins in float64 on a short cache. `dense_ms` full attention of the queries
+Kernels, a layer of 32 query and 8 KV heads of 128, the last 16,384 queries of 32k, 128k and 512k tokens, at
+--share: first they are checked against the twins in float64 on a short cache. `dense_ms` full attention of the queries
 (`dense_attention`); `score_ms`, `list_ms` and `attend_ms` the three steps by blocks; `rate` of the last per pair of
 query and key as a share of dense, `tflops` alike; `select_share` of the first two as a share of dense. --sweep: how the
 kernels may be launched, one after the other, and no rows.

@@ -28,7 +28,7 @@ class SparsePrompts:
     Raises SparseKVError for a number out of its range.
     """
 
-    share: float = option(0.1, help="Tokens that a head's queries choose, as a share of those before them, in the mean "
+    share: float = option(0.3, help="Tokens that a head's queries choose, as a share of those before them, in the mean "
                                     "of the heads.", min=0.0, max=1.0)
     least: int = option(4096, help="Tokens that a head's queries choose at least, in the mean of the heads [tokens].",
                         min=0)

@@ -14,7 +14,7 @@ HOW_TO = (ROOT / "docs" / "how-to" / "prompts.md").read_text(encoding="utf-8")
 MISSED = (ROOT / "docs" / "results" / "missed.md").read_text(encoding="utf-8")
 CASES, SCORED = ("8b-32k-b1", "8b-128k-b1"), ("coder-1.5b:prefill@16384", "coder-1.5b:prefill@32768")
 HEADER = "prompt read by | first token [s] | times as fast"
-READ = {"full attention": "dense", "`share=0.1`": "sparse", "`share=0.2`": "sparse@0.2",
+READ = {"full attention": "dense", "`share=0.1`": "sparse@0.1", "`share=0.2`": "sparse@0.2",
         "`share=0.3`": "sparse@0.3"}
 """What the how-to page calls a way to read prompts, and what rows of times do."""
 Run = dict[Any, Any]
@@ -71,15 +71,15 @@ def test_first_tokens_are_those_of_one_run() -> None:
         assert ratios[CASES[1], READ[name]] == pytest.approx(shown(ratio.split()[0]), abs=0.00501)
     short = re.search(r"At 32k tokens and `share=0.1` it is ([\d.]+) s for ([\d.]+)\.", HOW_TO)
     assert short is not None
-    assert any([run[m, CASES[0]]["value"] for m in ("sparse", "dense")] == pytest.approx(
-        [float(x) for x in short.groups()], abs=0.00501) for run in first_tokens() if ("sparse", CASES[0]) in run)
+    assert any([run[m, CASES[0]]["value"] for m in ("sparse@0.1", "dense")] == pytest.approx(
+        [float(x) for x in short.groups()], abs=0.00501) for run in first_tokens() if ("sparse@0.1", CASES[0]) in run)
 
 
 def test_readme_has_first_tokens_of_the_how_to_page() -> None:
     lines = {READ[name]: seconds for name, seconds, _ in tables(HOW_TO)[HEADER]}
     bullet = " ".join(README.partition("does not shorten the prefill")[2].partition("\n- ")[0].split())
     assert "first token of 128k tokens (8B shape)" in bullet
-    assert re.findall(r"([\d.]+) s\b", bullet) == [lines["sparse"], lines["dense"]]
+    assert re.findall(r"([\d.]+) s\b", bullet) == [lines["sparse@0.3"], lines["dense"]]
 
 
 def test_points_and_pairs_are_those_of_one_run() -> None:
@@ -141,13 +141,13 @@ def test_missed_targets_have_their_rows() -> None:
         assert any(says(text, r) for r in known), text
     values = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows("prefill")}
     for words, case, metric, methods in (
-            ("eight layers of that shape", "8b-quarter-512k-b1", "prompt_speedup", ("sparse", "sparse@0.05")),
-            ("at 128k, by the first token", CASES[1], "first_token_speedup", ("sparse", "sparse@0.2")),
-            ("in pieces of 32,768", CASES[1], "prompt_speedup", ("sparse", "sparse@0.2")),
-            ("of 32k at least as fast", CASES[0], "first_token_speedup", ("sparse",))):
+            ("eight layers of that shape", "8b-quarter-512k-b1", "prompt_speedup", ("sparse@0.1", "sparse@0.05")),
+            ("at 128k, by the first token", CASES[1], "first_token_speedup", ("sparse@0.1", "sparse@0.2")),
+            ("in pieces of 32,768", CASES[1], "prompt_speedup", ("sparse@0.1", "sparse@0.2")),
+            ("of 32k at least as fast", CASES[0], "first_token_speedup", ("sparse@0.1",))):
         said = next(found for target, found in lines if words in target)
         assert [float(x) for x in re.findall(r"\d\.\d\d", said.replace("0.05", ""))] == pytest.approx(
             [values[case, m, metric] for m in methods], abs=0.00501), words
-    dense, sparse = (values["8b-512k-b1", m, "cold_prompt_s"] for m in ("dense", "sparse"))
+    dense, sparse = (values["8b-512k-b1", m, "cold_prompt_s"] for m in ("dense", "sparse@0.1"))
     said = next(found for target, found in lines if "sparse prompt of 512k" in target)
     assert f"[{dense / sparse:.2f}]" in said
