@@ -6,8 +6,8 @@ the plugin locks-kv, in one run.
 Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
 maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts`, `…_8k` and `…_tenth`, where
-they are named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its own that is
-warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
+they are named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its
+own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
 vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of 32k or one
 of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On a CPU
 `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
