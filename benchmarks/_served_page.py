@@ -20,7 +20,8 @@ LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
 PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k": "sparse from 8k on [s]",
-           "vllm_sparse_prompts_tenth": "so at a share of 0.1 [s]"}
+           "vllm_sparse_prompts_tenth": "from 8k on at a share of 0.1 [s]"}
+"""Columns of first tokens."""
 SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
           "sparsekv, a token [ms]", "times faster", "measured on"]
 SCORES = ["model, tokens", "decoded by", "vLLM's own, a token [ms]", "sparsekv, a token [ms]", "vLLM's own, RULER",
@@ -155,14 +156,18 @@ def by_task(quality: Rows) -> Iterable[str]:
 
 def page(rows: Rows, quality: Rows) -> str:
     """docs/results/served.md."""
-    firsts, made = ({(r["machine"], r["case"], r["method"]): r for r in on_gpus(rows)
+    firsts, made = ({(r["machine"], r["commit"], r["case"], r["method"]): r for r in on_gpus(rows)
                      if r["metric"] == metric and CASE.fullmatch(r["case"])} for metric in ("first_s", "index_s"))
-    waits = [[*said(case), *(number(firsts[machine, case, m]["value"], 2) for m in list(METHODS)[:2]),
-              number(made.get((machine, case, "vllm_sparsekv"), {}).get("value"), 2),
-              *(number(firsts.get((machine, case, m), {}).get("value"), 2) for m in PROMPTS),
-              where(firsts[machine, case, "vllm_sparsekv"])]
-             for machine, case in dict.fromkeys((m, c) for m, c, _ in firsts)
-             if all((machine, case, m) in firsts for m in list(METHODS)[:2])]
+    last = {(machine, case): r for (machine, _, case, m), r in firsts.items() if m == "vllm_fa3"}
+    shown = [m for m in PROMPTS if any(key[3] == m for key in firsts)]
+    waits = []  # a line a run of ours, beside vLLM's own of that run, or else of another
+    for machine, commit, case in dict.fromkeys(key[:3] for key in firsts if key[3] != "vllm_fa3"):
+        if own := firsts.get((machine, commit, case, "vllm_fa3"), last.get((machine, case))):
+            mine = [firsts.get((machine, commit, case, m)) for m in ("vllm_sparsekv", *shown)]
+            seconds = [number(r["value"], 2) if r else "–" for r in mine]
+            index = number(made.get((machine, commit, case, "vllm_sparsekv"), {}).get("value"), 2)
+            waits.append([*said(case), number(own["value"], 2), seconds[0], index, *seconds[1:],
+                          where(next(r for r in mine if r))])
     parts = [
         "# How fast and how good is it inside vLLM?",
         "vLLM 0.26, with the default settings but for the budget, which every line names.",
@@ -177,10 +182,10 @@ def page(rows: Rows, quality: Rows) -> str:
         "## First token",
         "From the request to the first token of the last request of the batch. Each request that decodes sparsely gets "
         "an index, with its summary; – where none does, or where its time is in the second token (two GPUs). "
-        "Sparse prompts are those of the entry `\"prefill\": \"sparse\"`, or of `\"prefill\": {\"shortest\": 8192}`, "
-        "in pieces of 8,192 tokens as the others are.",
+        "Sparse prompts are those of the entry `\"prefill\": \"sparse\"`, or with the sizes that a column names, in "
+        "pieces of 8,192 tokens as the others are.",
         markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]",
-                  *PROMPTS.values(), "measured on"], waits),
+                  *(PROMPTS[m] for m in shown), "measured on"], waits),
         *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"
