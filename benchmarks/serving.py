@@ -7,10 +7,10 @@ Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a si
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
 maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts`, `…_8k` and `…_tenth`, where
 they are named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its
-own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode steps run in
-vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of 32k or one
-of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On a CPU
-`vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
+own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode
+steps run in vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of
+32k or one of 512k beside the weights: name `8b-128k-b3` and `8b-32k-b12` there, which run only where they are named. On
+a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of the script.
 
 - `token_ms`: median of the last steps in which all rows decode; `tokens_per_second`: rows over that.
 - `first_s`: from the request to the first token of the last row; `second_s`: the step after it. Index, summary and
