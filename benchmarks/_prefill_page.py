@@ -64,7 +64,7 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
                   f"{LENGTH // 1024}k tokens against prompts read densely, {len({r['case'] for r in lost})} tasks, "
                   f"{max(r['samples'] for r in lost)} prompts each, all decoded by sketch + φ. They are read at the "
                   "same share, with no least number of tokens: at 10 % a prompt of 16k reads 14 % of the pairs, one of "
-                  "128k 12 % with the default sizes ([rows](real.md)). Bars are 95 % intervals."]
+                  "128k 12 % with the default `least` and `exact` ([rows](real.md)). Bars are 95 % intervals."]
     if ways := timeline(rows, generate):
         parts += ["![One request of 128k tokens](request.png)",
                   f"One request of 128k tokens that writes {WRITTEN}, by the first tokens of this page and the times "
@@ -83,7 +83,7 @@ def page(rows: Rows, real: Rows, generate: Rows) -> str:
         names = list(dict.fromkeys(r["metric"] for r in run))
         parts += [f"## Kernels, {card(run[0]).replace('one ', '')}",
                   "The last 16,384 queries of a prompt, a layer of 32 query and 8 KV heads of 128. The rate is per "
-                  "pair of query and key, as a share of full attention's; select is score and list.",
+                  "pair of query and key, as a share of full attention's; select is score and list. Lists hold 10 %.",
                   markdown(["case", *(n.replace("_ms", " [ms]").replace("_", " ") for n in names)],
                            [[c, *(number(values.get((c, n)), 3) for n in names)]
                             for c in dict.fromkeys(r["case"] for r in run)])]

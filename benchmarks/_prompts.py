@@ -36,7 +36,7 @@ FOLDER = "prompts"
 DENSE = "sketch+phi"
 SIZES = {"least": 0, "exact": 128, "shortest": 0}
 """No least list, and a quarter of the default's last tokens: with the defaults a prompt of 16k tokens reads half of the
-pairs, one of 128k 12 %."""
+pairs, one of 128k 31 %."""
 LOGITS_AT_ONCE = 1024
 """Tokens whose logits are in memory at once."""
 

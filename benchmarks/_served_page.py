@@ -161,13 +161,15 @@ def page(rows: Rows, quality: Rows) -> str:
     last = {(machine, case): r for (machine, _, case, m), r in firsts.items() if m == "vllm_fa3"}
     shown = [m for m in PROMPTS if any(key[3] == m for key in firsts)]
     waits = []  # a line a run of ours, beside vLLM's own of that run, or else of another
-    for machine, commit, case in dict.fromkeys(key[:3] for key in firsts if key[3] != "vllm_fa3"):
+    for machine, commit, case in dict.fromkeys(key[:3] for key in firsts
+                                               if key[3] in ("vllm_sparsekv", *shown)):
         if own := firsts.get((machine, commit, case, "vllm_fa3"), last.get((machine, case))):
             mine = [firsts.get((machine, commit, case, m)) for m in ("vllm_sparsekv", *shown)]
             seconds = [number(r["value"], 2) if r else "–" for r in mine]
             index = number(made.get((machine, commit, case, "vllm_sparsekv"), {}).get("value"), 2)
             waits.append([*said(case), number(own["value"], 2), seconds[0], index, *seconds[1:],
-                          where(next(r for r in mine if r))])
+                          where(next(r for r in mine if r))
+                          + ("" if own["commit"] == commit else f", vLLM's own {own['commit']}")])
     parts = [
         "# How fast and how good is it inside vLLM?",
         "vLLM 0.26, with the default settings but for the budget, which every line names.",

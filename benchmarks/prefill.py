@@ -157,9 +157,10 @@ def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, 
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
+        said = f"sparse@{options.share}" if method == "sparse" else method
 
         def keep(name: str, value: float) -> None:
-            ROWS.append(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]]))  # noqa: B023
+            ROWS.append(row(case, said, name, round(value, 3), units[name.rpartition("_")[2]]))  # noqa: B023
 
         if options.profile:
             profile(model, how_of(method, trained, sizes), ids)

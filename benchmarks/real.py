@@ -26,7 +26,7 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -339,7 +339,7 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
             cells += [{**c, "method": without_training(c["method"]) if control else c["method"]} for c in found]
         made = score_rows(even(cells))
         if any((folder / FOLDER).glob("cells*.jsonl")):
-            made += prompt_rows(even(collect(folder / FOLDER)))
+            made += prompt_rows(even(shared(collect(folder / FOLDER))))
         if any((folder / WORST).glob("cells*.jsonl")):
             made += [{**r, "case": r["case"].replace("ruler@", "worst@")}
                      for r in score_rows(even(collect(folder / WORST))) if is_mean(r["case"])]
@@ -353,33 +353,44 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def shared(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells of the prompts of RULER that every method of their length has: prompts are few where they are read in
+    several ways, so that lines of other prompts would not compare."""
+    held: dict[str, dict[str, set[int]]] = {}
+    for c in cells:
+        held.setdefault(c["case"], {}).setdefault(c["method"], set()).update(c["indices"])
+    return with_prompts(cells, {case: set.intersection(*of.values()) for case, of in held.items()})
+
+
+def with_prompts(cells: Sequence[dict[str, Any]], chosen: Mapping[str, set[int]]) -> list[dict[str, Any]]:
+    """Of every cell its prompts among the chosen ones of its case; texts as they are."""
+    kept = []
+    for c in cells:
+        if c["case"].startswith(TEXT):
+            kept.append(c)
+        elif inside := [i for i, n in enumerate(c["indices"]) if n in chosen[c["case"]]]:
+            kept.append({**c, **{n: [c[n][i] for i in inside] for n in ("indices", "scores", "answers") if n in c}})
+    return kept
+
+
 def even(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The cells of as many prompts of every task: of a RULER length, method and budget each task keeps as many as the
     task with the fewest has, of those that full attention answered too. A stage that was cut short has more prompts of
     some tasks than of others: a task of one prompt would seem certain."""
     held: dict[tuple[str, Any, str], dict[str, set[int]]] = {}
     for c in cells:
-        task, _, length = c["case"].rpartition("@")
-        if not task.startswith(TEXT):
-            held.setdefault((c["method"], c["budget"], length), {}).setdefault(task, set()).update(c["indices"])
-    tasks = {length: {t for (_, _, n), of in held.items() if n == length for t in of} for _, _, length in held}
+        if not c["case"].startswith(TEXT):
+            key = c["method"], c["budget"], c["case"].rpartition("@")[2]
+            held.setdefault(key, {}).setdefault(c["case"], set()).update(c["indices"])
+    cases = {length: {t for (_, _, n), of in held.items() if n == length for t in of} for _, _, length in held}
     chosen: dict[tuple[str, Any, str], dict[str, set[int]]] = {}
     for key, of in held.items():
         full = held.get(("full", None, key[2]), of)
-        shared = {t: sorted(of.get(t, set()) & full.get(t, set())) for t in tasks[key[2]]}
-        fewest = min(map(len, shared.values()))
-        chosen[key] = {t: set(found[:fewest]) for t, found in shared.items()}
-    kept = []
-    for c in cells:
-        task, _, length = c["case"].rpartition("@")
-        if task.startswith(TEXT):
-            kept.append(c)
-            continue
-        inside = [i for i, n in enumerate(c["indices"]) if n in chosen[c["method"], c["budget"], length][task]]
-        if inside:
-            lists = {n: [c[n][i] for i in inside] for n in ("indices", "scores", "answers") if n in c}
-            kept.append({**c, **lists})
-    return kept
+        both = {case: sorted(of.get(case, set()) & full.get(case, set())) for case in cases[key[2]]}
+        fewest = min(map(len, both.values()))
+        chosen[key] = {case: set(found[:fewest]) for case, found in both.items()}
+    return [k for c in cells for k in with_prompts(
+        [c], chosen.get((c["method"], c["budget"], c["case"].rpartition("@")[2]), {}))]
 
 
 def without_places(command: str) -> str:

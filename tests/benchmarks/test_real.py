@@ -291,6 +291,20 @@ def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
         ("topk", "niah"): [0], ("topk", "vt"): [3]}
 
 
+def test_prompts_read_in_several_ways_are_the_same() -> None:
+    def cell(task: str, method: str, prompts: list[int]) -> dict[str, Any]:
+        return {"case": f"{task}@32768", "method": method, "budget": 0.02, "indices": prompts,
+                "scores": [float(n) for n in prompts], "answers": [str(n) for n in prompts]}
+
+    text = {"case": "perplexity_prose@32768", "method": "a", "budget": 0.02, "indices": [5], "scores": [1.0]}
+    found = real.shared([cell("niah", "a", [0, 1]), cell("niah", "a", [2, 3]), cell("niah", "b", [3, 1]),
+                         cell("vt", "a", [0]), cell("vt", "b", [1]), text])
+    assert [(c["method"], c["case"], c["indices"]) for c in found] == [
+        ("a", "niah@32768", [1]), ("a", "niah@32768", [3]), ("b", "niah@32768", [3, 1]),
+        ("a", "perplexity_prose@32768", [5])]
+    assert all(c["scores"] == [float(i) for i in c["indices"]] for c in found)
+
+
 def test_processes_begin_with_batches_of_their_own() -> None:
     class Five:
         def batches(self, some=None):

@@ -26,7 +26,7 @@ EXPLAINED = {
     "32k": "docs/how-to/prompts.md",
     "30k tokens": "docs/results/generate.md",
     "128k tokens": "docs/serving.md", "6.3 ms": "docs/serving.md", "8.8 ms": "docs/serving.md",
-    "7.8": "docs/how-to/prompts.md", "1.5 points": "docs/how-to/prompts.md", "11.9": "docs/how-to/prompts.md"}
+    "7.8": "docs/how-to/prompts.md", "1.0 to 1.5 points": "docs/how-to/prompts.md", "11.9": "docs/how-to/prompts.md"}
 """Figures of README's prose, and the page that has them too."""
 
 

@@ -97,7 +97,7 @@ def test_a_recommended_file_brings_gates_by_layer(folder: Path) -> None:
 
 def test_how_prompts_are_read(folder: Path) -> None:
     for entry, expected in (("dense", None), ("sparse", SparsePrompts()),
-                            ({"share": 0.3, "shortest": 0}, SparsePrompts(share=0.3, shortest=0))):
+                            ({"share": 0.2, "shortest": 0}, SparsePrompts(share=0.2, shortest=0))):
         assert served_model(load(folder, router="router", prefill=entry), SHAPE).reads == expected
     assert served_model(load(folder, router="router"), SHAPE).reads is None
 
