@@ -264,7 +264,8 @@ def sections(rows: Sequence[dict[str, Any]], tasks: bool = True) -> list[str]:
     for title, mine in models(rows).items():
         one = mine[0]
         trained = f" Router and maps were trained on {one['trained']}." if "trained" in one else ""
-        parts += [f"## {title}", f"{one['quantisation'].replace('none', 'not quantised')}, sha256 `{one['weights_sha256'][:16]}…`; commits "
+        form = "not quantised" if one["quantisation"] == "none" else one["quantisation"]
+        parts += [f"## {title}", f"{form}, sha256 `{one['weights_sha256'][:16]}…`; commits "
                   f"{', '.join(sorted({c for r in mine for c in r['commit'].split(' and ')}))}.{trained}"]
         cases = list(dict.fromkeys(r["case"] for r in mine))
         for case in (c for c in cases if c.startswith("ruler@")):

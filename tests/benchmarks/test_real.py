@@ -296,7 +296,7 @@ def test_prompts_read_in_several_ways_are_the_same() -> None:
         return {"case": f"{task}@32768", "method": method, "budget": 0.02, "indices": prompts,
                 "scores": [float(n) for n in prompts], "answers": [str(n) for n in prompts]}
 
-    text = {"case": "perplexity_prose@32768", "method": "a", "budget": 0.02, "indices": [5], "scores": [1.0]}
+    text = {"case": "perplexity_prose@32768", "method": "a", "budget": 0.02, "indices": [5], "scores": [5.0]}
     found = real.shared([cell("niah", "a", [0, 1]), cell("niah", "a", [2, 3]), cell("niah", "b", [3, 1]),
                          cell("vt", "a", [0]), cell("vt", "b", [1]), text])
     assert [(c["method"], c["case"], c["indices"]) for c in found] == [

@@ -165,4 +165,4 @@ def test_missed_targets_have_their_rows() -> None:
             [values[case, m, metric] for m in methods], abs=0.00501), words
     dense, sparse = (values["8b-512k-b1", m, "cold_prompt_s"] for m in ("dense", "sparse@0.1"))
     said = next(found for target, found in lines if "sparse prompt of 512k" in target)
-    assert f"[{dense / sparse:.2f}]" in said
+    assert f"missed: {dense / sparse:.2f} at" in said
