@@ -23,20 +23,19 @@ COLUMNS = {"prompt_s": "prompt [s]", "prompt_speedup": "ratio", "cold_prompt_s":
 
 
 def named(method: str) -> str:
-    """What prefill.json calls a prompt's reading, in words: `sparse@0.2`."""
+    """What prefill.json calls a prompt's reading, in words: `sparse@0.2`; rows always name the share."""
     if method == "dense":
         return "full attention"
     if method == "token_select":
         return "TokenSelect, as published"
     sizes = sizes_of(method)[1]
-    share = sizes.pop("share", SparsePrompts().share)
+    share = sizes.pop("share")
     return ", ".join(["sparse", f"{100 * share:.0f} %", *(f"{name} {value}" for name, value in sizes.items())])
 
 
 def reading(method: str) -> str:
     """The same in real.json's words, where answers were measured."""
-    words = {"share": SparsePrompts().share} | sizes_of(method)[1]
-    return ":".join(["prompt", *(f"{n}={v}" for n, v in words.items())])
+    return ":".join(["prompt", *(f"{n}={v}" for n, v in sizes_of(method)[1].items())])
 
 
 def page(rows: Rows, real: Rows, generate: Rows) -> str:

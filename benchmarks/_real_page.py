@@ -402,7 +402,7 @@ def prompts_read(rows: Sequence[dict[str, Any]], length: int) -> str:
 
     def cell(case: str, method: str, metric: str, form: str, less: float = 0.0) -> str:
         found = [r for r in mine if (r["case"], r["method"], r["metric"]) == (case, method, metric)
-                 and r.get("against", "sketch+phi") == "sketch+phi" and r["value"] is not None]
+                 and r.get("against", DENSE) == DENSE and r["value"] is not None]
         return "–" if not found else minus(form.format(found[0]["value"] - less) + " ± " + form.format(
             (found[0]["high"] - found[0]["low"]) / 2).lstrip("+"))
 

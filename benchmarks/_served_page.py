@@ -19,7 +19,7 @@ CASE = re.compile(r"(?:tp(?P<ranks>\d)-)?(?P<shape>\w+)-(?P<context>\d+k)-b(?P<r
 LOAD = re.compile(r"(?P<shape>\w+)-load-(?P<rate>[\d.]+)")
 RULER = re.compile(r"(?P<model>[^:]+):ruler@(?P<length>\d+)")
 METHODS = {"vllm_fa3": "vLLM, FlashAttention 3", "vllm_sparsekv": "vLLM, sparsekv", "attach": "`attach`"}
-PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]", "vllm_sparse_prompts_8k": "sparse from 8k on [s]",
+PROMPTS = {"vllm_sparse_prompts": "sparse prompts [s]",
            "vllm_sparse_prompts_tenth": "from 8k on at a share of 0.1 [s]"}
 """Columns of first tokens."""
 SPEEDS = ["model", "context [tokens]", "requests at once", "decoded by", "vLLM's own, a token [ms]",
@@ -159,12 +159,11 @@ def page(rows: Rows, quality: Rows) -> str:
     firsts, made = ({(r["machine"], r["commit"], r["case"], r["method"]): r for r in on_gpus(rows)
                      if r["metric"] == metric and CASE.fullmatch(r["case"])} for metric in ("first_s", "index_s"))
     last = {(machine, case): r for (machine, _, case, m), r in firsts.items() if m == "vllm_fa3"}
-    shown = [m for m in PROMPTS if any(key[3] == m for key in firsts)]
+    ours = ("vllm_sparsekv", *PROMPTS)
     waits = []  # a line a run of ours, beside vLLM's own of that run, or else of another
-    for machine, commit, case in dict.fromkeys(key[:3] for key in firsts
-                                               if key[3] in ("vllm_sparsekv", *shown)):
+    for machine, commit, case in dict.fromkeys(key[:3] for key in firsts if key[3] in ours):
         if own := firsts.get((machine, commit, case, "vllm_fa3"), last.get((machine, case))):
-            mine = [firsts.get((machine, commit, case, m)) for m in ("vllm_sparsekv", *shown)]
+            mine = [firsts.get((machine, commit, case, m)) for m in ours]
             seconds = [number(r["value"], 2) if r else "–" for r in mine]
             index = number(made.get((machine, commit, case, "vllm_sparsekv"), {}).get("value"), 2)
             waits.append([*said(case), number(own["value"], 2), seconds[0], index, *seconds[1:],
@@ -187,7 +186,7 @@ def page(rows: Rows, quality: Rows) -> str:
         "Sparse prompts are those of the entry `\"prefill\": \"sparse\"`, or with the sizes that a column names, in "
         "pieces of 8,192 tokens as the others are.",
         markdown([*SPEEDS[:3], "vLLM's own [s]", "sparsekv [s]", "of that a request's index [s]",
-                  *(PROMPTS[m] for m in shown), "measured on"], waits),
+                  *PROMPTS.values(), "measured on"], waits),
         *under_load(rows), *by_task(quality),
         "[How to serve](../how-to/serve.md), [the settings file](../serving.md)."]
     return "\n\n".join(parts) + "\n"

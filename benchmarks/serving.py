@@ -5,7 +5,7 @@ the plugin locks-kv, in one run.
 
 Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
-maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts`, `…_8k` and `…_tenth`, where
+maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts` and `…_tenth`, where
 they are named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its
 own that is warmed up with one request; every row of a case has its own prompt, prefix caching is off, and the decode
 steps run in vLLM's full CUDA graphs. Rows are written after every case. 80 GB do not hold four rows of 128k, sixteen of
@@ -86,9 +86,8 @@ NAMED = ("8b-128k-b3", "8b-32k-b12")
 """Cases that run only where they are named."""
 METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
 OURS: dict[str, Any] = {"vllm_sparsekv": "dense", "vllm_sparse_prompts": "sparse",
-                        "vllm_sparse_prompts_8k": {"shortest": 8192},
                         "vllm_sparse_prompts_tenth": {"share": 0.1, "shortest": 8192}}
-"""sparsekv's backend by how it reads prompts: as it does by default, sparsely, so from 8192 tokens on, and then with a
+"""sparsekv's backend by how it reads prompts: as it does by default, sparsely, and so from 8192 tokens on with a
 third of the share."""
 BUDGET, SPREAD = 0.01, 2.3
 """Share of the context that is read; standard deviation of a query's scores over its keys, the median of the heads and
