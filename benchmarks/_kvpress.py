@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from sparsekv.artifacts.hub.models import attention_modules
 from sparsekv.evaluation.cells import add_cell, open_cells
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
-from sparsekv.sources.hub import attention_modules
 
 ANCHORS = 20
 """Tokens of sink and local window that a sparse row reads beside its budget."""

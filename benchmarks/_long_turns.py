@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekv.evaluation.methods import Method
-from sparsekv.foundation.disk import write_text
-from sparsekv.runtime.attach import Attachment, attach
+from sparsekv.runtime.hf.attach import Attachment, attach
+from sparsekv.util.disk import write_text
 
 CHUNK = 128
 """Tokens that full attention judges at once."""

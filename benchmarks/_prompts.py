@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparsekv
+from sparsekv.artifacts.hub.models import attention_modules, decoder
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.batch import AnswerBatch, prefill_batch
 from sparsekv.evaluation.evaluator import Evaluator
@@ -29,7 +30,6 @@ from sparsekv.evaluation.requests import Question
 from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.kernels import dense_attention
 from sparsekv.kernels.block_attention import BLOCK, share_bits, wanted_blocks
-from sparsekv.sources.hub import attention_modules, decoder
 
 FOLDER = "prompts"
 """The folder of cells whose prompts were read in other ways."""
@@ -89,7 +89,7 @@ class PromptEvaluator(Evaluator):
             how["prefill"] = method.prompts
         layers = len(attention_modules(self.model))
         rule: Any = XAttention(method.prompts, layers) if method.rule == "xattention" else dense_attention
-        with (patch("sparsekv.runtime.layerwise.dense_attention", rule), hidden_states(self.model) as kept,
+        with (patch("sparsekv.runtime.hf.layerwise.dense_attention", rule), hidden_states(self.model) as kept,
               sparsekv.attach(self.model, selector="dense", **how) as attachment):
             found = prefill_batch(attachment, prompts, room=room)
         if len(prompts) == 1:

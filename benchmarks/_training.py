@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store.manifest import MANIFEST
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core import offline
 from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
@@ -27,15 +30,12 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts
-from sparsekv.foundation.output import read_marker
 from sparsekv.kernels import QueryModel, Sketch, choose_tokens
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.runtime.attach import writing
-from sparsekv.sources.hub import load_model
-from sparsekv.store.manifest import MANIFEST
-from sparsekv.store.store import CaptureStore
+from sparsekv.runtime.hf.attach import writing
 from sparsekv.trainers.calibrate import reader, shifted_errors
 from sparsekv.trainers.pool import Part, Pool, load_pool
+from sparsekv.util.output import read_marker
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
 MEASURED_QUERIES = 16

@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, fill, row, take_over
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.hub.models import decoder
 from sparsekv.capture.config import CaptureConfig
+from sparsekv.capture.corpus import TokenWindow
 from sparsekv.capture.prepare import begin_output
 from sparsekv.capture.run import capture_documents, capture_window, complete_store, corpus_windows, run_capture
+from sparsekv.capture.store.place import place
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.capture.tap import probe
-from sparsekv.foundation.ranks import Ranks, join
-from sparsekv.sources.corpus import TokenWindow
-from sparsekv.sources.hub import decoder
-from sparsekv.store.place import place
-from sparsekv.store.store import CaptureStore
+from sparsekv.util.ranks import Ranks, join
 
 CASES = {"cpu": ["smollm2@4096"],
          "gpu": ["smollm2@32768", "smollm2@131072", "llama8b@32768", "llama8b@131072"]}
@@ -53,7 +53,7 @@ def load(name: str, length: int, layers: int, smollm2: str) -> Any:
     cuda = torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     if name == "smollm2":
-        from sparsekv.sources.hub import load_model
+        from sparsekv.artifacts.hub.models import load_model
 
         scaling = {"rope_type": "yarn", "factor": float(-(-length // 8192))} if length > 8192 else None
         return load_model(smollm2, dtype="bfloat16" if cuda else "float32", device=device, rope_scaling=scaling)[0]
@@ -154,7 +154,7 @@ def dataset_folder(text: Path, folder: Path) -> Path:
 
 def bench_corpora(case: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of a model's folder: a text file, and a folder of `datasets` made of it."""
-    from sparsekv.sources.hub import load_model
+    from sparsekv.artifacts.hub.models import load_model
 
     name, length = case.split("@")[0], int(case.split("@")[1])
     ranks = join("auto", args.devices)

@@ -45,13 +45,13 @@ import sparsekv
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import Sketch
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
-from sparsekv.runtime.cache import SparseCache, SparseLayer
-from sparsekv.runtime.supported import load_artifacts
-from sparsekv.sources.hub import load_model
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 from sparsekv.trainers.sketch import code_size

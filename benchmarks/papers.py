@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks._training import BUDGETS, errors, measured, nearest_centroids, router_of, side_by_side, spend, stores
+from sparsekv.artifacts.hub.models import resolve_device
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.estimators import Estimator, PhiEstimator
 from sparsekv.core.layer import Selection
 from sparsekv.core.offline import best_buckets, mass_read, mid_share
-from sparsekv.sources.hub import resolve_device
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.calibrate import reader
 from sparsekv.trainers.phi import PhiConfig, train_phi
 from sparsekv.trainers.router import RECIPES, RouterConfig, train_router

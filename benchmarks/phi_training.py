@@ -30,16 +30,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, row, write_rows
 from benchmarks._training import calibration_scores, measured, side_by_side
 from benchmarks.real import model_record
+from sparsekv.artifacts.hub.models import load_model, resolve_device
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core import offline
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import Selection
 from sparsekv.core.step import Parts
 from sparsekv.evaluation.rows import as_text
-from sparsekv.runtime.attach import writing
-from sparsekv.sources.hub import load_model, resolve_device
-from sparsekv.store.store import CaptureStore
+from sparsekv.runtime.hf.attach import writing
 from sparsekv.trainers.calibrate import reader, shifted_errors
 from sparsekv.trainers.phi import PhiConfig, train_phi
 

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._lanes import lanes_markdown
 from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS
+from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
@@ -52,8 +53,7 @@ from sparsekv.evaluation.requests import (
 from sparsekv.evaluation.rows import as_text
 from sparsekv.evaluation.scores import score_rows
 from sparsekv.evaluation.tables import in_order, lane_b, markdown, table
-from sparsekv.foundation.progress import progress
-from sparsekv.sources.hub import load_model
+from sparsekv.util.progress import progress
 
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
                     "streaming", *PEERS.values()])

@@ -41,6 +41,7 @@ from benchmarks._peers import PEERS
 from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows
 from benchmarks._real_page import continued, prompts_read
 from benchmarks._rows import RESULTS
+from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.selectors import SELECTORS
@@ -51,7 +52,6 @@ from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import as_text, origin
 from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.evaluation.tables import every_method, markdown, table
-from sparsekv.sources.hub import load_model
 
 TEXT = "perplexity_"
 WORST = "worst"

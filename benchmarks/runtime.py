@@ -34,7 +34,7 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
-from sparsekv.runtime.offload import HostView
+from sparsekv.runtime.hf.offload import HostView
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 OFFLOADED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)

@@ -42,7 +42,7 @@ from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.serving import backend_of, environment
 from sparsekv.evaluation.requests import SUITES, Question, first_of_each, load_requests, score
 from sparsekv.evaluation.scores import bootstrap
-from sparsekv.serving.settings import VARIABLE
+from sparsekv.runtime.vllm.settings import VARIABLE
 
 METHODS = ("vllm_fa3", "vllm_sparsekv", "attach")
 Answer = Callable[[list[int], int], tuple[list[int], list[float]]]

@@ -57,7 +57,7 @@ from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import SHAPES, artifacts
 from sparsekv.kernels import Sketch
-from sparsekv.serving.settings import VARIABLE
+from sparsekv.runtime.vllm.settings import VARIABLE
 
 
 class Case(NamedTuple):

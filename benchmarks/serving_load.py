@@ -53,7 +53,7 @@ from benchmarks.serving import (
     settings_for,
     write_model,
 )
-from sparsekv.serving.settings import VARIABLE
+from sparsekv.runtime.vllm.settings import VARIABLE
 
 
 class Traffic(NamedTuple):
@@ -93,7 +93,7 @@ class SparseRows:
     def __init__(self, method: str):
         self.rows = self.steps = torch.zeros((), dtype=torch.int64)
         if method == "vllm_sparsekv":
-            from sparsekv.serving.backend import SparseBuilder
+            from sparsekv.runtime.vllm.backend import SparseBuilder
 
             build = SparseBuilder.build
 

@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks._training import layer_of
 from sparsekv.artifacts.router import RouterArtifact, RouterLayer
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core import offline
 from sparsekv.core.selectors.base import Selector
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.selectors.topk import TopK
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.pool import Part, load_pool
 
 BUDGETS = (0.01, 0.02, 0.05)

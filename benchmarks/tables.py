@@ -68,7 +68,7 @@ def first_screen() -> dict[str, list[str]]:
 
 def demo() -> dict[str, list[str]]:
     """What `sparsekv demo` prints."""
-    from sparsekv.commands.demo_report import demo_table
+    from sparsekv.evaluation.demo_report import demo_table
 
     rows = load("demo")
     # the table asks the captured text for the sizes of sink and window alone: those of `capture`

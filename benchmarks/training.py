@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, take_over
 from benchmarks._training import MEASURED_QUERIES, measure, stores
+from sparsekv.artifacts.hub.models import resolve_device
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.sources.hub import resolve_device
-from sparsekv.store.store import CaptureStore
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.trainers.phi import PhiConfig, PhiRecipe, train_phi
 from sparsekv.trainers.router import RouterConfig, RouterRecipe, train_router
 

@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.hub import load_model
+from sparsekv.artifacts.hub.models import load_model
+from sparsekv.util.errors import SparseKVError
 
 STAGES = ((0.0, 2048), (0.2, 4096), (0.4, 8192), (0.6, 16384), (0.8, 32768))
 """From which part of the steps on prompts have which length [tokens]."""

@@ -10,7 +10,7 @@ __all__ = ["__version__", "attach"]
 
 def __getattr__(name: str) -> Any:
     if name == "attach":
-        from sparsekv.runtime.attach import attach
+        from sparsekv.runtime.hf.attach import attach
 
         return attach
     raise AttributeError(f"module 'sparsekv' has no attribute {name!r}")

@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from sparsekv.foundation.disk import FAILS, disk_error
-from sparsekv.foundation.errors import Interrupted, SparseKVError, first_line, printable
+from sparsekv.util.disk import FAILS, disk_error
+from sparsekv.util.errors import Interrupted, SparseKVError, first_line, printable
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -76,7 +76,7 @@ class Stopped(BaseException):
 COMMANDS = {
     "capture": Command(
         "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
-        "sparsekv.commands.capture", "CaptureConfig", "capture",
+        "sparsekv.capture.command", "CaptureConfig", "capture",
         "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
         "Train a router on a capture: buckets of keys by k-means, and the basis of their sketches.",
@@ -86,11 +86,11 @@ COMMANDS = {
         "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME),
     "train": Command(
         "Capture, router, feature maps and their page in one command, with an estimate before it starts.",
-        "sparsekv.commands.train", "TrainConfig", "run_train",
+        "sparsekv.trainers.pipeline", "TrainConfig", "run_train",
         "what is finished is kept; the same command goes on (without --overwrite)"),
     "generate": Command(
         "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
-        "sparsekv.runtime.generate", "GenerateConfig", "generate"),
+        "sparsekv.runtime.hf.generate", "GenerateConfig", "generate"),
     "eval": Command(
         "Measure quality per byte read: tasks, selectors and budgets, with a report.",
         "sparsekv.evaluation.run", "EvalConfig", "run_eval", RESUME),
@@ -102,16 +102,16 @@ COMMANDS = {
         "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
     "push": Command(
         "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
-        "sparsekv.sources.push", "PushConfig", "push_artifact"),
+        "sparsekv.artifacts.hub.push", "PushConfig", "push_artifact"),
     "inspect": Command(
         "Say what a capture store or an artifact is, how good it is, and on what it was trained.",
-        "sparsekv.commands.inspection", "InspectConfig", "inspect_path"),
+        "sparsekv.artifacts.inspection", "InspectConfig", "inspect_path"),
     "doctor": Command(
         "Say what this machine can run, and what installs the rest.",
-        "sparsekv.commands.doctor", "DoctorConfig", "run_doctor"),
+        "sparsekv.util.doctor", "DoctorConfig", "run_doctor"),
     "demo": Command(
         "Capture, train and decode on a small real model, in minutes on two CPU cores; writes report.html.",
-        "sparsekv.commands.demo", "DemoConfig", "run_demo",
+        "sparsekv.evaluation.demo", "DemoConfig", "run_demo",
         "run the same command with --overwrite to start again"),
 }
 
@@ -221,7 +221,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if debug or not error.name:
             raise
-        from sparsekv.commands.doctor import install
+        from sparsekv.util.doctor import install
 
         module = error.name.partition(".")[0]
         _fail(f"this needs the package {module}, which is not installed: run `{install(module)}`", 1)

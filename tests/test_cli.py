@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsekv.cli import COMMANDS, app, main
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 runner = CliRunner()
 
@@ -76,7 +76,7 @@ def test_import_is_light() -> None:
 
 
 def test_faiss_missing_says_what_to_install(monkeypatch) -> None:
-    from sparsekv.core.selectors.faiss import import_faiss
+    from sparsekv.core.baselines.faiss import import_faiss
 
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(SparseKVError, match=r"sparsekv\[cpu\].*sparsekv\[gpu\].*exclude each other"):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.commands.demo import DemoConfig, run_demo
-from sparsekv.commands.demo_report import BUDGETS, COLUMNS, shown
+from sparsekv.evaluation.demo import DemoConfig, run_demo
+from sparsekv.evaluation.demo_report import BUDGETS, COLUMNS, shown
 from sparsekv.evaluation.figures import error_by_budget
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))

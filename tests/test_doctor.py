@@ -9,7 +9,7 @@ import torch
 
 from sparsekv import __version__
 from sparsekv.cli import main
-from sparsekv.commands import doctor
+from sparsekv.util import doctor
 
 
 def run(monkeypatch, capsys, *words: str) -> str:
@@ -80,7 +80,7 @@ def test_a_kernel_that_fails_is_said(monkeypatch) -> None:
 @pytest.mark.parametrize(("module", "line"), [("matplotlib", "pip install matplotlib"),
                                               ("triton", "pip install 'sparsekv[gpu]'")])
 def test_a_command_that_misses_a_package_says_what_to_install(module, line, monkeypatch, capsys) -> None:
-    from sparsekv.commands import inspection
+    from sparsekv.artifacts import inspection
 
     def needs(_: object) -> None:
         importlib.import_module(module)

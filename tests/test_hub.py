@@ -6,8 +6,8 @@ from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.hub import _set_rope, load_model
+from sparsekv.artifacts.hub.models import _set_rope, load_model
+from sparsekv.util.errors import SparseKVError
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 

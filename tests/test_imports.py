@@ -13,26 +13,30 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "sparsekv"
 FILES = sorted(ROOT.rglob("*.py"))
-STAGES = ("capture", "trainers", "runtime", "evaluation", "serving")
-LEAVES = ("core", "models", "kernels", "artifacts", "store", "foundation", "sources")
-ALLOWED = {"kernels": ("kernels", "foundation.errors"),
-           "core": ("core", "kernels", "foundation.config", "foundation.errors"),
-           "foundation": ("foundation",)}
+STAGES = ("capture", "trainers", "runtime", "evaluation")
+LEAVES = ("core", "models", "kernels", "artifacts", "capture.store", "capture.corpus", "capture.synthetic", "util")
+ALLOWED = {"kernels": ("kernels", "util.errors"),
+           "core": ("core", "kernels", "util.config", "util.errors"),
+           "util": ("util",)}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
-DOORS = ("__main__", "cli", "commands")
+DOORS = ("__main__", "cli", "capture.command", "trainers.pipeline", "trainers.estimate", "evaluation.demo",
+         "evaluation.demo_report", "util.doctor", "artifacts.inspection")
+"""The commands, which put stages together; nothing else imports them."""
 TRANSFORMERS = {
-    "runtime.hooks": "hooks, attention and mask function, wrapped forward and generate", "runtime.cache": "its caches",
-    "runtime.sliding": "its caches' layers with a window",
-    "runtime.generate": "its streamer", "capture.tap": "attention calls that are shown", "capture.run": "its caches",
-    "commands.estimate": "a model's shape without weights", "sources.hub": "models by name"}
+    "runtime.hf.hooks": "hooks, attention and mask function, wrapped forward and generate",
+    "runtime.hf.cache": "its caches",
+    "runtime.hf.sliding": "its caches' layers with a window",
+    "runtime.hf.generate": "its streamer", "capture.tap": "attention calls that are shown", "capture.run": "its caches",
+    "trainers.estimate": "a model's shape without weights", "artifacts.hub.models": "models by name"}
 """All that import transformers, and for what; table of docs/architecture.md."""
 INTERNALS = {
-    "_attn_implementation": {"runtime.hooks", "runtime.model_pass", "capture.tap"},
-    "_forward_pre_hooks": {"runtime.hooks", "runtime.model_pass"},
-    "register_forward_pre_hook": {"runtime.hooks", "capture.tap"},
-    '"position_embeddings"': {"runtime.hooks", "capture.tap"},
-    "generation_config": {"runtime.generate_hook", "runtime.attach", "sources.hub", "evaluation.evaluator"}}
+    "_attn_implementation": {"runtime.hf.hooks", "runtime.hf.model_pass", "capture.tap"},
+    "_forward_pre_hooks": {"runtime.hf.hooks", "runtime.hf.model_pass"},
+    "register_forward_pre_hook": {"runtime.hf.hooks", "capture.tap"},
+    '"position_embeddings"': {"runtime.hf.hooks", "capture.tap"},
+    "generation_config": {"runtime.hf.generate_hook", "runtime.hf.attach", "artifacts.hub.models",
+                          "evaluation.evaluator"}}
 """What is transformers' own, and the only files that speak of it."""
 
 
@@ -122,10 +126,11 @@ def _imported_lazily(module: str) -> bool:
                    for name in imports(path, top_only=True))
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if inside(module_of(path), "artifacts")], ids=module_of)
+@pytest.mark.parametrize("path", [path for path in FILES if inside(module_of(path), "artifacts")
+                                  and not inside(module_of(path), "artifacts.hub")], ids=module_of)
 def test_artifacts_neither_draw_nor_fetch(path: Path) -> None:
     found = {n.split(".")[0] for n in imports(path)} & {"matplotlib", "huggingface_hub", "requests", "urllib", "http"}
-    assert not found, f"{module_of(path)} imports {found}: sources/ draws an artifact's page and brings it from the hub"
+    assert not found, f"{module_of(path)} imports {found}: artifacts/hub/ draws its page and fetches it"
 
 
 def test_what_touches_transformers_stands_in_one_file_each() -> None:
@@ -141,8 +146,8 @@ def test_what_touches_transformers_stands_in_one_file_each() -> None:
 
 
 def test_no_file_of_the_runtime_is_long() -> None:
-    long = [p.name for p in (ROOT / "runtime").glob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 320]
-    assert not long, f"{', '.join(long)} of runtime/ are above 320 lines"
+    long = [p.name for p in (ROOT / "runtime").rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 370]
+    assert not long, f"{', '.join(long)} of runtime/ are above 370 lines"
 
 
 def test_import_is_fast_and_loads_nothing_heavy() -> None:

@@ -1,5 +1,5 @@
 """The quality card of an artifact: means over heads, a table a quantity `[layers][heads]`, and which heads are best
-left dense. Its page draws it: `sources/quality.py`."""
+left dense. Its page draws it: `artifacts/hub/quality.py`."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from sparsekv.foundation.config import MOST
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.config import MOST
+from sparsekv.util.errors import SparseKVError
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""

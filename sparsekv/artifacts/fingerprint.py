@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 SAMPLES_PER_TENSOR = 64
 WEIGHTS = ("weights", "weights_float16")
@@ -54,8 +54,8 @@ def model_fingerprint(model: Any) -> dict[str, Any]:
 def _attention(model: Any, config: Any) -> dict[str, Any]:
     """The softmax scale, sliding window [tokens] and soft cap of the layers: one value where all have the same, else a
     list by layer. A window that no context of the model reaches is none."""
-    from sparsekv.sources.families import window_of
-    from sparsekv.sources.hub import attention_modules
+    from sparsekv.artifacts.hub.families import window_of
+    from sparsekv.artifacts.hub.models import attention_modules
 
     found: dict[str, list[Any]] = {"scale": [], "window": [], "softcap": []}
     for layer, module in sorted(attention_modules(model).items()):

@@ -20,9 +20,9 @@ from sparsekv.artifacts.checks import (
     parse_object,
     reason,
 )
-from sparsekv.foundation.disk import disk_error, placed
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.records import write_json
+from sparsekv.util.disk import disk_error, placed
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.records import write_json
 
 FORMAT_VERSION = 3
 """1 had no checksum, 2 one that a single core takes."""

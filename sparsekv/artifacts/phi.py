@@ -16,12 +16,12 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.artifacts.hub.named import find_artifact
+from sparsekv.artifacts.hub.push import push_object
 from sparsekv.core.estimators.phi import phi_tokens
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import FeatureMapWeights, KeyMap
 from sparsekv.models.feature_map import FeatureMaps
-from sparsekv.sources.named import find_artifact
-from sparsekv.sources.push import push_object
+from sparsekv.util.errors import SparseKVError
 
 KIND = "phi"
 
@@ -160,13 +160,13 @@ class PhiArtifact:
     def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
                     message: str | None = None, license: str | None = None) -> str:
         """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
-        of the commit. Raises SparseKVError as `sparsekv.sources.push.push`."""
+        of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
         return push_object(self, name, private=private, revision=revision, message=message, license=license)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> PhiArtifact:
-        """From a folder, or by its name on the hub (`sources/named.py`). Raises SparseKVError for a missing, damaged,
-        newer or foreign artifact."""
+        """From a folder, or by its name on the hub (`artifacts/hub/named.py`). Raises SparseKVError for a missing,
+        damaged, newer or foreign artifact."""
         path = find_artifact(path, KIND, revision)
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"

@@ -13,11 +13,11 @@ from sparsekv.artifacts.card import describe
 from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
+from sparsekv.artifacts.hub.named import find_artifact
+from sparsekv.artifacts.hub.push import push_object
 from sparsekv.core.sketch import check_sketch
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel, Sketch
-from sparsekv.sources.named import find_artifact
-from sparsekv.sources.push import push_object
+from sparsekv.util.errors import SparseKVError
 
 KIND = "router"
 
@@ -90,8 +90,8 @@ class RouterArtifact:
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:
-        """From a folder, or by its name on the hub (`sources/named.py`). Raises SparseKVError for a missing, damaged,
-        newer or foreign artifact, and for one of a kind that this version does not read."""
+        """From a folder, or by its name on the hub (`artifacts/hub/named.py`). Raises SparseKVError for a missing,
+        damaged, newer or foreign artifact, and for one of a kind that this version does not read."""
         path = find_artifact(path, KIND, revision)
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from sparsekv.foundation.config import SEEDS, check_ranges, option
-from sparsekv.foundation.errors import SparseKVError, check_choice
-from sparsekv.sources.corpus import SPLITS
+from sparsekv.capture.corpus import SPLITS
+from sparsekv.util.config import SEEDS, check_ranges, option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 TEXT, STORED, MACHINE = "Model and text", "What is stored", "Machine"
 MOST_LAYERS = 10_000

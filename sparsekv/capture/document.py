@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.config import CaptureConfig, query_positions
+from sparsekv.capture.corpus import TokenWindow
+from sparsekv.capture.store.manifest import sealed
+from sparsekv.capture.store.place import Place, encode
+from sparsekv.capture.store.shard import ShardWriter
+from sparsekv.capture.store.store import DTYPE, STATISTICS, document_name, layer_name
 from sparsekv.capture.tap import AttentionCall, StopForward
 from sparsekv.capture.transfer import Transfer, upload
 from sparsekv.core.rope import LayerRope, inverse, rotate
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import query_statistics
-from sparsekv.sources.corpus import TokenWindow
-from sparsekv.store.manifest import sealed
-from sparsekv.store.place import Place, encode
-from sparsekv.store.shard import ShardWriter
-from sparsekv.store.store import DTYPE, STATISTICS, document_name, layer_name
+from sparsekv.util.errors import SparseKVError
 
 PIECE_BYTES = 1 << 25
 

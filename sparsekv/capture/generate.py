@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from sparsekv.foundation.progress import progress
-from sparsekv.sources.corpus import GENERATED, TokenWindow
+from sparsekv.capture.corpus import GENERATED, TokenWindow
+from sparsekv.util.progress import progress
 
 ROWS, LENGTH = 256, 512
 Generator = Callable[[Any, int], AbstractContextManager[Callable[[torch.Tensor], torch.Tensor]]]

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from sparsekv.artifacts.fingerprint import check_fingerprint
+from sparsekv.artifacts.hub.models import attention_sizes, cache_bytes, resolve_device
 from sparsekv.capture.config import CaptureConfig, parse_layers, stored_queries
+from sparsekv.capture.store.manifest import FORMAT_VERSION, MANIFEST
+from sparsekv.capture.store.place import Place
+from sparsekv.capture.store.store import storage_bytes
 from sparsekv.core.rope import LayerRope
-from sparsekv.foundation.disk import disk_error, temporary_of
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.memory import check_memory
-from sparsekv.foundation.output import OutputKind, read_marker, refuse_others, strangers
-from sparsekv.sources.hub import attention_sizes, cache_bytes, resolve_device
-from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST
-from sparsekv.store.place import Place
-from sparsekv.store.store import storage_bytes
+from sparsekv.util.disk import disk_error, temporary_of
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.memory import check_memory
+from sparsekv.util.output import OutputKind, read_marker, refuse_others, strangers
 
 TEMPORARY = temporary_of(MANIFEST)
 OWN = (MANIFEST, TEMPORARY, *(

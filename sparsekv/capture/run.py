@@ -12,23 +12,23 @@ import torch
 
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.hub.models import decoder, load_config, load_model
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
+from sparsekv.capture.corpus import TokenWindow, check_corpus, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture
 from sparsekv.capture.generate import Generator, generated_windows
 from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
+from sparsekv.capture.store.manifest import FORMAT_VERSION, MANIFEST, sealed
+from sparsekv.capture.store.place import Place, place
+from sparsekv.capture.store.store import CaptureStore, document_name, finished_document
+from sparsekv.capture.synthetic import synthetic_windows
 from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
 from sparsekv.capture.transfer import Transfer, upload
 from sparsekv.core.rope import LayerRope
-from sparsekv.foundation.disk import free_space, only_writer
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.progress import progress
-from sparsekv.foundation.ranks import Ranks, join
-from sparsekv.sources.corpus import TokenWindow, check_corpus, make_windows, read_documents
-from sparsekv.sources.hub import decoder, load_config, load_model
-from sparsekv.sources.synthetic import synthetic_windows
-from sparsekv.store.manifest import FORMAT_VERSION, MANIFEST, sealed
-from sparsekv.store.place import Place, place
-from sparsekv.store.store import CaptureStore, document_name, finished_document
+from sparsekv.util.disk import free_space, only_writer
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.progress import progress
+from sparsekv.util.ranks import Ranks, join
 
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "complete_store", "run_capture"]
 
@@ -39,14 +39,14 @@ def run_capture(
     """Capture `config.num_documents` windows; a run that was interrupted goes on where it stopped.
 
     `model` and `tokenizer` are loaded by name unless given. generator: what makes the model write, for
-    `generated_documents`; the command takes the runtime's (`sparsekv.runtime.attach.writing`). Raises SparseKVError for
-    bad options, a missing model, a corpus without enough text, an unsupported architecture, an existing output, or a
-    disk that is too small.
+    `generated_documents`; the command takes the runtime's (`sparsekv.runtime.hf.attach.writing`). Raises SparseKVError
+    for bad options, a missing model, a corpus without enough text, an unsupported architecture, an existing output, or
+    a disk that is too small.
     """
     check_options(config)
     if config.generated_documents and generator is None:
         raise SparseKVError(f"generated_documents is {config.generated_documents} and nothing makes the model write; "
-                            "give run_capture(…, generator=sparsekv.runtime.attach.writing)")
+                            "give run_capture(…, generator=sparsekv.runtime.hf.attach.writing)")
     store = place(config.output)
     ranks = join(config.device, config.devices)
     with contextlib.ExitStack() as held:

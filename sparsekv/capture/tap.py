@@ -15,11 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from sparsekv.artifacts.hub.families import check_family, unsupported
+from sparsekv.artifacts.hub.models import attention_modules, decoder
 from sparsekv.core.rope import LayerRope, find_layout, unrotate
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import dense_attention
-from sparsekv.sources.families import check_family, unsupported
-from sparsekv.sources.hub import attention_modules, decoder
+from sparsekv.util.errors import SparseKVError
 
 NAME = "sparsekv_capture"
 

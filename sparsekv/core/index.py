@@ -1,8 +1,8 @@
 """What is kept of a layer's keys to choose among them: buckets of the mid region's keys and codes of all, made, grown
 and asked here alone, wherever the keys lie.
 
-Keys lie in a cache's tensor (`core/layer.py: LayerView`) or in a server's pages (`serving/pages.py`). The rules below
-ask for them by their places in a request, and list tokens by the numbers that the storage reads them by.
+Keys lie in a cache's tensor (`core/layer.py: LayerView`) or in a server's pages (`runtime/vllm/pages.py`). The rules
+below ask for them by their places in a request, and list tokens by the numbers that the storage reads them by.
 """
 
 from __future__ import annotations

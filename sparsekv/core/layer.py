@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import (
     Anchored,
     CompletionQuery,
@@ -28,6 +27,7 @@ from sparsekv.kernels import (
     encode_keys,
     gather_rows,
 )
+from sparsekv.util.errors import SparseKVError
 
 OBSERVED = 64
 """Last queries of a prefill that are kept."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, needed
 from sparsekv.core.regions import Regions
-from sparsekv.foundation.config import check_ranges, option
 from sparsekv.kernels import add_sinks, chunk_anchors, chunk_attention, dense_attention, gather_rows
 from sparsekv.kernels.block_attention import BLOCK, EACH, block_attention, block_lists, block_scores, score_bytes
+from sparsekv.util.config import check_ranges, option
 
 MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
 """Blocks of queries that are scored together at most, and bytes of their scores."""

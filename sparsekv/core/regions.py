@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.moments import edges_of
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
 AMORTISE_OVER = 256

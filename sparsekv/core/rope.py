@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 Layout = Literal["half", "interleaved"]
 LAYOUTS: tuple[Layout, ...] = ("half", "interleaved")

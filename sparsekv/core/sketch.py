@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode_codes
 from sparsekv.kernels.codes import largest
+from sparsekv.util.errors import SparseKVError
 
 RIDGE = 0.05
 """Share of the queries' mean variance that is added to every direction: few queries leave most of them out."""

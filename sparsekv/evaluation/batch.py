@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import Attachment
-from sparsekv.runtime.cache import SparseCache, SparseLayer
-from sparsekv.runtime.padded import allocate, own, put
+from sparsekv.runtime.hf.attach import Attachment
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.padded import allocate, own, put
+from sparsekv.util.errors import SparseKVError
 
 CHECK_EVERY = 8
 

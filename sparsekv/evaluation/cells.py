@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from sparsekv.foundation.disk import disk_error, write_text
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.disk import disk_error, write_text
+from sparsekv.util.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-sweep", 1
 SHARED = ("accounting", "weights", "dtype", "requests", "corpus", "split")

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from sparsekv.evaluation.diagnostics import FORMAT, Diagnostics
 from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
-from sparsekv.foundation.config import check_ranges, option
-from sparsekv.foundation.disk import TEMPORARIES, write_text
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.output import OutputKind, read_marker
-from sparsekv.foundation.progress import progress
+from sparsekv.util.config import check_ranges, option
+from sparsekv.util.disk import TEMPORARIES, write_text
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.output import OutputKind, read_marker
+from sparsekv.util.progress import progress
 
 FILE = "diagnostics.json"
 
@@ -50,14 +50,14 @@ class DiagnosticsResult(NamedTuple):
 
 def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     """Measure, write and draw. Raises SparseKVError for bad options, stores and artifacts."""
+    from sparsekv.artifacts.hub.models import resolve_device
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.capture.store.store import CaptureStore
     from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.rows import origin_line
     from sparsekv.evaluation.tables import markdown
-    from sparsekv.sources.hub import resolve_device
-    from sparsekv.store.store import CaptureStore
 
     check_ranges(config)
     output = Path(config.output)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.checks import damaged, from_record, parse_object, reason
-from sparsekv.foundation.disk import write_text
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.disk import write_text
+from sparsekv.util.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 2
 GAP_EDGES = [round(-8 + 0.5 * i, 1) for i in range(33)]

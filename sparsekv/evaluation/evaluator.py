@@ -21,9 +21,9 @@ from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
 from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
-from sparsekv.runtime.attach import Attachment, RunOptions, attach
-from sparsekv.runtime.cache import SparseCache
 from sparsekv.runtime.decoding import SIZES
+from sparsekv.runtime.hf.attach import Attachment, RunOptions, attach
+from sparsekv.runtime.hf.cache import SparseCache
 
 CPU_BYTES = 4 * 2**30
 """Keys and values of the prompts that are in memory at once, on a CPU; on a GPU half of what is free."""

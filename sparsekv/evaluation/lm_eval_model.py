@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 
 def _make() -> Any:
@@ -34,7 +34,7 @@ def _make() -> Any:
             own = inspect.signature(HFLM.__init__).parameters
             options = {k: kwargs.pop(k) for k in list(kwargs) if k not in own}
             if isinstance(pretrained, str):
-                from sparsekv.sources.hub import load_model
+                from sparsekv.artifacts.hub.models import load_model
 
                 device = kwargs.get("device") or "auto"
                 dtype = kwargs.pop("dtype", "auto")
@@ -47,7 +47,7 @@ def _make() -> Any:
                 pass
 
         def _attach(self) -> Any:
-            from sparsekv.runtime.attach import attach
+            from sparsekv.runtime.hf.attach import attach
 
             return attach(self.model, **{"dense_below": 0, **self.sparse_options})
 
@@ -76,7 +76,7 @@ def attach_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises SparseKVError for what `attach` and no selector knows.
     """
     from sparsekv.core.selectors import SELECTORS
-    from sparsekv.runtime.attach import attach
+    from sparsekv.runtime.hf.attach import attach
 
     known = set(inspect.signature(attach).parameters) | {n for s in SELECTORS.values() for n in s.option_names()}
     unknown = sorted(set(options) - (known - {"model", "options"}))

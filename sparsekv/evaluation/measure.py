@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.capture.store.store import CaptureStore, LayerCapture
 from sparsekv.core.buckets import imbalance
 from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
@@ -38,9 +39,8 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.step import two_parts
 from sparsekv.evaluation.diagnostics import GAP_EDGES, Diagnostics
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.models.feature_map import log_kernel
-from sparsekv.store.store import CaptureStore, LayerCapture
+from sparsekv.util.errors import SparseKVError
 
 BUDGETS = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 COVER_QUERIES = 32

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, NONE, SELECTOR_ROWS, method_names, row_of
-from sparsekv.foundation.errors import SparseKVError, check_choice
+from sparsekv.util.errors import SparseKVError, check_choice
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sparsekv.capture.corpus import make_windows, read_documents
 from sparsekv.evaluation.requests import Question
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.memory import check_memory
-from sparsekv.sources.corpus import make_windows, read_documents
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.memory import check_memory
 
 NEEDLE = "\n\nThe secret number of the lighthouse keeper is {number}. Remember it.\n\n"
 QUESTION = "\n\nThe secret number of the lighthouse keeper is"

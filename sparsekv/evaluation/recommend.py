@@ -10,10 +10,10 @@ import torch
 
 from sparsekv.core.registry import SELECTOR_ROWS, diagnosed
 from sparsekv.evaluation.diagnostics import Diagnostics
-from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.output import read_marker
 from sparsekv.runtime.settings import FORMAT, LayerSetting, Settings
+from sparsekv.util.config import option
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.output import read_marker
 
 SHOWN_HEADS = 8
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsekv.foundation.disk import placed, write_text
+from sparsekv.util.disk import placed, write_text
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --paper: #ffffff; --soft: #6a6a70; --line: #d8d8dc; }

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
-from sparsekv.foundation.disk import placed
-from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.util.disk import placed
+from sparsekv.util.errors import SparseKVError, first_line
 
 FORMAT, FORMAT_VERSION = "sparsekv-requests", 2
 OWN_TASKS = ("needle", "perplexity")

@@ -23,12 +23,12 @@ from sparsekv.evaluation.requests import (
     score_answers,
     task_names,
 )
-from sparsekv.foundation.config import MOST, SEEDS, check_ranges, option
-from sparsekv.foundation.disk import TEMPORARIES, only_writer, write_text
-from sparsekv.foundation.errors import SparseKVError, check_choice
-from sparsekv.foundation.memory import check_memory
-from sparsekv.foundation.output import OutputKind, files_below
-from sparsekv.foundation.progress import progress
+from sparsekv.util.config import MOST, SEEDS, check_ranges, option
+from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
+from sparsekv.util.errors import SparseKVError, check_choice
+from sparsekv.util.memory import check_memory
+from sparsekv.util.output import OutputKind, files_below
+from sparsekv.util.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
 OWN = "needle,perplexity"
@@ -109,7 +109,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
     Raises SparseKVError for unknown methods or tasks, bad budgets, and whatever model, corpus or artifacts do wrong.
     """
-    from sparsekv.sources.hub import load_model
+    from sparsekv.artifacts.hub.models import load_model
 
     if config.save_requests is not None:
         checked = _check(config)
@@ -121,10 +121,10 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
 
 def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
+    from sparsekv.artifacts.hub.models import cache_bytes, load_config, load_model, resolve_device
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
-    from sparsekv.sources.hub import cache_bytes, load_config, load_model, resolve_device
 
     if config.requests is None:
         check_memory(cache_bytes(load_config(config.model), max(checked.lengths)), resolve_device(config.device),
@@ -219,12 +219,12 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
 def _check(config: EvalConfig) -> Checked:
     """Refuse what cannot work before a model is loaded."""
     check_ranges(config)
+    from sparsekv.capture.corpus import check_corpus
     from sparsekv.core.regions import ACCOUNTINGS
     from sparsekv.evaluation.methods import check_methods, parse_methods, usual_methods
     from sparsekv.evaluation.own_tasks import check_prompts
-    from sparsekv.foundation.disk import check_place
-    from sparsekv.runtime.supported import load_artifacts
-    from sparsekv.sources.corpus import check_corpus
+    from sparsekv.runtime.hf.supported import load_artifacts
+    from sparsekv.util.disk import check_place
 
     tasks = task_names(config.tasks if config.tasks is not None else OWN if config.requests is None else "")
     if not tasks and config.requests is None:

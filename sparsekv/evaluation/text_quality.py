@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.format import read_config
+from sparsekv.artifacts.hub.text_quality import Setting, TextQuality, checksums
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.registry import FULL, default_selector
@@ -21,8 +22,7 @@ from sparsekv.evaluation.evaluator import Evaluator
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.own_tasks import continuations
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.text_quality import Setting, TextQuality, checksums
+from sparsekv.util.errors import SparseKVError
 
 BUDGETS = (0.01, 0.02, 0.05)
 WINDOWS, TOKENS = 4, 256

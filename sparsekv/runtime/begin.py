@@ -13,10 +13,10 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView
 from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build_layers
-from sparsekv.runtime.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
-from sparsekv.runtime.offload import HostView
+from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
+from sparsekv.runtime.hf.offload import HostView
 
 
 class Called(NamedTuple):

@@ -20,9 +20,9 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build, sparse_step
-from sparsekv.foundation.memory import free_memory
 from sparsekv.kernels import decode_attention, dense_attention
 from sparsekv.runtime.timing import Kept, device_words, microseconds
+from sparsekv.util.memory import free_memory
 
 LENGTHS = {"cuda": (4096, 32_768), "cpu": (1024, 8192)}
 """Tokens at which both are timed, by type of device."""

@@ -18,11 +18,11 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
-from sparsekv.foundation.errors import SparseKVError, check_choice
-from sparsekv.runtime.cache import SparseCache, SparseLayer
 from sparsekv.runtime.crossing import Shape, Times, shortest, times_of
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.numbers import check_selector, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
+from sparsekv.util.errors import SparseKVError, check_choice
 
 PLACEMENTS = ("gpu", "offload", "cpu")
 MOST_BUCKETS = 65536

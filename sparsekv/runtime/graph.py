@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.foundation.errors import SparseKVError, first_line
 from sparsekv.runtime.plan import Plan
+from sparsekv.util.errors import SparseKVError, first_line
 
 PACKAGES = ("torch", "triton", "transformers", "transformers_modules", "sparsekv")
 """Whose errors are failures of a step, and not what a user raised in it."""

@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.core.selectors import Selector
-from sparsekv.foundation.config import MOST
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.config import MOST
+from sparsekv.util.errors import SparseKVError
 
 WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a word", type(None): "None"}
 

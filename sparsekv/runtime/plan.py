@@ -18,10 +18,10 @@ from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_attention
-from sparsekv.runtime.cache import GrowingRope, SparseCache
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.model_pass import Layers
-from sparsekv.runtime.sliding import SlidingLayer
+from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.model_pass import Layers
+from sparsekv.runtime.hf.sliding import SlidingLayer
 
 
 @dataclass(frozen=True)

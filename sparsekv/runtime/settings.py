@@ -22,9 +22,9 @@ from sparsekv.artifacts.checks import (
 )
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.core.regions import Regions, tokens_of_budget
-from sparsekv.foundation.config import MOST
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.records import write_json
+from sparsekv.util.config import MOST
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.records import write_json
 
 FORMAT, FORMAT_VERSION = "sparsekv-settings", 1
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 import sparsekv
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.records import write_json
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.records import write_json
 
 FLUSH_BYTES, REPEATS, CALLS = 1 << 28, 5, 8
 """What is read between two calls, so that none finds what it reads in a cache of the device; runs, and calls of each.

@@ -16,9 +16,9 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import Selection
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build
-from sparsekv.foundation.memory import free_memory
 from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
+from sparsekv.util.memory import free_memory
 
 LONGEST, ROWS = 131_072, 16
 """Of the layer, whose length is the prompt's: tokens of all its rows at most, since longer lists take other kernels;

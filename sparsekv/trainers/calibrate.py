@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.baselines.streaming import Streaming
 from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.offline import Request, mid_scores, relative_error, requests, size_of
 from sparsekv.core.selectors.base import Selector
-from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.selectors.topk import TopK
 from sparsekv.core.step import Parts, two_parts
 from sparsekv.models.feature_map import FeatureMaps

@@ -35,12 +35,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from sparsekv.foundation.disk import disk_error, placed
-from sparsekv.foundation.errors import Interrupted, SparseKVError
-from sparsekv.foundation.progress import progress
 from sparsekv.trainers.metrics import FILE, read_rows, write_metrics
 from sparsekv.trainers.muon import Muon
 from sparsekv.trainers.task import Task, cosine_factor
+from sparsekv.util.disk import disk_error, placed
+from sparsekv.util.errors import Interrupted, SparseKVError
+from sparsekv.util.progress import progress
 
 BLOCK = 200
 """Steps of a block, at most; a run has at least a hundred blocks where it has as many steps."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sparsekv.foundation.disk import placed
-from sparsekv.foundation.errors import SparseKVError, first_line
+from sparsekv.util.disk import placed
+from sparsekv.util.errors import SparseKVError, first_line
 
 FILE = "metrics.csv"
 

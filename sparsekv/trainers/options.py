@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from sparsekv.foundation.config import SEEDS, check_ranges, option
-from sparsekv.foundation.errors import SparseKVError, check_choice
+from sparsekv.util.config import SEEDS, check_ranges, option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 DEFAULT = "default"
 HIGHEST_RATE = 10.0

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.hub.modelcard import write_card
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig, PhiLayer
+from sparsekv.capture.store.store import CaptureStore
+from sparsekv.core.baselines.streaming import Streaming
 from sparsekv.core.estimators.phi import PhiEstimator
-from sparsekv.core.selectors.streaming import Streaming
 from sparsekv.core.step import two_parts
-from sparsekv.foundation.config import MOST_STEPS, option
-from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import add_centre
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps, log_kernel
 from sparsekv.models.losses import KLHuber, OutputError
-from sparsekv.sources.modelcard import write_card
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.anchors import anchor_attention
 from sparsekv.trainers.calibrate import (
     CASES,
@@ -34,6 +32,8 @@ from sparsekv.trainers.options import DEFAULT, TrainingOptions, chosen, recipe_o
 from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
+from sparsekv.util.config import MOST_STEPS, option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 WATCHED_WINDOWS = 2
 WINDOWS = 2

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.capture.corpus import GENERATED, SYNTHETIC
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.layer import needed
 from sparsekv.core.offline import Window
 from sparsekv.core.rope import RopeTable
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.corpus import GENERATED, SYNTHETIC
-from sparsekv.store.store import CaptureStore
+from sparsekv.util.errors import SparseKVError
 
 PLACES = ("capture", "output")
 """Options that name folders of one machine: an artifact goes to others."""

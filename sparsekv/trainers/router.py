@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.artifacts.hub.modelcard import write_card
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.sketch import check_sketch
-from sparsekv.foundation.config import MOST_STEPS, option
-from sparsekv.foundation.errors import SparseKVError, check_choice
-from sparsekv.foundation.progress import progress
 from sparsekv.kernels import QueryModel, Sketch, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
-from sparsekv.sources.modelcard import write_card
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
 from sparsekv.trainers.sketch import closed_form, code_size
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
+from sparsekv.util.config import MOST_STEPS, option
+from sparsekv.util.errors import SparseKVError, check_choice
+from sparsekv.util.progress import progress
 
 LONG_CONTEXT = 65_536
 SPACES = ("auto", "pre", "rot")

@@ -24,18 +24,18 @@ from torch import Tensor
 from sparsekv.artifacts.checks import digest, reason
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import CONFIG, TENSORS, write_tensors
-from sparsekv.foundation.disk import TEMPORARIES, only_writer, temporary_of
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.memory import check_memory
-from sparsekv.foundation.output import OutputKind, read_marker
-from sparsekv.foundation.ranks import Ranks, join
-from sparsekv.foundation.records import write_json
-from sparsekv.sources.modelcard import FIGURE, README
-from sparsekv.store.store import CaptureStore
+from sparsekv.artifacts.hub.modelcard import FIGURE, README
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.trainers.metrics import FILE
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import Part
 from sparsekv.trainers.task import Task
+from sparsekv.util.disk import TEMPORARIES, only_writer, temporary_of
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.memory import check_memory
+from sparsekv.util.output import OutputKind, read_marker
+from sparsekv.util.ranks import Ranks, join
+from sparsekv.util.records import write_json
 
 MARK = "training.json"
 FREE = ("capture", "preset", "output", "resume", "overwrite", "verify", "device", "devices", "max_time")
@@ -63,7 +63,7 @@ class Run:
                  least: Callable[[int], int] = lambda heads: 0, sizes: str = ""):
         """least: bytes that so many KV heads take at the least when they are trained at once, by the options `sizes`.
         Raises SparseKVError where the device has fewer, before the output is touched."""
-        from sparsekv.sources.hub import resolve_device
+        from sparsekv.artifacts.hub.models import resolve_device
 
         self.options, self.recipe, self.store, self.out = options, recipe, store, Path(options.output)
         self.kind, self.output = kind, artifact_output(kind)

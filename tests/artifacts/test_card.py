@@ -7,8 +7,8 @@ from sparsekv.artifacts.card import describe, heads_best_dense
 from sparsekv.artifacts.format import save_artifact
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
+from sparsekv.util.errors import SparseKVError
 
 MODEL = {"architecture": "LlamaForCausalLM", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8,
          "rope": {}, "weights": "0"}

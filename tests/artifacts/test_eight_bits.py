@@ -15,12 +15,12 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.artifacts.format import load_artifact, save_artifact
+from sparsekv.artifacts.hub.named import find_artifacts
+from sparsekv.artifacts.hub.shipped import TRAINED
+from sparsekv.artifacts.hub.text_quality import read_quality
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.named import find_artifacts
-from sparsekv.sources.shipped import TRAINED
-from sparsekv.sources.text_quality import read_quality
+from sparsekv.util.errors import SparseKVError
 
 KINDS = {"router": RouterArtifact, "phi": PhiArtifact}
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from tiny import make_model, prompt
 
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import attach
+from sparsekv.runtime.hf.attach import attach
+from sparsekv.util.errors import SparseKVError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -20,13 +20,13 @@ from tiny import make_model, prompt, save_model
 from tiny_artifacts import artifacts
 
 import sparsekv
+from sparsekv.artifacts.hub.named import find_artifacts
+from sparsekv.artifacts.hub.push import PushConfig, push, push_artifact
+from sparsekv.artifacts.hub.text_quality import Setting, TextQuality
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.run import EvalConfig, _check
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.named import find_artifacts
-from sparsekv.sources.push import PushConfig, push, push_artifact
-from sparsekv.sources.text_quality import Setting, TextQuality
+from sparsekv.util.errors import SparseKVError
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import ModelCard
 
-from sparsekv.sources.modelcard import card_files
+from sparsekv.artifacts.hub.modelcard import card_files
 
 MODEL = {"architecture": "LlamaForCausalLM", "num_layers": 4, "num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8,
          "weights": "0123456789abcdef"}

@@ -18,9 +18,9 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.artifacts.format import CONFIG, load_artifact
-from sparsekv.foundation.records import WIDTH, as_json, write_json
-from sparsekv.sources.named import find_artifacts
-from sparsekv.sources.shipped import TRAINED
+from sparsekv.artifacts.hub.named import find_artifacts
+from sparsekv.artifacts.hub.shipped import TRAINED
+from sparsekv.util.records import WIDTH, as_json, write_json
 
 KEYS = st.text(max_size=10)
 VALUES = st.recursive(

@@ -18,8 +18,8 @@ from test_families import FAMILIES, SIZES, Words
 from transformers import AutoModelForCausalLM
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.shard import ShardWriter
+from sparsekv.capture.store.shard import ShardWriter
+from sparsekv.util.errors import SparseKVError
 
 
 def tiny():

@@ -10,9 +10,9 @@ import tokenizers
 import transformers
 from test_families import Words, captured, tiny
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources import corpus as corpora
-from sparsekv.sources.corpus import SPLITS, Document, TokenWindow, make_windows, read_dataset, read_documents
+from sparsekv.capture import corpus as corpora
+from sparsekv.capture.corpus import SPLITS, Document, TokenWindow, make_windows, read_dataset, read_documents
+from sparsekv.util.errors import SparseKVError
 
 datasets = pytest.importorskip("datasets")
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.tap import AttentionCall, probe, tap
 from sparsekv.core.rope import rotate, unrotate
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "max_position_embeddings": 512,

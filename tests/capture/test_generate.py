@@ -4,13 +4,13 @@ import pytest
 import torch
 from test_families import SIZES, Words, captured, tiny
 
+from sparsekv.capture.corpus import TokenWindow
 from sparsekv.capture.generate import generated_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import writing
-from sparsekv.sources.corpus import TokenWindow
-from sparsekv.sources.synthetic import synthetic_windows
+from sparsekv.capture.synthetic import synthetic_windows
+from sparsekv.runtime.hf.attach import writing
 from sparsekv.trainers.pool import split_documents
+from sparsekv.util.errors import SparseKVError
 
 VOCABULARY = SIZES["vocab_size"]
 

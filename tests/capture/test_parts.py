@@ -10,13 +10,13 @@ from test_families import SIZES, Words, captured, compare_with_the_cache, tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
+from sparsekv.artifacts.hub.models import load_config, load_model
+from sparsekv.capture.corpus import Document, make_windows
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store.store import storage_bytes
 from sparsekv.capture.tap import probe
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels.dense import add_attention_reference
-from sparsekv.sources.corpus import Document, make_windows
-from sparsekv.sources.hub import load_config, load_model
-from sparsekv.store.store import storage_bytes
+from sparsekv.util.errors import SparseKVError
 
 
 def test_a_layer_alone_holds_the_same_numbers(tmp_path) -> None:

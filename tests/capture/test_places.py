@@ -10,9 +10,9 @@ import torch
 from test_families import captured, tiny
 
 from sparsekv.capture.run import CaptureConfig, run_capture
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.place import RemotePlace
-from sparsekv.store.store import CaptureStore
+from sparsekv.capture.store.place import RemotePlace
+from sparsekv.capture.store.store import CaptureStore
+from sparsekv.util.errors import SparseKVError
 
 
 def test_a_remote_store_holds_the_same_as_a_local_one(tmp_path) -> None:

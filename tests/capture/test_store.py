@@ -11,14 +11,14 @@ from capture_child import bytes_of
 from safetensors.torch import load_file, save_file
 from test_families import Words, captured, tiny
 
+from sparsekv.artifacts.inspection import InspectConfig, inspect_path
 from sparsekv.capture.config import parse_layers
-from sparsekv.commands.inspection import InspectConfig, inspect_path
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.corpus import make_windows, read_documents
-from sparsekv.store.manifest import MANIFEST
-from sparsekv.store.place import place
-from sparsekv.store.shard import ShardWriter, checksum
-from sparsekv.store.store import CaptureStore
+from sparsekv.capture.corpus import make_windows, read_documents
+from sparsekv.capture.store.manifest import MANIFEST
+from sparsekv.capture.store.place import place
+from sparsekv.capture.store.shard import ShardWriter, checksum
+from sparsekv.capture.store.store import CaptureStore
+from sparsekv.util.errors import SparseKVError
 
 
 def test_verify_names_a_flipped_bit_and_a_missing_shard(tmp_path) -> None:

@@ -16,8 +16,8 @@ from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import Spends
 from sparsekv.core.step import LayerState, Step
-from sparsekv.runtime.attach import RunOptions
-from sparsekv.runtime.cache import SparseCache
+from sparsekv.runtime.hf.attach import RunOptions
+from sparsekv.runtime.hf.cache import SparseCache
 
 BUDGET = 13
 

@@ -17,7 +17,7 @@ from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import dense_attention, slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Unsorted, build_seat, extend_seat
 
 
 def close(case: str) -> dict[str, float]:

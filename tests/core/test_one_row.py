@@ -81,7 +81,7 @@ def test_help_names_it(command: list[str], registered) -> None:
 
 
 def test_it_is_measured_and_shown_like_any_other(registered) -> None:
-    from sparsekv.commands.demo_report import shown
+    from sparsekv.evaluation.demo_report import shown
     from sparsekv.evaluation.methods import parse_methods, usual_methods
 
     assert {"third", "third+phi"} <= set(usual_methods(("phi",))) and "third" in {m.name for m in shown()}

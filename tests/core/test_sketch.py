@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sparsekv.core.sketch import check_sketch, fit_queries, fit_sketch, principal, second_moment
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode_codes, encode_keys
 from sparsekv.kernels.sketch import query_side_reference, sketch_scores_reference
+from sparsekv.util.errors import SparseKVError
 
 DIM, HEADS, GROUP, LENGTH = 12, 2, 3, 400
 

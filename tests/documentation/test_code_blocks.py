@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
+from sparsekv.artifacts.hub.shipped import TRAINED
 from sparsekv.cli import COMMANDS, main
 from sparsekv.core.registry import SELECTOR_ROWS
-from sparsekv.sources.shipped import TRAINED
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -100,7 +100,7 @@ def test_{OP}(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     compiled = tests / "compiled.py"
     insert(compiled, "from sparsekv.kernels import sketch_triton as sk\n",
            f"from sparsekv.kernels import {OP}_triton as sc\n")
-    insert(compiled, "from sparsekv.serving import seating\n",
+    insert(compiled, "from sparsekv.runtime.vllm import seating\n",
            f"from sparsekv.kernels.{OP} import SCALE_WARPS, SCALED_AT_ONCE\n")
     insert(compiled, "    for length in (2048, losses.LONGEST):\n",
            f'    check(sc.{OP}_kernel, {{"BLOCK": SCALED_AT_ONCE}}, SCALE_WARPS, "bf16", SHARED)\n')

@@ -12,14 +12,14 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.capture.run import CaptureConfig, run_capture
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.measure import coverage
 from sparsekv.evaluation.recommend import Choice, RecommendConfig, pick_choices, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.store import CaptureStore
+from sparsekv.util.errors import SparseKVError
 
 LENGTH = 256
 BUDGETS = (0.0, 0.05, 0.2, 0.5, 1.0)

@@ -19,8 +19,8 @@ from sparsekv.evaluation.own_tasks import continuations, make_needles
 from sparsekv.evaluation.requests import Question, load_requests, save_requests, score, task_names
 from sparsekv.evaluation.scores import bootstrap, score_rows
 from sparsekv.evaluation.tables import gains, table
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import RunOptions
+from sparsekv.runtime.hf.attach import RunOptions
+from sparsekv.util.errors import SparseKVError
 
 TEXT = "The quick brown fox jumps over the lazy dog; 17 wise owls & 3 gnus (all grey) watched it go by. "
 

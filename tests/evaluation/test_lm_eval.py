@@ -5,7 +5,7 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.evaluation import requests as req
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 pytest.importorskip("lm_eval")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import make_model
 
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 PATH = Path(__file__).parents[2] / "examples" / "train_long_model.py"
 spec = importlib.util.spec_from_file_location("train_long_model", PATH)

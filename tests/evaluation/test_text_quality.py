@@ -13,10 +13,10 @@ from test_evaluator import TEXT
 from tiny import make_model
 from tiny_artifacts import artifacts
 
+from sparsekv.artifacts.hub.text_quality import FILE, GOAL, Setting, TextQuality, read_quality
 from sparsekv.evaluation.text_quality import BUDGETS, card_methods, measure_text
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import RunOptions, attach
-from sparsekv.sources.text_quality import FILE, GOAL, Setting, TextQuality, read_quality
+from sparsekv.runtime.hf.attach import RunOptions, attach
+from sparsekv.util.errors import SparseKVError
 
 LENGTH = 1100
 

@@ -62,8 +62,8 @@ from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, 
 from sparsekv.kernels.few_rows import fitting as fitting_rows
 from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
 from sparsekv.kernels.routing import RunArguments
-from sparsekv.serving import seating
-from sparsekv.serving import seating_triton as se
+from sparsekv.runtime.vllm import seating
+from sparsekv.runtime.vllm import seating_triton as se
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 SPILLED = 768

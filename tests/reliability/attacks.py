@@ -35,21 +35,21 @@ from training_child import stopped, train
 
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.format import CONFIG, TENSORS
+from sparsekv.capture.store.manifest import MANIFEST, sealed
+from sparsekv.capture.store.store import CaptureStore, finished_document
 from sparsekv.cli import COMMANDS, main
 from sparsekv.core.estimators import CentroidEstimator
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.requests import Question, load_requests, save_requests
-from sparsekv.foundation.config import MOST_STEPS
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import attach
+from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.process import _GATE
 from sparsekv.runtime.settings import Settings
-from sparsekv.store.manifest import MANIFEST, sealed
-from sparsekv.store.store import CaptureStore, finished_document
 from sparsekv.trainers import work
 from sparsekv.trainers.fit import check_checkpoint
+from sparsekv.util.config import MOST_STEPS
+from sparsekv.util.errors import SparseKVError
 
 CHILD = Path(__file__).with_name("killed_child.py")
 

@@ -67,8 +67,8 @@ def judge(name: str) -> Verdict:
     import torch
 
     from sparsekv.capture.tap import probe
-    from sparsekv.foundation.errors import SparseKVError
-    from sparsekv.runtime.attach import attach
+    from sparsekv.runtime.hf.attach import attach
+    from sparsekv.util.errors import SparseKVError
 
     model = make(name)
     ids = torch.randint(1, 97, (1, 80), generator=torch.Generator().manual_seed(1))

@@ -12,8 +12,8 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import attach
+from sparsekv.runtime.hf.attach import attach
+from sparsekv.util.errors import SparseKVError
 
 
 def rope(**changes: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_families import Words
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.progress import still
-from sparsekv.sources import corpus as corpora
-from sparsekv.sources.corpus import Document, check_corpus, make_windows, read_documents
+from sparsekv.capture import corpus as corpora
+from sparsekv.capture.corpus import Document, check_corpus, make_windows, read_documents
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.progress import still
 
 
 class Bytes:

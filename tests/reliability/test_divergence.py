@@ -16,9 +16,9 @@ from test_running import Toy, fit_toy
 from test_training import sharp
 from training_child import train
 
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.trainers import phi
 from sparsekv.trainers.fit import check_checkpoint
+from sparsekv.util.errors import SparseKVError
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from test_training import sharp
 from tiny import make_model, prompt
 from training_child import stopped, train
 
+from sparsekv.artifacts.hub.models import load_config, load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.cli import COMMANDS, main
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import attach
-from sparsekv.sources.hub import load_config, load_model
+from sparsekv.runtime.hf.attach import attach
+from sparsekv.util.errors import SparseKVError
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sparsekv.foundation.disk import only_writer, placed, write_text
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.output import OutputKind
+from sparsekv.util.disk import only_writer, placed, write_text
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.output import OutputKind
 
 NOBODY = 65534
 MINE = "precious\n"

@@ -18,12 +18,12 @@ from sparsekv.artifacts.checks import check_digest, digest, parse_object
 from sparsekv.artifacts.format import CONFIG, TENSORS, save_artifact
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.runtime.cache import GrowingRope, SparseCache
-from sparsekv.runtime.prefix import load_prefix, save_prefix
+from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
 from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.util.errors import SparseKVError
 
 MODEL: dict[str, Any] = {
     "architecture": "LlamaForCausalLM", "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 8,

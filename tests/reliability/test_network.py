@@ -18,11 +18,11 @@ from hub_server import TOKEN, Hub
 from tiny import make_model
 from tiny_artifacts import artifacts
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.hub import load_config, load_model
-from sparsekv.sources.named import find_artifacts
-from sparsekv.sources.network import in_time
-from sparsekv.sources.push import push
+from sparsekv.artifacts.hub.models import load_config, load_model
+from sparsekv.artifacts.hub.named import find_artifacts
+from sparsekv.artifacts.hub.network import in_time
+from sparsekv.artifacts.hub.push import push
+from sparsekv.util.errors import SparseKVError
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from test_folders_and_statuses import content
 from test_training import sharp
 
 from sparsekv.capture import run as capture_run
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.evaluation import run as eval_run
 from sparsekv.evaluation.run import EvalConfig, run_eval
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.store import CaptureStore
+from sparsekv.util.errors import SparseKVError
 
 
 def broken(*_: object, **__: object) -> None:

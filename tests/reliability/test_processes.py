@@ -17,9 +17,9 @@ from test_training import sharp
 from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.foundation.disk import only_writer
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.store import CaptureStore
+from sparsekv.capture.store.store import CaptureStore
+from sparsekv.util.disk import only_writer
+from sparsekv.util.errors import SparseKVError
 
 
 def words(command: str, model: Path, store: Path, output: Path) -> list[object]:

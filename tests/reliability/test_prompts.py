@@ -10,9 +10,9 @@ import torch
 from test_folders_and_statuses import call
 from tiny import VOCAB, attach, make_model, prompt
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import Attachment
-from sparsekv.runtime.generate import GenerateConfig, generate
+from sparsekv.runtime.hf.attach import Attachment
+from sparsekv.runtime.hf.generate import GenerateConfig, generate
+from sparsekv.util.errors import SparseKVError
 
 IDS = prompt(40, 2)
 MASK = torch.ones_like(IDS)

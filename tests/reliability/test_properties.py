@@ -17,10 +17,10 @@ from tiny_artifacts import artifacts
 
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.format import TENSORS
+from sparsekv.capture.store.manifest import sealed
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.kernels import attend_tokens
-from sparsekv.runtime.attach import attach
-from sparsekv.store.manifest import sealed
+from sparsekv.runtime.hf.attach import attach
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),

@@ -23,18 +23,18 @@ from tiny import make_model, make_tokenizer, prompt, save_model
 from tiny_artifacts import artifacts
 from training_child import stopped, train
 
+from sparsekv.artifacts.hub.modelcard import card_files
+from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.capture import document as documents
-from sparsekv.commands.train import MARKER, TrainConfig, run_train
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.requests import load_requests
-from sparsekv.foundation.errors import SparseKVError, printable
-from sparsekv.runtime.attach import attach
+from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.settings import Settings
-from sparsekv.sources.hub import load_model
-from sparsekv.sources.modelcard import card_files
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.metrics import read_rows
+from sparsekv.trainers.pipeline import MARKER, TrainConfig, run_train
+from sparsekv.util.errors import SparseKVError, printable
 
 ESCAPE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b1m\r"
 SCRIPT = "</code><script>alert(1)</script>`![x](http://x)|**\n# x\n```"

@@ -13,12 +13,12 @@ from training_child import train
 from sparsekv.capture.config import CaptureConfig, check_options, parse_layers
 from sparsekv.cli import main
 from sparsekv.evaluation.own_tasks import check_prompts
-from sparsekv.foundation.config import check_ranges
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.foundation.memory import check_memory, memory_of
-from sparsekv.foundation.ranks import join
 from sparsekv.trainers.phi import PhiConfig
 from sparsekv.trainers.router import RouterConfig
+from sparsekv.util.config import check_ranges
+from sparsekv.util.errors import SparseKVError
+from sparsekv.util.memory import check_memory, memory_of
+from sparsekv.util.ranks import join
 
 
 def refused(sentence: str) -> Any:
@@ -102,7 +102,7 @@ def test_processes_of_a_cpu() -> None:
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
 def test_memory_that_runs_out_is_a_sentence(error: Exception, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["sparsekv", "inspect", str(Path(__file__).parent)])
-    monkeypatch.setattr("sparsekv.commands.inspection.inspect_path", lambda _: (_ for _ in ()).throw(error))
+    monkeypatch.setattr("sparsekv.artifacts.inspection.inspect_path", lambda _: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit) as stop:
         main()
     said = " ".join(capsys.readouterr().err.split())

@@ -11,7 +11,7 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.runtime.attach import attach
+from sparsekv.runtime.hf.attach import attach
 
 MEMORY = ("lfps", "random")
 """Selectors whose steps depend on the steps before them: on what those read, or on how many there were."""

@@ -19,12 +19,12 @@ from test_families import captured
 from test_training import sharp
 from training_child import stopped, train
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store import manifest as manifests
-from sparsekv.store.manifest import MANIFEST, sealed
-from sparsekv.store.shard import checksum
-from sparsekv.store.store import CaptureStore
+from sparsekv.capture.store import manifest as manifests
+from sparsekv.capture.store.manifest import MANIFEST, sealed
+from sparsekv.capture.store.shard import checksum
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.trainers.fit import check_checkpoint
+from sparsekv.util.errors import SparseKVError
 
 SIZES = {"num_documents": 3, "context_length": 120, "queries_per_document": 24}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 
 def step(model, ids, cache):

@@ -14,9 +14,10 @@ from torch import nn
 
 from sparsekv.kernels import few_rows
 from sparsekv.runtime import fused as door
-from sparsekv.runtime import hooks, timing
+from sparsekv.runtime import timing
 from sparsekv.runtime.crossing import Shape
 from sparsekv.runtime.fused import ROTATION, Fused, few_gated, few_products
+from sparsekv.runtime.hf import hooks
 from sparsekv.runtime.warm import full_token
 
 ROTATED = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"}

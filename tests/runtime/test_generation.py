@@ -9,8 +9,8 @@ from tiny import FAMILIES, attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import RunOptions
+from sparsekv.runtime.hf.attach import RunOptions
+from sparsekv.util.errors import SparseKVError
 
 LENGTH = 75
 GREEDY = {"max_new_tokens": 9, "do_sample": False}

@@ -7,7 +7,7 @@ import torch
 from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-from sparsekv.runtime.attach import RunOptions
+from sparsekv.runtime.hf.attach import RunOptions
 
 pytestmark = pytest.mark.gpu
 GREEDY = {"max_new_tokens": 9, "do_sample": False}

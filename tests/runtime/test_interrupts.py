@@ -15,10 +15,10 @@ import torch
 from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime import hooks
-from sparsekv.runtime.attach import Attachment, RunOptions
+from sparsekv.runtime.hf import hooks
+from sparsekv.runtime.hf.attach import Attachment, RunOptions
 from sparsekv.runtime.process import NOW, known
+from sparsekv.util.errors import SparseKVError
 
 RUNTIME = Path(sys.modules[Attachment.__module__].__file__).parent  # type: ignore[arg-type]
 GREEDY = {"max_new_tokens": 4, "do_sample": False}

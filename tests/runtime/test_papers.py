@@ -9,9 +9,9 @@ import torch
 from views import built, make_view
 
 from benchmarks._peers import PEERS
+from sparsekv.core.baselines.lfps import GAMMA, OBSERVED
+from sparsekv.core.baselines.lfps_table import ScoreTable
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.core.selectors.lfps import GAMMA, OBSERVED
-from sparsekv.core.selectors.lfps_table import ScoreTable
 from sparsekv.evaluation.methods import parse_methods
 
 BUDGETED = {name: dict(parse_methods([method], [0.02])[0].options) for name, method in PEERS.items()} | {"topk": {}}

@@ -9,7 +9,7 @@ from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.base import Spends
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 INDEXED = [name for name, kind in SELECTORS.items() if name != "dense" and not kind.scores_keys]

@@ -14,8 +14,8 @@ from views import make_view
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import chunk_attention
+from sparsekv.util.errors import SparseKVError
 
 SINK, WINDOW, CHUNK, BUDGET = 3, 10, 16, 12
 

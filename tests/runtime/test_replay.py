@@ -17,10 +17,10 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.core.selectors import SELECTORS as ALL
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import RunOptions
 from sparsekv.runtime.graph import raised_by_user
+from sparsekv.runtime.hf.attach import RunOptions
 from sparsekv.runtime.process import NOW
+from sparsekv.util.errors import SparseKVError
 
 SELECTORS = {
     "dense": {"selector": "dense"}, "streaming": {"selector": "streaming"},
@@ -135,7 +135,7 @@ def device(request) -> str:
 @pytest.fixture
 def little_room(monkeypatch) -> None:
     """Storage of a window is moved every 16 tokens."""
-    monkeypatch.setattr("sparsekv.runtime.sliding.ROOM", 16)
+    monkeypatch.setattr("sparsekv.runtime.hf.sliding.ROOM", 16)
 
 
 @pytest.mark.usefixtures("little_room")

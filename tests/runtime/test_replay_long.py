@@ -18,8 +18,8 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.runtime.attach import RunOptions
-from sparsekv.sources.hub import load_model
+from sparsekv.artifacts.hub.models import load_model
+from sparsekv.runtime.hf.attach import RunOptions
 
 METHODS: dict[str, dict[str, Any]] = {
     "router": {"selector": "router"}, "router+phi": {"selector": "router", "phi": True},

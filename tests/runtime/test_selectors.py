@@ -10,14 +10,14 @@ import pytest
 import torch
 from views import built, extended, full_attention, make_view
 
+from sparsekv.core.baselines.lfps import GAMMA
+from sparsekv.core.baselines.magicpig import sampling_probability
 from sparsekv.core.buckets import ALONE, RESTARTS, moved, restart_empty
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.core.selectors.lfps import GAMMA
-from sparsekv.core.selectors.magicpig import sampling_probability
 from sparsekv.core.step import sparse_step
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import QueryModel
+from sparsekv.util.errors import SparseKVError
 
 CASES = [{}, {"batch": 3, "pads": (0, 5, 60)}, {"new": 3}]
 

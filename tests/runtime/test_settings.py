@@ -10,8 +10,8 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.util.errors import SparseKVError
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 LENGTH = 120

@@ -8,8 +8,8 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.capture.tap import probe
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.runtime.attach import RunOptions
+from sparsekv.runtime.hf.attach import RunOptions
+from sparsekv.util.errors import SparseKVError
 
 EVERYTHING = {"selector": "topk", "token_budget": 1.0, "dense_layers": ()}
 

@@ -19,8 +19,8 @@ from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import Moves
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels import Sketch, decode_codes
+from sparsekv.util.errors import SparseKVError
 
 BYTES, WIDE, BUDGET = 4, 2, 7
 

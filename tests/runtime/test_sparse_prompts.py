@@ -16,8 +16,8 @@ from sparsekv.core import prefill
 from sparsekv.core.layer import LayerView
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.kernels.block_attention import block_attention
+from sparsekv.util.errors import SparseKVError
 
 FEW = SparsePrompts(share=0.25, least=100, exact=130, shortest=0)
 BLOCK, STRIDE = 128, 8

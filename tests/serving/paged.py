@@ -13,8 +13,8 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
-from sparsekv.serving.seats import Found, Places, Seats, StepRows, rows_of
+from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
+from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows, rows_of
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
 SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512

@@ -15,9 +15,9 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from sparsekv.serving import seats
-    from sparsekv.serving.index import LayerIndex
-    from sparsekv.serving.seats import Seats
+    from sparsekv.runtime.vllm import seats
+    from sparsekv.runtime.vllm.index import LayerIndex
+    from sparsekv.runtime.vllm.seats import Seats
 
     seen = {"sparse_rows": 0, "steps": 0, "built": 0, "moved": 0, "preemptions": 0, "mixed": 0, "short": 0, "pieces": 0}
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.serving import index as served
-from sparsekv.serving.index import LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
-from sparsekv.serving.summaries import leaves
+from sparsekv.runtime.vllm import index as served
+from sparsekv.runtime.vllm.index import LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.summaries import leaves
 
 LAYERS, BLOCKS, LENGTH, MORE = 5, 24, 180, 200
 WAITS = ("_local_scalar_dense", "nonzero", "_linalg_check_errors")

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from sparsekv.serving import seating
-from sparsekv.serving.index import Unsorted
-from sparsekv.serving.seats import Places, Seats, StepRows
+from sparsekv.runtime.vllm import seating
+from sparsekv.runtime.vllm.index import Unsorted
+from sparsekv.runtime.vllm.seats import Places, Seats, StepRows
 
 pytest.importorskip("triton")
 PAGE, BLOCKS, LONGEST = 4, 400, 120
@@ -105,7 +105,7 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def test_launches_do_what_torch_does(
     seed: int, count: int, most: int, width: int, below: int, steps: int, device: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparsekv.serving.seats.SLACK", 8)
+    monkeypatch.setattr("sparsekv.runtime.vllm.seats.SLACK", 8)
     if seed:
         for name, size in (("SLOTS_AT_ONCE", 4), ("PAGES_AT_ONCE", 8), ("ROWS_AT_ONCE", 4)):
             monkeypatch.setattr(seating, name, size)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from paged import DECODE_WINDOW, DIM, GROUP, HEADS, PAGE, Engine, Request, full, step
 
-import sparsekv.serving.seats
+import sparsekv.runtime.vllm.seats
 from sparsekv.kernels import slots_at
-from sparsekv.serving.index import LATER
-from sparsekv.serving.seats import IDLE, PATIENCE, SLACK, Seats, StepRows
+from sparsekv.runtime.vllm.index import LATER
+from sparsekv.runtime.vllm.seats import IDLE, PATIENCE, SLACK, Seats, StepRows
 
 
 @pytest.fixture(autouse=True, params=["torch", "triton"])
@@ -38,8 +38,8 @@ def decode(engine: Engine, requests: list[Request], steps: int) -> list[list[tor
 def builds(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seats that get an index, in order."""
     seats: list[int] = []
-    inner = sparsekv.serving.seats.build_seat
-    monkeypatch.setattr(sparsekv.serving.seats, "build_seat",
+    inner = sparsekv.runtime.vllm.seats.build_seat
+    monkeypatch.setattr(sparsekv.runtime.vllm.seats, "build_seat",
                         lambda indices, seat, *a: (seats.append(seat), inner(indices, seat, *a)))
     return seats
 

@@ -12,7 +12,7 @@ from paged import HEADS, LONGEST, PAGE, SCALE, SINK, maps, router, selector, tok
 
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.serving.index import Lanes, LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
 
 LENGTHS, WINDOW, GROWN = (150, 121, 90), 16, 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.serving import graphs
-from sparsekv.serving.graphs import Either, Turn, capture_twice
+from sparsekv.runtime.vllm import graphs
+from sparsekv.runtime.vllm.graphs import Either, Turn, capture_twice
 
 
 class Graph:

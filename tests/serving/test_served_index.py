@@ -27,7 +27,7 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build
-from sparsekv.serving.index import Scales
+from sparsekv.runtime.vllm.index import Scales
 
 
 class Attached:

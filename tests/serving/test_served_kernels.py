@@ -8,7 +8,7 @@ from paged import Engine, Request, maps, router, step
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
-from sparsekv.serving.index import Scales
+from sparsekv.runtime.vllm.index import Scales
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")

@@ -17,9 +17,9 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
 from sparsekv.kernels.block_attention import BLOCK, score_bytes
-from sparsekv.serving.index import LayerIndex, Room, Scales, Unsorted
-from sparsekv.serving.pages import write
-from sparsekv.serving.prompts import hold, pieces_of, prompt_bytes, without
+from sparsekv.runtime.vllm.index import LayerIndex, Room, Scales, Unsorted
+from sparsekv.runtime.vllm.pages import write
+from sparsekv.runtime.vllm.prompts import hold, pieces_of, prompt_bytes, without
 
 FEW = SparsePrompts(share=0.1, least=128, exact=100, shortest=600)
 LONG = 1000

@@ -13,10 +13,10 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.foundation.errors import SparseKVError
 from sparsekv.runtime.settings import LayerSetting, Settings
-from sparsekv.serving.checks import check_engine, served_shape
-from sparsekv.serving.settings import ServedShape, Serving, served_model
+from sparsekv.runtime.vllm.checks import check_engine, served_shape
+from sparsekv.runtime.vllm.settings import ServedShape, Serving, served_model
+from sparsekv.util.errors import SparseKVError
 
 SHAPE = ServedShape("LlamaForCausalLM", 3, 4, 2, 16)
 

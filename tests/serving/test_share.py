@@ -10,9 +10,9 @@ import torch
 from paged import HEADS, LONGEST, PAGE, SCALE, maps, rope, router, selector
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.serving.index import LayerIndex, Room, Unsorted
-from sparsekv.serving.share import Beside, Counted, beside, count, count_in, seats_within
+from sparsekv.runtime.vllm.index import LayerIndex, Room, Unsorted
+from sparsekv.runtime.vllm.share import Beside, Counted, beside, count, count_in, seats_within
+from sparsekv.util.errors import SparseKVError
 
 
 @pytest.mark.parametrize("seats", [1, 5])

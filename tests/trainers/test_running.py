@@ -20,14 +20,14 @@ from training_child import stopped, train
 
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.foundation.errors import SparseKVError
+from sparsekv.capture.store.store import CaptureStore
 from sparsekv.models.router import BucketRouter
-from sparsekv.store.store import CaptureStore
 from sparsekv.trainers.fit import VALIDATIONS, fit
 from sparsekv.trainers.metrics import read_metrics
 from sparsekv.trainers.options import TrainingOptions
 from sparsekv.trainers.pool import split_documents
 from sparsekv.trainers.task import Task, by_head
+from sparsekv.util.errors import SparseKVError
 
 CHILD = Path(__file__).parent / "training_child.py"
 ARTIFACTS = {"router": RouterArtifact, "phi": PhiArtifact}

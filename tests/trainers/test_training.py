@@ -13,13 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "capture"))
 from test_families import captured, tiny
 
 from sparsekv.artifacts.format import CONFIG, TENSORS
+from sparsekv.artifacts.inspection import InspectConfig, inspect_path
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.commands.inspection import InspectConfig, inspect_path
+from sparsekv.capture.store.manifest import MANIFEST, sealed
+from sparsekv.capture.store.shard import checksum
 from sparsekv.core.rope import rotate, unrotate
-from sparsekv.foundation.errors import SparseKVError
-from sparsekv.store.manifest import MANIFEST, sealed
-from sparsekv.store.shard import checksum
 from sparsekv.trainers.metrics import read_metrics
 from sparsekv.trainers.options import chosen
 from sparsekv.trainers.phi import RECIPES as PHIS
@@ -27,6 +26,7 @@ from sparsekv.trainers.phi import PhiConfig, PhiRecipe, PhiTask, train_phi
 from sparsekv.trainers.pool import Part, load_pool
 from sparsekv.trainers.router import RECIPES as ROUTERS
 from sparsekv.trainers.router import RouterConfig, RouterRecipe, RouterTask, train_router
+from sparsekv.util.errors import SparseKVError
 
 
 def sharp(family: str = "llama"):

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, RowState, Selection, row_part
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
-from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError, check_choice
+from sparsekv.util.config import option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 
 class Spends(enum.Enum):

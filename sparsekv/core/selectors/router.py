@@ -14,9 +14,9 @@ from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, g
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import QueryModel, Sketch, route
+from sparsekv.util.config import option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 SCORES = ("mlp", "mean_key")
 USUAL_BUDGET = 0.05

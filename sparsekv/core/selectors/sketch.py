@@ -12,9 +12,9 @@ from sparsekv.core.index import Index, choose_buckets, fit_basis, fit_side, list
 from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
-from sparsekv.foundation.config import option
-from sparsekv.foundation.errors import SparseKVError, check_choice
 from sparsekv.kernels import Sketch
+from sparsekv.util.config import option
+from sparsekv.util.errors import SparseKVError, check_choice
 
 FITS = ("fixed", "fitted")
 CANDIDATES = 0.1

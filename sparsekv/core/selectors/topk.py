@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.foundation.config import option
 from sparsekv.kernels.launch import wide_product
+from sparsekv.util.config import option
 
 
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:

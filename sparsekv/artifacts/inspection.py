@@ -1,0 +1,92 @@
+"""`sparsekv inspect`: what a store or an artifact is, how good it is, on what it was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sparsekv.util.config import option
+from sparsekv.util.errors import SparseKVError, printable
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    path: str = option(help="Folder of a capture store or an artifact; the path of a store may be any fsspec URL.",
+                       argument=True, metavar="PATH")
+    verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
+    heads: bool = option(False, help="Also print the quality of every head of an artifact.")
+
+
+def inspect_path(config: InspectConfig) -> None:
+    """Print the description. Raises SparseKVError for anything that is neither, and for a store that fails `verify`."""
+    from sparsekv.artifacts.card import heads_best_dense
+    from sparsekv.artifacts.format import read_config
+    from sparsekv.artifacts.hub.text_quality import read_quality
+    from sparsekv.artifacts.phi import PhiArtifact
+    from sparsekv.artifacts.router import RouterArtifact
+    from sparsekv.capture.store.store import CaptureStore
+
+    path = Path(config.path)
+    remote = "://" in str(config.path)
+    if all((path / kind / "config.json").is_file() for kind in ("router", "phi")):
+        for kind in ("router", "phi"):
+            inspect_path(replace(config, path=str(path / kind)))
+        if (quality := read_quality(path)) is not None:
+            say(f"\n{quality.text()}")
+        return
+    if not remote and not path.exists():
+        raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
+    if remote or not (path / "config.json").is_file():
+        store = CaptureStore.open(config.path)
+        say(store.summary())
+        _describe_model(store.model)
+        say(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
+              f"{store.config.get('storage_dtype', 'bfloat16')}")
+        for layer, reason in store.manifest.get("skipped_layers", {}).items():
+            say(f"layer {layer} was skipped: {reason}")
+        if config.verify:
+            problems = store.verify()
+            if problems:
+                raise SparseKVError(f"the store {str(store.path)!r} is damaged:\n  " + "\n  ".join(problems))
+            say(f"verified: {len(store.manifest['shards'])} shards are sound")
+        return
+    kinds: dict[str, Any] = {"router": RouterArtifact, "phi": PhiArtifact}
+    kind = read_config(path)["kind"]
+    if kind not in kinds:
+        raise SparseKVError(f"{str(path)!r} is a {kind!r} artifact; this version knows {', '.join(kinds)}")
+    artifact = kinds[kind].load(path)
+    say(artifact.summary())
+    _describe_model(artifact.config.model)
+    origin = artifact.config.provenance
+    try:
+        say(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
+              f"{origin['context_length']} tokens; validated on {len(origin['validation_documents'])} others")
+    except (KeyError, TypeError):
+        say("what it was trained on is not recorded")
+    if "disjoint_by" in origin:
+        say(f"training and validation are disjoint by {origin['disjoint_by']} ({origin.get('hash')})")
+    dense = heads_best_dense(kind, artifact.config.layers, artifact.config.quality)
+    say("heads best left dense: " + ("; ".join(
+        f"layer {layer}: {', '.join(map(str, heads))}" for layer, heads in dense.items()) or "none"))
+    if config.heads:
+        _print_heads(artifact.config)
+
+
+def say(text: str) -> None:
+    """Print what a file says."""
+    print(printable(text))
+
+
+def _describe_model(model: dict[str, Any]) -> None:
+    say(f"model {model['architecture']}, {model['num_layers']} layers, {model['num_query_heads']}/"
+          f"{model['num_kv_heads']} heads of {model['head_dim']}, weights {model['weights'][:12]}")
+
+
+def _print_heads(config: Any) -> None:
+    from sparsekv.artifacts.card import sound
+
+    for name, table in sound(config.quality, len(config.layers)).get("per_head", {}).items():
+        say(f"{name}:")
+        for layer, values in zip(config.layers, table, strict=True):
+            say(f"  layer {layer:>3}: " + " ".join(f"{v:.3f}" for v in values))

@@ -1,0 +1,288 @@
+"""`sparsekv.attach`: make a transformers model decode sparsely for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.hub.models import attention_modules, decoder
+from sparsekv.core.estimators import Estimator
+from sparsekv.core.prefill import SparsePrompts
+from sparsekv.core.selectors import Selector
+from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.crossing import NEVER
+from sparsekv.runtime.decoding import Decoding, make_decoding
+from sparsekv.runtime.graph import raised_by_user, take_step
+from sparsekv.runtime.hf import hooks
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.generate_hook import roomy_cache
+from sparsekv.runtime.hf.layerwise import Layerwise
+from sparsekv.runtime.hf.loop import decode_loop
+from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
+from sparsekv.runtime.hf.prompts import (
+    check_cache_rows,
+    check_chunk,
+    check_ids,
+    check_mask,
+    end_tokens,
+    pad_token,
+    vocabulary_of,
+)
+from sparsekv.runtime.hf.supported import check_cache, check_model, load_artifacts
+from sparsekv.runtime.numbers import whole
+from sparsekv.runtime.plan import RunOptions
+from sparsekv.runtime.settings import load_settings
+from sparsekv.util.errors import SparseKVError, first_line
+
+__all__ = ["Attachment", "RunOptions", "SparsePrompts", "attach", "writing"]
+
+
+def attach(
+    model: Any, artifacts: Any = None, *, router: Any = None, phi: Any = None,
+    selector: str | Selector | None = None, token_budget: int | float | None = None,
+    completion: str | Estimator | None = None,
+    sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
+    dense_layers: Sequence[int] | None = None, dense_below: int | None = None, placement: str = "gpu",
+    settings: Any = None, run: RunOptions | None = None, prefill: str | SparsePrompts = "dense", **options: Any,
+) -> Attachment:
+    """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
+
+    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
+      lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
+      or `user/name@revision`.
+    - router, phi: artifacts, their folders or names, for these two.
+    - selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector. By default `sketch` if a router is given
+      (`router` if it has no sketches, or with probes), else `dense`. `options` are the selector's own.
+    - token_budget: tokens retrieved per query and KV head: an int counts tokens, a float is a share of the context.
+    - completion: phi, centroid, uniform or none, or an Estimator; by default phi if one is given.
+    - sink_size, window_size: tokens that are always read; by default the artifact's, else 4 and 16.
+    - decode_window: generated tokens stay exact until there are more; then the older half joins the mid region.
+    - dense_layers: layers that decode with full attention; by default layer 0.
+    - dense_below: shorter caches are decoded with full attention [tokens]. By default, with placement gpu, those for
+      which that was timed to be faster (`runtime/crossing.py`); 0 always decodes sparsely.
+    - placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window on
+      the device, which reads the selected rows over the bus) or cpu (CPU memory, sparse layers' attention too).
+    - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
+      of every head, and the artifacts' folders where router and phi are not given.
+    - run: how steps are run (`RunOptions`).
+    - prefill: prompts are read `dense` or `sparse`, by blocks that read a list of the blocks before them; a
+      `SparsePrompts` says how. Short prompts, dense_layers, batches with padding and a prompt's last tokens are read
+      densely all the same. A completion stands for what steps do not read, never for what a prompt does not.
+
+    Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
+    """
+    if run is not None and not isinstance(run, RunOptions):
+        raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
+    check_model(model)
+    modules = attention_modules(model)
+    layers = None
+    if settings is not None:
+        given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,
+                 "window_size": window_size, "dense_layers": dense_layers, **options}
+        settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
+        if artifacts is None:
+            # what settings name is a path, never a name on the hub
+            router, phi = (x or (path and Path(path)) for x, path in ((router, settings.router), (phi, settings.phi)))
+        selector, completion, layers = settings.selector, settings.completion, settings.layers
+        sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
+    router, phi = load_artifacts(artifacts, router, phi)
+    decoding = make_decoding(
+        model, modules, router=router, phi=phi, selector=selector, token_budget=token_budget, completion=completion,
+        sink_size=sink_size, window_size=window_size, decode_window=decode_window,
+        dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
+        dense_below=dense_below, options=options, layers=layers, prefill=prefill)
+    return Attachment(model, modules, decoding, RunOptions() if run is None else run)
+
+
+@contextlib.contextmanager
+def writing(model: Any, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
+    """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
+    next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
+    with attach(model, selector="dense") as attachment:
+        cache = attachment.cache(room)
+        yield lambda ids: attachment.step(ids, cache)
+
+
+class Attachment:
+    """A model that decodes sparsely inside the `with` block and is exactly as before after it."""
+
+    def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding, run: RunOptions):
+        self.model, self.modules, self.decoding = model, modules, decoding
+        self.layerwise = Layerwise(decoding, run, max(modules) + 1)
+        self._entered = self._was_entered = False
+
+    @property
+    def counters(self) -> Counters:
+        """What was counted so far."""
+        return self.layerwise.counters
+
+    def __enter__(self) -> Attachment:
+        if self._entered:
+            raise SparseKVError("this attachment is in use already; call attach again for another")
+        try:
+            self._entered = self._was_entered = True
+            hooks.enter(self)
+            return self
+        except BaseException:
+            self._leave()
+            raise
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("_was_entered", True):
+            warnings.warn("an attachment was never entered, so nothing decoded sparsely; write `with "
+                          "sparsekv.attach(...):` around generate", stacklevel=2)
+
+    def __exit__(self, *_: Any) -> None:
+        try:
+            self._leave()
+        except BaseException:
+            self._leave()  # an interrupt leaves it half done
+            raise
+
+    def _leave(self) -> None:
+        hooks.leave(self)
+        self.layerwise.forget()
+        self._entered = False
+
+    def report(self) -> dict[str, Any]:
+        """sparse_calls and dense_calls (layer steps), selectivity (mean share of the cache read over rows, layers and
+        steps, dense layers included; selectivity_sparse without them), bytes_share (all that a step of a sparse layer
+        reads over the bytes of its keys and values), rel_err (mean relative L2 error of the sparse layers' attention
+        output; None unless it `compares`), the same per layer, and the selectors' own numbers.
+        index_seconds: building index and estimates, in the last pass of a prompt or the first step after it [s].
+        replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
+        not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
+        or it is not known yet; sparse_why: what decided that."""
+        times, given = self.decoding.crossing, self.decoding.dense_below
+        known = given if times is None else None if times.crossing == NEVER else times.crossing
+        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
+
+    def spend(self, token_budget: int | float, cache: SparseCache) -> None:
+        """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
+        depend on the budget (router, sketch, topk, quest), and the report begins anew. Raises SparseKVError for a
+        budget that is none, and where a settings file gives every layer its own."""
+        self.decoding.spend(token_budget)
+        self.counters.clear()
+        cache.plan = None
+        for layer in cache.layers:
+            if isinstance(layer, SparseLayer) and layer.state is not None and layer.state.owner is self.decoding:
+                layer.state = layer.state.spend(token_budget)
+
+    def cache(self, reserve: int = 0) -> SparseCache:
+        """An empty cache for this model, with room for `reserve` tokens from the first on."""
+        host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
+        return SparseCache(self.model.config, host_layers=host, reserve=reserve)
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
+                cache: SparseCache | None = None) -> SparseCache:
+        """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
+        as `prefill` of `attach` says, or by a selector that reads prompts. attention_mask: of what the cache holds and
+        the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
+        seat = hooks.seat_of(self)
+        check_ids(input_ids, vocabulary_of(self.model))
+        check_chunk(chunk_size)
+        cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
+        with seat.lock:
+            cache.belongs_to(self.model)
+            past, tokens = cache.get_seq_length(), input_ids.shape[1]
+            end = past + tokens
+            try:
+                self.layerwise.prefilling, self.layerwise.whole = True, end
+                for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
+                    past += part.shape[1]
+                    mask = None if attention_mask is None else attention_mask[:, :past]
+                    # a padded row counts from its first real token on, as `generate` does
+                    place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                    decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
+                                        use_cache=True)
+            finally:
+                self.layerwise.prefilling, self.layerwise.whole = False, 0
+        return cache
+
+    @torch.no_grad()
+    def generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
+        temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
+        seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
+    ) -> Tensor:
+        """Prompt and answer, `[B, N + n]`, as `model.generate` gives them, by a loop that costs the host next to
+        nothing a token.
+
+        temperature: 0 takes the likeliest token, above it samples, by `seed` if given. eos_token_id, pad_token_id:
+        without them the model's; rows that have ended are padded. streamer: as transformers' (`put`, `end`). cache: of
+        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError for
+        arguments that no answer can be made of, and where the device has too little memory for prompt and answer.
+        """
+        vocabulary = vocabulary_of(self.model)
+        check_ids(input_ids, vocabulary)
+        whole("max_new_tokens", max_new_tokens, least=1, most=2**63 - 1)
+        rows, tokens = input_ids.shape
+        cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
+        self._checked(input_ids, attention_mask, cache, ends=True)
+        cache.prompt = cache.get_seq_length() + tokens if max_new_tokens > 1 else 0
+        config = self.model.generation_config
+        eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
+        pad = config.pad_token_id if pad_token_id is None else pad_token_id
+        fill = pad_token((eos or [0])[0] if pad is None else pad, rows, vocabulary)
+        return decode_loop(self._logits, self._step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
+                           temperature=temperature, eos=eos, fill=fill, seed=seed, streamer=streamer)
+
+    def _checked(self, ids: Tensor, mask: Tensor | None, cache: Any, *, ends: bool = False) -> SparseCache:
+        """The cache, where it and the mask are of these rows. Raises SparseKVError."""
+        check_cache(cache)
+        check_cache_rows(cache, ids.shape[0])
+        if mask is not None:
+            check_mask(mask, ids.shape[0], cache.get_seq_length() + ids.shape[1], ends=ends)
+        return cast(SparseCache, cache)
+
+    def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
+        """Logits `[B, 1, V]` of what follows ids `[B, n]`, which join the cache's tokens; overwritten by the next step.
+        For loops of one's own, without padding. Raises SparseKVError for anything but a tensor of rows and tokens."""
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            raise SparseKVError(f"a step takes a tensor of rows and tokens, found "
+                                f"{list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")
+        return self._step(ids, None, None, cache) if ids.shape[1] == 1 else self._logits(ids, None, None, cache)
+
+    def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+                          use_cache=True, logits_to_keep=1).logits
+
+    def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
+        """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
+        with hooks.seat_of(self).lock:
+            logits = self.planned(token, mask, place, cache)
+            return self._logits(token, mask, place, cache) if logits is None else logits
+
+    def planned(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor | None:
+        """The same by a plan of all layers, or None where there is none. What a user raises in it, a signal handler
+        say, comes out as it was raised; where the model cannot be planned at all its layers decode one by one."""
+        seat = hooks.seat_of(self)
+        plan = self.layerwise.plan(cache, seat, mask)
+        if plan is None:
+            return None
+        try:
+            return take_step(plan, token, place)
+        except Exception as error:  # whatever the model raises on its first plan
+            if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error) is not None:
+                raise
+            cache.plan, seat.layers.failed = None, f"its step failed: {first_line(error)}"
+            warnings.warn(f"{type(self.model).__name__} decodes layer by layer, {seat.layers.failed}", stacklevel=2)
+            return None
+
+    def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
+        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
+        layers."""
+        save_prefix(cache, path, model_fingerprint(self.model))
+
+    def load_prefix(self, path: str | Path) -> SparseCache:
+        """A cache from `save_prefix`, on the model's device. Raises SparseKVError for another model's."""
+        device = next(self.model.parameters()).device
+        return load_prefix(self.cache(), path, model_fingerprint(self.model), device)

@@ -1,0 +1,297 @@
+"""SparseCache: a transformers Cache whose full-attention layers carry what sparse decoding needs."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from sparsekv.core.layer import OBSERVED, take_rows
+from sparsekv.core.rope import Layout, RopeTable
+from sparsekv.core.step import LayerState
+from sparsekv.runtime.hf.offload import HostView
+from sparsekv.runtime.hf.sliding import SlidingLayer
+from sparsekv.runtime.hf.storage import Growing, StoredLayer
+from sparsekv.util.errors import SparseKVError
+
+
+class GrowingRope(RopeTable):
+    """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
+
+    def __init__(self, layout: Layout, reserve: int = 0):
+        self.layout: Layout = layout
+        self.cos, self.sin = Growing(reserve=reserve), Growing(reserve=reserve)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.cos.view, self.sin.view
+
+    def append(self, cos: Tensor, sin: Tensor, length: int) -> None:
+        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them."""
+        if self.cos.length != length:
+            return
+        batch = cos.shape[0]
+        for store, new in ((self.cos, cos), (self.sin, sin)):
+            held = store.view.shape[0] if store.length else batch
+            if held < batch:
+                store.replace(store.view.expand(batch, -1, -1))
+                store.shared = True
+            store.append(new.expand(max(held, batch), -1, -1).float())
+
+    @property
+    def length(self) -> int:
+        """Tokens it has tables of."""
+        return self.cos.length
+
+    @property
+    def room(self) -> int:
+        """How many tokens there is room for."""
+        return min(self.cos.room, self.sin.room)
+
+    def whole(self) -> RopeTable:
+        """All of the storage, as a replayed step reads it."""
+        assert self.cos.data is not None and self.sin.data is not None
+        return RopeTable(self.layout, self.cos.data, self.sin.data)
+
+    def write(self, cos: Tensor, sin: Tensor, lengths: Tensor) -> None:
+        """The tables `[B, 1, width]` of the last of `lengths [B]` tokens, in their place."""
+        for data, new in zip(self.whole().tables(), (cos, sin), strict=True):
+            data.index_copy_(1, lengths[:1] - 1, new[:data.shape[0]].to(data.dtype))
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written."""
+        self.cos.length = self.sin.length = length
+
+    def fork(self) -> GrowingRope:
+        other = GrowingRope(self.layout)
+        other.cos, other.sin = self.cos.fork(), self.sin.fork()
+        return other
+
+    def take_rows(self, index: Tensor) -> None:
+        for store in (self.cos, self.sin):
+            if store.length and store.view.shape[0] > 1:
+                store.replace(take_rows(store.view, index))
+
+
+class SparseLayer(StoredLayer, DynamicLayer):
+    """Keys and values `[B, Hkv, N, d]` of a full-attention layer, the last queries of its prefill, and the state of the
+    attachment that decodes with it (index, completion cache, regions)."""
+
+    def __init__(self, reserve: int = 0) -> None:
+        self._keys, self._values = Growing(reserve=reserve), Growing(reserve=reserve)
+        super().__init__()
+        self.state: LayerState | None = None
+        self.recent: Tensor | None = None
+        self.recent_end = 0
+
+    @property
+    def room(self) -> int:
+        """How many tokens there is room for."""
+        return min(self._keys.room, self._values.room)
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written into the storage."""
+        self._keys.length = self._values.length = length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        held = self._keys.view.shape[0] if self._keys.length else key_states.shape[0]
+        if held != key_states.shape[0]:
+            raise SparseKVError(f"this cache holds {held} sequences and was given {key_states.shape[0]}; use a new "
+                                "cache, or batch_repeat_interleave or batch_select_indices on this one")
+        return self._keys.append(key_states), self._values.append(value_states)
+
+    def get_seq_length(self) -> int:
+        return self._keys.length
+
+    def remember_queries(self, query: Tensor, end: int) -> None:
+        """Keep the last queries of the prefill: query `[B, Hq, T, d]` with RoPE, the last at position `end − 1`."""
+        new = query[:, :, -OBSERVED:].detach()
+        if self.recent is not None and self.recent_end == end - query.shape[2] and new.shape[2] < OBSERVED:
+            new = torch.cat([self.recent, new], dim=2)[:, :, -OBSERVED:]
+        self.recent, self.recent_end = new.clone(), end
+
+    def crop(self, tokens_to_remove: int) -> None:
+        length = self.get_seq_length()
+        keep = min(length, tokens_to_remove) if tokens_to_remove > 0 else max(0, length + tokens_to_remove)
+        if keep == length:
+            return
+        self._keys.crop(keep)
+        self._values.crop(keep)
+        if self.state is not None:
+            self.state = self.state.cropped(keep)
+        if self.recent is not None and self.recent_end > keep:
+            cut = self.recent.shape[2] - (self.recent_end - keep)
+            self.recent, self.recent_end = (self.recent[:, :, :cut], keep) if cut > 0 else (None, 0)
+
+    def reset(self) -> None:
+        """Forget everything; the object can be used for another request."""
+        self._keys.clear()
+        self._values.clear()
+        self.state = self.recent = None
+        self.recent_end = 0
+        self.is_initialized = False
+
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the batch, in that order."""
+        if self.get_seq_length() == 0:
+            return
+        for store in (self._keys, self._values):
+            store.replace(take_rows(store.view, index))
+        self.recent = take_rows(self.recent, index)
+        if self.state is not None:
+            self.state.take_rows(index)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.get_seq_length():
+            rows = torch.arange(self._keys.view.shape[0], device=self._keys.view.device)
+            self.take_rows(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.take_rows(_row_numbers(indices))
+
+    def fork(self) -> SparseLayer:
+        other = type(self)()
+        other.__dict__.update(self.__dict__)
+        other._keys, other._values = self._keys.fork(), self._values.fork()
+        other.state = None if self.state is None else self.state.fork()
+        return other
+
+
+class HostLayer(SparseLayer):
+    """A layer whose keys and values lie in CPU memory, page-locked where there is a GPU.
+
+    The first chunk of a prefill is returned as it came, on the device; afterwards `update` returns the host tensors.
+    """
+
+    def __init__(self, reserve: int = 0) -> None:
+        super().__init__()
+        pinned = torch.cuda.is_available()
+        self._keys, self._values = Growing(pinned, reserve), Growing(pinned, reserve)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        first = self.get_seq_length() == 0
+        host = super().update(key_states.cpu(), value_states.cpu())
+        if self.state is not None and isinstance(self.state.view, HostView):
+            self.state.view.append(key_states, value_states)
+        return (key_states, value_states) if first else host
+
+
+class SparseCache(Cache):
+    """A cache for `model.generate` or `model(...)` under `sparsekv.attach`; the attachment makes it by itself.
+
+    Full-attention layers are `SparseLayer`s, sliding-window layers `SlidingLayer`s; others are transformers' own.
+    """
+
+    def __init__(self, config: Any, host_layers: Collection[int] = (), reserve: int = 0):
+        """`host_layers` keep their keys and values in CPU memory. reserve: tokens to make room for at once."""
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+        super().__init__(layers=[
+            SlidingLayer(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else
+            layer if type(layer) is not DynamicLayer else (HostLayer if i in host_layers else SparseLayer)(reserve)
+            for i, layer in enumerate(layers)])
+        self.rope: dict[Any, GrowingRope] = {}
+        self.reserve = reserve
+        self.plan: Any = None
+        """The plan of this cache's steps (`runtime/plan.py`)."""
+        self.prompt = 0
+        """The length at which decoding begins, where that is known; 0: not."""
+        self._model: weakref.ref[Any] | None = None
+        self._settled: tuple[Any, int] | None = None
+
+    def belongs_to(self, model: Any) -> None:
+        """Keys and values are one model's. Raises SparseKVError for a cache that another model has filled."""
+        if self._model is None or not self._length():
+            self._model = weakref.ref(model)
+        elif self._model() is not model:
+            raise SparseKVError("this cache holds keys and values of another model; use a new one, attachment.cache()")
+
+    @property
+    def first(self) -> SparseLayer | None:
+        """The first layer with full attention, which stands for all of them."""
+        return next((layer for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
+    def settle(self) -> None:
+        """A pass ends here."""
+        first = self.first
+        if first is not None and first.get_seq_length():
+            self._settled = first.whole[0], first.get_seq_length()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
+        first: Any = self.first
+        return self._settled is not None and self._settled[0] is first.whole[0] and (
+            self._settled[1] == first.get_seq_length())
+
+    def fork(self) -> SparseCache:
+        """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
+        other = copy.copy(self)
+        other.plan = other._settled = None
+        # transformers' own layers replace their tensors and never write into them: a shallow copy is independent
+        other.layers = [x.fork() if isinstance(x, SparseLayer | SlidingLayer) else copy.copy(x) for x in self.layers]
+        other.rope = {key: table.fork() for key, table in self.rope.items()}
+        for layer in other.layers:
+            if isinstance(layer, SparseLayer) and layer.state is not None:
+                view = layer.state.view
+                view.rope = next((other.rope[k] for k, table in self.rope.items() if table is view.rope), view.rope)
+        return other
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        length = self._length()
+        for table in self.rope.values():
+            table.cos.crop(length)
+            table.sin.crop(length)
+
+    def reset(self) -> None:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
+            else:
+                layer.reset()
+        self.rope, self.plan, self._settled = {}, None, None
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        super().reorder_cache(beam_idx)
+        self._take_rope_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = self.rows
+        super().batch_repeat_interleave(repeats)
+        self._take_rope_rows(torch.arange(rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._take_rope_rows(_row_numbers(indices))
+
+    @property
+    def rows(self) -> int:
+        """Sequences in the cache; 0 before the first."""
+        held = (getattr(layer, "keys", None) for layer in self.layers)
+        return next((keys.shape[0] for keys in held if keys is not None), 0)
+
+    def _length(self) -> int:
+        return self.get_seq_length() if self.first is None else self.first.get_seq_length()
+
+    def _take_rope_rows(self, index: Tensor) -> None:
+        for table in self.rope.values():
+            table.take_rows(index)
+
+
+def _row_numbers(indices: Tensor) -> Tensor:
+    """Row numbers from row numbers or a mask."""
+    indices = torch.as_tensor(indices)
+    return indices.nonzero().squeeze(-1) if indices.dtype == torch.bool else indices.reshape(-1)

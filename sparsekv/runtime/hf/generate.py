@@ -1,0 +1,140 @@
+"""`sparsekv generate`: text from a prompt, decoded sparsely."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsekv.core.registry import SELECTOR_ROWS
+from sparsekv.util.config import SEEDS, check_ranges, option
+from sparsekv.util.errors import SparseKVError, first_line
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
+    prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
+    prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
+    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, "
+                                              "smollm2-135m (which ships), or a name on the Hugging Face hub, as "
+                                              "user/name or user/name@revision.")
+    router: str | None = option(None, help="Router artifact (folder or name): tokens are chosen by its sketches, or by "
+                                           "its buckets alone.")
+    phi: str | None = option(None, help="Feature-map artifact (folder or name); switches completion on.")
+    token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
+                                                   "prompt, from 1 on a count [tokens].", min=0)
+    selector: str | None = option(None, group="What is read", help=lambda: (
+        f"What is read exactly: {', '.join(SELECTOR_ROWS)}. Without it: sketch if a router is given (router if it has "
+        "none, or with --probes), else dense."))
+    probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1,
+                                group="What is read")
+    sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
+                                   min=0, group="What is read")
+    window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
+                                                "else 16.", min=0, group="What is read")
+    dense_below: int | None = option(None, help="Decode caches shorter than this with full attention [tokens]; without "
+                                                "it the length is timed on this device; 0 never.", min=0,
+                                       group="What is read")
+    max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1, group="Answer")
+    temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
+    seed: int = option(0, help="Seed of sampling.", group="Answer", **SEEDS)
+    chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.", group="Answer")
+    dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.", group="Machine")
+    device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).", group="Machine")
+
+
+def generate(config: GenerateConfig) -> None:
+    """Print the answer as it is made, then one line: tokens/s and the share of the cache that was read."""
+    import time
+
+    from transformers import TextStreamer
+
+    from sparsekv.artifacts.hub.models import load_model
+    from sparsekv.runtime.decoding import choose_selector
+    from sparsekv.runtime.hf.attach import attach
+    from sparsekv.runtime.hf.supported import load_artifacts
+
+    check_ranges(config)
+    text = read_prompt(config)
+    tokens = budget(config.token_budget)
+    router, phi = load_artifacts(config.artifacts, config.router, config.phi)
+    choose_selector(config.selector, router, tokens, {"probes": config.probes})
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
+    with attach(model, router=router, phi=phi, selector=config.selector, probes=config.probes,
+                token_budget=tokens, sink_size=config.sink_size,
+                window_size=config.window_size, dense_below=config.dense_below) as attachment:
+        started = time.perf_counter()
+        out = attachment.generate(
+            inputs["input_ids"], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        seconds = time.perf_counter() - started
+        report, selector = attachment.report(), attachment.decoding.selector.name
+    prompt_tokens = inputs["input_ids"].shape[1]
+    made = out.shape[1] - prompt_tokens
+    method = selector + (" + phi" if phi else "")
+    if selector != "dense" and not report["sparse_calls"]:
+        method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
+    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
+          f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
+
+
+def read_prompt(config: GenerateConfig) -> str:
+    """The prompt's text, from exactly one of the two options."""
+    if (config.prompt is None) == (config.prompt_file is None):
+        raise SparseKVError("expected exactly one of --prompt and --prompt-file")
+    if config.prompt_file is not None:
+        if not config.prompt_file.is_file():
+            raise SparseKVError(f"no prompt file at {str(config.prompt_file)!r}")
+        try:
+            text = config.prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text (byte {error.start}); "
+                                "convert it") from error
+    else:
+        text = _read_stdin() if config.prompt == "-" else str(config.prompt)
+    if not text.strip():
+        raise SparseKVError("the prompt is empty; give some text to continue")
+    return text
+
+
+def _read_stdin() -> str:
+    try:
+        if sys.stdin is None or sys.stdin.closed:
+            raise SparseKVError("standard input is closed; give the prompt by --prompt-file")
+        raw = getattr(sys.stdin, "buffer", None)  # in UTF-8 mode text lets wrong bytes through as surrogates
+        return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SparseKVError(f"standard input is not UTF-8 text (byte {error.start}); convert it") from error
+    except OSError as error:
+        raise SparseKVError(f"standard input could not be read ({error.strerror}); give the prompt by --prompt-file"
+                            ) from error
+
+
+def budget(value: float | None) -> int | float | None:
+    """The command line's one number as the library's two types: a fraction below 1, else a count of tokens."""
+    if value is None or value < 1:
+        return value
+    if not math.isfinite(value) or value != int(value):
+        raise SparseKVError(f"a token budget from 1 on is a whole number of tokens, found {value}")
+    return int(value)
+
+
+def _encode(tokenizer: Any, text: str, chat_template: bool) -> Any:
+    if not chat_template:
+        try:
+            return tokenizer(text, return_tensors="pt")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SparseKVError(f"the model's tokenizer refuses the prompt ({first_line(error)}); give other text"
+                                ) from error
+    if not tokenizer.chat_template:
+        raise SparseKVError("this model's tokenizer has no chat template; leave out --chat-template")
+    try:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
+                                             return_tensors="pt", return_dict=True)
+    except Exception as error:  # templates raise whatever they like
+        raise SparseKVError(f"the model's chat template could not be applied ({first_line(error)}); leave out "
+                            "--chat-template") from error

@@ -1,0 +1,263 @@
+"""Attention one layer after another, as the model's forward comes to it: prompts, chunks, and steps that are not
+planned. Decoding of a layer begins here."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekv.core.cost import extra_tokens, read_shares
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.regions import Regions
+from sparsekv.core.selectors.base import ReadsPrompts
+from sparsekv.core.step import LayerState
+from sparsekv.kernels import dense_attention
+from sparsekv.runtime.begin import Called, begin, to_begin
+from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.crossing import Shape, shortest
+from sparsekv.runtime.decoding import Decoding
+from sparsekv.runtime.fused import Fused
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.model_pass import why_not_planned
+from sparsekv.runtime.hf.offload import HostView
+from sparsekv.runtime.hf.sliding import SlidingLayer
+from sparsekv.runtime.plan import Plan, RunOptions
+from sparsekv.runtime.warm import ROWS, Warming, full_token
+from sparsekv.util.errors import SparseKVError
+
+QUERY_BLOCK = 64
+
+
+class Layerwise:
+    """The attention of an attachment, and its plans."""
+
+    def __init__(self, decoding: Decoding, run: RunOptions, layers: int):
+        self.decoding, self.run, self.counters = decoding, run, Counters(layers)
+        self.prefilling = False
+        """Whether what runs is a prompt, however many tokens it has."""
+        self.called: dict[int, Called] = {}
+        """How the model calls the attention of every layer that it has called."""
+        self.warming = Warming()
+        self._loaded: set[int] = set()
+        """Layers whose maps are on their device, or on the way."""
+        self.fused: Fused | None = None
+        """What runs by kernels in the model's passes; of its seat."""
+        self.whole = 0
+        """Tokens of the prompt that is read piece by piece, with what the cache held before; 0 for one in one piece."""
+        self._mask: tuple[Any, Tensor] | None = None
+
+    def forget(self) -> None:
+        """Let go of what belongs to the last pass."""
+        self.warming.wait()
+        self._mask, self.prefilling, self.whole = None, False, 0
+
+    def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+                  scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Dense or sparse, of the last tokens of a layer: query `[B, Hq, T, d]`, key, value `[B, Hkv, N, d]` -> as
+        query. sinks `[Hq]`: learned sinks of the layer."""
+        index = module.layer_idx
+        layers = cache.layers if isinstance(cache, SparseCache) else ()
+        layer = layers[index] if index < len(layers) else None
+        count, past = query.shape[2], key.shape[2] - query.shape[2]
+        if mask is not None and mask.dim() != 2:
+            raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
+
+        def dense() -> Tensor:
+            k, v = key.to(query.device), value.to(query.device)
+            return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap,
+                                   sinks=sinks)
+
+        if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
+            return dense()
+        if softcap is None:
+            self.called[index] = Called(query.shape[1], query.device, scale, getattr(module, "layer_type", None), sinks)
+        if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
+            layer.remember_queries(query, key.shape[2])
+            if query.is_cuda and self.fused is not None:
+                loads = self.fused.loads(query.shape[0])
+                if loads:
+                    shape = Shape(query.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, query.device)
+                    loads[shape] = functools.partial(full_token, shape)
+                self.warming.load(loads, query.device)
+            if query.is_cuda and index not in self.decoding.dense_layers and self.decoding.placement == "gpu":
+                self._warm(index, query, key)
+            reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
+            if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
+                return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
+            return dense()
+        self.warming.wait()
+        if index in self.decoding.dense_layers or softcap is not None or (
+                key.shape[2] < self.decoding.short_until(key, key.shape[2])):
+            self.counters.dense(index, count)
+            return dense()
+        with torch.no_grad():
+            if layer.state is None or layer.state.owner is not self.decoding:
+                self._begin(cache, mask, past, index)
+            assert layer.state is not None
+            out = self._decode(layer, layer.state, query, past)
+            if self.run.compares:
+                self.counters.compare(index, out, dense())
+        return WithoutGradient.apply(query, out) if query.requires_grad else out
+
+    def _prefill_sparsely(self, reader: ReadsPrompts, module: Any, cache: SparseCache, query: Tensor, key: Tensor,
+                          value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+        """A prompt, or a part of one."""
+        device = query.device
+        regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
+        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,
+                         len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
+        with torch.no_grad():
+            out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
+        return WithoutGradient.apply(query, out) if query.requires_grad else out
+
+    def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
+        """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
+        decoding, device = self.decoding, key.device
+        least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
+            decoding.dense_below)
+        if key.shape[2] < least:
+            return
+        if index not in self._loaded:
+            self._loaded.add(index)
+            estimator = decoding.estimator_of(index, device)
+            if estimator is not None:
+                self.warming.copy(functools.partial(estimator.load, key.dtype, device), device)
+        if index == decoding.first_sparse:
+            shape = Shape(min(ROWS, key.shape[0]), query.shape[1], key.shape[1], key.shape[3], key.dtype, device)
+            self.warming.start(shape, decoding.selector_of(decoding.first_sparse, device),
+                               decoding.estimator_of(decoding.first_sparse, device), decoding.sink_size,
+                               decoding.window_size, key.shape[2])
+
+    @torch.no_grad()
+    def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:
+        """After a pass: where it was the last of a prompt, decoding begins, so that no token waits for it later."""
+        first: Any = cache.first
+        if first is not None and first.keys is not None and first.get_seq_length() == cache.prompt:
+            self._begin(cache, mask if mask is None or mask.dim() == 2 else None, cache.prompt)
+
+    def _begin(self, cache: SparseCache, mask: Tensor | None, past: int, index: int | None = None) -> None:
+        """Decoding begins after `past` tokens, of all layers of which it can. index: the layer that asks."""
+        self.warming.wait()
+        which = to_begin(self.decoding, cache, self.called, past, index)
+        if which:
+            rows, device = cache.rows, self.called[which[0]].device
+            begin(self.decoding, cache, which, self.called, self._starts(mask, rows, device), past, self.counters)
+
+    def _decode(self, layer: SparseLayer, state: LayerState, query: Tensor, past: int) -> Tensor:
+        """Steps of the last tokens of a cache, `[B, Hq, T, d]`, some queries at a time."""
+        view, parts = state.view, []
+        q = query.to(view.device)
+        for first in range(0, q.shape[2], QUERY_BLOCK):
+            block = q[:, :, first:first + QUERY_BLOCK]
+            end = past + first + block.shape[2]
+            advance(state, layer, past + first, end)
+            queries = Queries.last(block, end, view.rope)
+            step = state.step(queries)
+            more = extra_tokens(view, state.selector, state.estimator)
+            self.counters.sparse(view.layer_idx, read_shares(
+                view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more), block.shape[2])
+            parts.append(step.out.to(query.device))
+        self.counters.statistics[view.layer_idx] = state.selector.statistics()
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
+        """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
+        taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
+        first: Any = cache.first
+        if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
+                torch.is_grad_enabled()):
+            return None
+        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks)
+        if reason is not None:
+            self.counters.not_replayed = reason
+            return None
+        self.warming.wait()
+        held, length = cache.plan, first.get_seq_length()
+        ours = held is not None and held.owner is self
+        if ours and held.fits(cache):
+            return held
+        cache.plan = None
+        if length >= first.room or not set(cache.rope) <= set(seat.ropes):
+            return None  # no room; or an attachment before this one read the prompt: a pass shows how the model rotates
+        states = self._states(cache, mask, length)
+        if states is None:
+            return None
+        for state in states:
+            if state is not None and not state.replayable:
+                self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
+                return None
+        for layer, state in zip(cache.layers, states, strict=True):
+            if isinstance(layer, SlidingLayer) and layer.room <= length:
+                layer.make_room()
+            if state is not None:
+                advance(state, layer, length, length + 1)
+        starts = next((s.view.regions.starts for s in states if s is not None), None)
+        if starts is None:
+            starts = self._starts(mask, first.keys.shape[0], first.keys.device)
+        until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
+            self.decoding.short_until(first.keys, length + 1))
+        ropes = {key: (table, how) for key, table in cache.rope.items()
+                 if table.length == length and (how := seat.ropes.get(key)) is not None}
+        steady = (ours and held.data[0] is first.whole[0] and held.length == length) or cache.settled
+        plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
+                    steady=steady)
+        if plan.fits(cache):
+            cache.plan = plan
+        return cache.plan
+
+    def _states(self, cache: SparseCache, mask: Tensor | None, length: int) -> list[LayerState | None] | None:
+        """What every layer decodes with, None: full attention. None for all where decoding has not begun, and this
+        attachment has not seen how the model calls its attention."""
+        states: list[LayerState | None] = []
+        layers: list[Any] = cache.layers
+        self._begin(cache, mask, length)
+        for index, layer in enumerate(layers):
+            if index in self.decoding.dense_layers or (
+                    length + 1 < self.decoding.short_until(layer.keys, length + 1)):
+                states.append(None)
+                continue
+            state = layer.state
+            if state is None or state.owner is not self.decoding:
+                return None
+            states.append(state)
+        return states
+
+    def _starts(self, mask: Tensor | None, batch: int, device: Any) -> Tensor:
+        """First real token of every row, from the 2-D mask of a left-padded batch; checked once a mask."""
+        if mask is None:
+            return torch.zeros(batch, dtype=torch.long, device=device)
+        if self._mask is None or self._mask[0] is not mask:
+            real = mask.bool()
+            if bool((real[:, :-1] & ~real[:, 1:]).any()):
+                raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; "
+                                    "set tokenizer.padding_side = 'left'")
+            self._mask = (mask, (~real).sum(-1).to(device))
+        return self._mask[1]
+
+
+def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
+    """Bring a state to the first `length` tokens of its layer, of which `past` may join the mid region; where that
+    grows, over keys and values on the device."""
+    view = state.view
+    view.keys, view.values = layer.keys[:, :, :length], layer.values[:, :, :length]
+    if isinstance(view, HostView) and state.outgrown(past):
+        with view.on_device():
+            state.advance(past, length)
+    else:
+        state.advance(past, length)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The output of a sparse step or prompt, through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, out: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise SparseKVError("a sparse step has no gradient, nor has a prompt read sparsely; train with full attention "
+                            "(selector='dense' and prefill='dense', or without attach)")

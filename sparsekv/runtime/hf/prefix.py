@@ -1,0 +1,131 @@
+"""A prefilled prompt on disk: keys, values and rotary tables, paid for once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from sparsekv.artifacts.checks import (
+    brief,
+    check_digest,
+    check_finite,
+    check_model_record,
+    check_version,
+    damaged,
+    digest,
+    from_record,
+    parse_object,
+    reason,
+)
+from sparsekv.artifacts.fingerprint import check_fingerprint
+from sparsekv.artifacts.format import take, write_tensors
+from sparsekv.core.rope import LAYOUTS
+from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.util.errors import SparseKVError
+
+FORMAT_VERSION = 3
+"""1 had no checksum, 2 one that a single core takes."""
+
+
+@dataclass(frozen=True)
+class PrefixRecord:
+    """The file's metadata. length: tokens. rope: kind of layer and layout, by the table's number. recent_end: the
+    position after a layer's last queries, by layer."""
+
+    model: dict[str, Any]
+    length: int
+    rope: dict[str, Any]
+    recent_end: dict[str, Any]
+
+
+def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any]) -> None:
+    """Write a cache of full-attention layers to one safetensors file: keys and values, recent queries, rotary tables.
+    Raises SparseKVError for sliding-window layers, an empty cache, one with NaN, and a disk that fails."""
+    tensors: dict[str, Tensor] = {}
+    meta: dict[str, Any] = {"format_version": FORMAT_VERSION, "model": fingerprint, "length": cache.get_seq_length(),
+                            "rope": {}, "recent_end": {}}
+    if not meta["length"]:
+        raise SparseKVError("this cache is empty; prefill it before saving")
+    for i, layer in enumerate(cache.layers):
+        if not isinstance(layer, SparseLayer):
+            raise SparseKVError(f"layer {i} has sliding-window attention, whose cache cannot be saved as a prefix; "
+                                "save_prefix works on models with full attention in every layer")
+        tensors |= {f"{i}.keys": layer.keys, f"{i}.values": layer.values}
+        if layer.recent is not None:
+            tensors[f"{i}.recent"] = layer.recent
+            meta["recent_end"][str(i)] = layer.recent_end
+    for n, (key, table) in enumerate(cache.rope.items()):
+        meta["rope"][str(n)] = [key, table.layout]
+        tensors |= {f"rope.{n}.cos": table.cos.view, f"rope.{n}.sin": table.sin.view}
+    tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    check_finite(tensors, "this cache", "the model overflowed; prefill it with the model in bfloat16 or float32")
+    write_tensors(Path(path), tensors, {"sparsekv": json.dumps({**meta, "sha256": digest(meta, tensors)})})
+
+
+def load_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any], device: Any) -> SparseCache:
+    """Fill an empty cache from a file; index and estimates are built when decoding begins.
+
+    Raises SparseKVError for a missing, damaged or foreign file, before the cache is changed.
+    """
+    where = f"the prefix {str(path)!r}"
+    if any(not isinstance(layer, SparseLayer) for layer in cache.layers):
+        raise SparseKVError("this model has sliding-window layers, for which no prefix can be loaded")
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            text = (file.metadata() or {})["sparsekv"]
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise SparseKVError(f"no prefix could be read from {str(path)!r} ({reason(error)}); expected a file of "
+                            "save_prefix") from error
+    meta = parse_object(text, where)
+    check_version(meta.get("format_version"), FORMAT_VERSION, where)
+    check_digest(meta, tensors, where)
+    check_finite(tensors, where, "make it again")
+    made = from_record(PrefixRecord, meta, where)
+    check_model_record(made.model, where)
+    check_fingerprint(made.model, fingerprint, where)
+    if made.length < 1:
+        raise damaged(where, f"its length is {made.length} tokens")
+    first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype != fingerprint.get("dtype", dtype):
+        raise SparseKVError(f"{where} holds keys in {dtype} and this model is in {fingerprint['dtype']}; load the "
+                            f"model in {dtype}, or prefill and save the prefix again")
+    states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
+    tables = {name: _table(made, name, tensors, where) for name in made.rope}
+    for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):
+        layer.update(keys.to(device), values.to(device))  # type: ignore[union-attr]
+        if recent is not None:
+            layer.recent, layer.recent_end = recent.to(device), end  # type: ignore[union-attr]
+    for key, layout, cos, sin in tables.values():
+        table = cache.rope[key] = GrowingRope(layout)
+        table.append(cos.to(device), sin.to(device), 0)
+    return cache
+
+
+def _layer(
+    made: PrefixRecord, i: int, shape: tuple[int, ...], tensors: dict[str, Tensor], where: str,
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Keys and values `[B, Hkv, N, d]` of a layer, its last queries `[B, Hq, T, d]` and the position after them."""
+    keys, values = (take(tensors, f"{i}.{name}", shape, where) for name in ("keys", "values"))
+    if f"{i}.recent" not in tensors:
+        return keys, values, None, 0
+    recent = take(tensors, f"{i}.recent", (shape[0], made.model["num_query_heads"], None, shape[3]), where)
+    end = made.recent_end.get(str(i))
+    if type(end) is not int or not recent.shape[2] <= end <= made.length:
+        raise damaged(where, f"the last queries of layer {i} end at {brief(end)}, expected a position of {made.length}")
+    return keys, values, recent, end
+
+
+def _table(made: PrefixRecord, name: str, tensors: dict[str, Tensor], where: str) -> tuple[Any, Any, Tensor, Tensor]:
+    """Key, layout, cos and sin `[B or 1, N, rotary_dim]` of a rotary table."""
+    entry = made.rope[name]
+    if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str | None) and entry[1] in LAYOUTS):
+        raise damaged(where, f"the rotary table {name} is {brief(entry)}, expected a kind of layer and a layout")
+    cos = take(tensors, f"rope.{name}.cos", (None, made.length, None), where)
+    return entry[0], entry[1], cos, take(tensors, f"rope.{name}.sin", tuple(cos.shape), where)

@@ -1,0 +1,97 @@
+"""Which share of a device's memory is not pages: codes by slot, indices and summaries by seat, and the feature maps are
+taken from what vLLM has counted for its pages, before it makes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+
+from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.selectors.router import Router
+from sparsekv.runtime.vllm import index, summaries
+from sparsekv.util.errors import SparseKVError
+
+
+class Beside(NamedTuple):
+    """Bytes that all layers of a rank keep beside the pages: of a slot; of what is there once, nobody's seat and the
+    feature maps at most; of a seat. prompts: what is needed while a prompt is read sparsely."""
+
+    slot: int
+    once: int
+    seat: int
+    prompts: int = 0
+
+    def of(self, slots: int, seats: int) -> int:
+        return self.slot * slots + self.once + self.prompts + self.seat * seats
+
+    @property
+    def of_prompts(self) -> str:
+        """What prompts take of it, in the words of a refusal."""
+        if not self.prompts:
+            return ""
+        return f" ({self.prompts / 2**30:.2f} GiB of it for sparse prompts, which prefill dense needs not)"
+
+
+class Counted(NamedTuple):
+    """Requests that may decode sparsely at once, and the memory that is left to the pages [bytes]."""
+
+    seats: int
+    pages: int
+
+
+def beside(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> Beside:
+    """Of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of `dtype`."""
+    slot = once = seat = 0
+    for selector, maps in layers:
+        slot += index.bytes_by_slot(selector)
+        found = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
+        if maps is not None:
+            kept = [summaries.bytes_of(maps, n, dtype) for n in (0, 1)]
+            once += kept[0][0]
+            found = [a + b for a, (_, b) in zip(found, kept, strict=True)]
+        once += found[0]
+        seat += found[1] - found[0]
+    return Beside(slot, once, seat)
+
+
+def seats_within(kept: Beside, memory: float, most: int) -> int:
+    """As many seats as `memory` bytes hold, one at least and `most` at most."""
+    return max(1, min(most, int((memory - kept.once) // max(1, kept.seat))))
+
+
+def count(kept: Beside, available: int, page_bytes: int, seats: int) -> Counted:
+    """What is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
+    SparseKVError where seats and maps leave nothing."""
+    rest = available - kept.of(0, seats)
+    if rest <= 0:
+        raise SparseKVError(
+            f"indices and summaries of {seats} requests and the feature maps take {kept.of(0, seats) / 2**30:.2f} GiB"
+            f"{kept.of_prompts} and vLLM has {available / 2**30:.2f} GiB for them and the pages; raise "
+            "--gpu-memory-utilization, or lower requests or memory_share in the settings file")
+    return Counted(seats, rest * page_bytes // (page_bytes + kept.slot))
+
+
+def count_in(worker: type, counted: Callable[[Any, int], Counted | None]) -> None:
+    """Let a class of vLLM's workers give the pages what is left of the memory that it finds for them. counted: of its
+    configuration and that memory, None where no layer decodes sparsely."""
+    if "counts_sparsekv_in" in vars(worker) or "determine_available_memory" not in vars(worker):
+        return
+    found: Callable[..., int] = vars(worker)["determine_available_memory"]
+
+    @wraps(found)
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
+        available = found(self, *args, **kwargs)
+        left = counted(self.vllm_config, available)
+        if left is None:
+            return available
+        logging.getLogger("vllm.sparsekv").info(
+            "sparsekv: up to %d requests decode sparsely at once; of %.2f GiB for the cache %.2f GiB are pages, the "
+            "others codes, indices, summaries and feature maps", left.seats, available / 2**30, left.pages / 2**30)
+        return left.pages
+
+    worker.determine_available_memory = determine_available_memory  # type: ignore[attr-defined]
+    worker.counts_sparsekv_in = True  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""How much memory there is, and what could never fit is refused before any of it is taken."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+from sparsekv.util.errors import SparseKVError
+
+
+def memory_of(device: str) -> int:
+    """All memory [bytes] of a device as torch names it: for `cpu` what of the machine's this process may take, for
+    `balanced` that of all GPUs."""
+    import torch
+
+    if device == "balanced":
+        return sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    if device.startswith("cuda"):
+        return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with contextlib.suppress(OSError):  # a container's
+        limits += [int(word) for word in Path("/sys/fs/cgroup/memory.max").read_text().split() if word.isdigit()]
+    return min(limit for limit in limits if limit > 0)
+
+
+def free_memory(device: Any) -> int:
+    """Memory [bytes] of a CUDA device that is free, what torch holds of it unused included."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0]) + (
+        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def check_memory(needed: float, device: str, what: str, remedy: str) -> None:
+    """Raises SparseKVError where `what` takes more bytes than the device has in all. needed: of what is certain, not an
+    estimate: what is refused would never have run."""
+    there = memory_of(device)
+    if needed > there:
+        raise SparseKVError(f"{what} take {_gigabytes(needed)} at least, and the device {device} has "
+                            f"{_gigabytes(there)} in all; {remedy}")
+
+
+def _gigabytes(count: float) -> str:
+    if count > 1e18:  # a file may say any whole number, also one that no float holds
+        return "more than 1e9 GB"
+    return f"{count / 1e9:.3g} GB"
