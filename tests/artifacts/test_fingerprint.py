@@ -54,6 +54,16 @@ def test_other_weights_are_another_model(dtype: torch.dtype) -> None:
         check_fingerprint(before, model_fingerprint(model), "it")
 
 
+def test_the_last_rows_of_a_matrix_count() -> None:
+    model = loaded(torch.float32, torch.float32)
+    before = model_fingerprint(model)
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight[len(weight) // 2:].mul_(1.02)
+    with pytest.raises(SparseKVError, match="made for a model with weights"):
+        check_fingerprint(before, model_fingerprint(model), "it")
+
+
 def test_a_prefix_of_another_arithmetic_is_refused_by_name(tmp_path) -> None:
     models = {dtype: loaded(torch.bfloat16, dtype) for dtype in DTYPES}
     for dtype, model in models.items():

@@ -70,6 +70,15 @@ def test_padded_rows_decode_as_they_do_alone(options: dict) -> None:
             assert together[row, ids.shape[1]:].tolist()[:alone.shape[1] - 75 + pad] == alone[0, 75 - pad:].tolist()
 
 
+def test_both_doors_give_padded_rows_the_same_positions() -> None:
+    model, ids = make_model(), prompt(LENGTH, 3)
+    mask = torch.ones_like(ids)
+    mask[0, :11], mask[2, :40] = 0, 0
+    with attach(model, selector="topk", token_budget=5) as attachment:
+        want = model.generate(ids, attention_mask=mask, max_new_tokens=30, min_new_tokens=30, do_sample=False)
+        assert torch.equal(attachment.generate(ids, mask, max_new_tokens=30, eos_token_id=[]), want)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model, ids = make_model(), prompt(LENGTH)
     before, plain = model.config._attn_implementation, model.generate(ids, **GREEDY)
