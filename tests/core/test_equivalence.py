@@ -1,9 +1,13 @@
 """A step of the runtime = the same step on captured tensors = the formulas written out, for every selector with every
 estimator, and = the step over a server's pages for every selector that is served: in float64, with odd sizes, left
-padding, groups of 1, 3, 4 and 8 heads, a mid region that grows and a chunk of several tokens. `test_equivalence_gpu.py`
-does the same for the kernels."""
+padding, groups of 1, 3, 4 and 8 heads, a mid region that grows and a chunk of several tokens. The quick suite has every
+selector with every completion, groups in turn; `slow` has the other groups. `test_equivalence_gpu.py` does the same for
+the kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +24,19 @@ from sparsekv.kernels import dense_attention, slots_at
 from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Unsorted, build_seat, extend_seat
 
 
+def in_turn(cases: Sequence[str], completions: Sequence[str]) -> Any:
+    """Parametrise by case, completion and group: a pair has one group in the quick suite, the others in `slow`."""
+    return pytest.mark.parametrize(("case", "completion", "group"), [
+        pytest.param(case, completion, group, marks=() if (i + j) % len(GROUPS) == k else pytest.mark.slow)
+        for i, case in enumerate(cases) for j, completion in enumerate(completions) for k, group in enumerate(GROUPS)])
+
+
 def close(case: str) -> dict[str, float]:
     """LFPS makes its scores in float32."""
     return {"rtol": 1e-6, "atol": 1e-6 if case.startswith("lfps") else 1e-7}
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("completion", COMPLETIONS)
-@pytest.mark.parametrize("case", CASES)
+@in_turn(list(CASES), COMPLETIONS)
 def test_a_step_is_the_formulas_written_out(case: str, completion: str, group: int, monkeypatch) -> None:
     taken, _ = steps_of(tiny(group, 10, torch.float64), case, completion, len(PADS), monkeypatch)
     first, last = taken[0], taken[-1]
@@ -48,9 +57,7 @@ def test_a_prompt_without_a_mid_region(case: str, completion: str, monkeypatch) 
             torch.testing.assert_close(x.step.out.double(), literal_step(*x), rtol=limit, atol=max(limit, 1e-6))
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("completion", COMPLETIONS)
-@pytest.mark.parametrize("case", CASES)
+@in_turn(list(CASES), COMPLETIONS)
 def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion: str, group: int, monkeypatch) -> None:
     model = tiny(group, 10, torch.float64)
     taken, cache = steps_of(model, case, completion, 1, monkeypatch)
@@ -83,9 +90,7 @@ SERVED = [case for case, (name, options) in CASES.items()
 PAGE = 4
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("completion", ["none", "phi"])
-@pytest.mark.parametrize("case", SERVED)
+@in_turn(SERVED, ["none", "phi"])
 def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, group: int, monkeypatch) -> None:
     """The same request, its keys in pages in any order: built at the same prefill, grown at the same steps. Beside it
     in the batch a row that reads all it has."""
