@@ -71,8 +71,3 @@ def test_rows_of_trainings_take_the_place_of_others(tmp_path) -> None:
     assert rows[-2:] == [last, spent]  # a training that was not repeated stays, in the order of all
     assert {r["case"] for r in rows} == {"training", "entropy@16384", "sparsekv train", *_phi_page.HELD}
     assert 0.5 not in [r.get("value") for r in rows]
-    rows.remove(last)
-    header, alone, first, second = _phi_page.trainings(rows)
-    assert alone[-1] == "0.200" and first[:5] == ["18 of prose, 6 of made-up text", "24", "16k", "2500", "20"]
-    assert second[0] == "prose" and second[-1] == "0.050" and len(header) == len(first)
-    assert "| 1 | 2.0 | 0.200 | 0.050 | 75% |" in _phi_page.by_entropy(rows)[-1]

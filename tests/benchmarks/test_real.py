@@ -38,7 +38,7 @@ from benchmarks._prompts import (
     prompt_rows,
     read_blocks,
 )
-from benchmarks._real_page import alphas, by_length, figures, page, prompts_read, published, saap, windows_of
+from benchmarks._real_page import windows_of
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator
@@ -197,7 +197,7 @@ def test_commands_of_rows_have_no_places() -> None:
     assert real.without_places("real.py --model M --minutes 8.0") == "real.py --model MODEL --minutes 8.0"
 
 
-def test_the_page_says_what_was_reached(tmp_path) -> None:
+def test_rows_are_put_once_and_say_what_was_reached(tmp_path) -> None:
     said = {"machine": "Card One, torch 2", "command": "c", "commit": "abc"}
     cells = []
     for task in ("a", "b"):
@@ -220,50 +220,6 @@ def test_the_page_says_what_was_reached(tmp_path) -> None:
     mean = next(r for r in rows if r["case"] == "m:ruler@16384" and r["method"] == "quest" and r["metric"] == "score")
     assert mean["value"] == 0.0 and mean["bytes_share_model"] == pytest.approx(0.525)
     assert sum(r["case"] == "m:ruler@16384" and r["metric"] == "score" for r in rows) == 3
-    drawn = page(rows)
-    assert "| quest | 0.0 ± 0.0 (2) |" in drawn and "| sketch+phi | 100.0 ± 0.0 |" in drawn
-    assert "| sketch+phi is within 1 point of full attention at 2 % | +0.0 ± 0.0 | yes |" in drawn
-    assert "| sketch+phi is above quest at 2 % | +100.0 ± 0.0 | yes |" in drawn
-    assert "`perplexity_x`, 16k tokens" in drawn
-    figures(rows, tmp_path)
-    assert not (tmp_path / "real-m-16384.png").exists()  # of one budget a figure tells nothing
-    figures([*rows, {**mean, "budget": 0.05}], tmp_path)
-    assert (tmp_path / "real-m-16384.png").is_file()
-
-
-def test_equal_budgets_stand_side_by_side_by_context_and_maps() -> None:
-    assert by_length([]) == ["", "Not measured.", ""]
-    one = {"metric": "difference", "method": "topk+phi", "against": "topk", "value": 1.0, "low": 0.0, "high": 2.0,
-           "samples": 52}
-    rows = [{**one, "case": case, "budget": budget} for case, budget in (
-        ("coder-1.5b:worst@16384", 0.02), ("coder-1.5b:worst@4096", 0.05), ("coder-1.5b-4k:worst@4096", 0.05),
-        ("coder-1.5b-8k:worst@8192", 0.02))]
-    rows.append({**one, "case": "coder-1.5b:worst@16384", "budget": 0.02, "against": "full", "value": 9.0})
-    _, *lines = (x for x in by_length(rows)[1].splitlines() if not x.startswith("| ---"))
-    assert lines == ["| 4k | 4k | 52 | – | +1.0 ± 1.0 |", "| 4k | 16k | 52 | – | +1.0 ± 1.0 |",
-                     "| 8k | 8k | 52 | +1.0 ± 1.0 | – |", "| 16k | 16k | 52 | +1.0 ± 1.0 | – |"]
-
-
-def test_the_papers_own_settings_have_tables_where_they_were_measured() -> None:
-    assert saap([]) == alphas([]) == published([]) == []
-    said = {"machine": "NVIDIA H200, torch 2", "commit": "abc", "samples": 4, "low": 0.0, "high": 2.0}
-
-    def rows(name: str, methods: dict[str, float]) -> list[dict[str, Any]]:
-        one = {**said, "case": f"{name}:ruler@16384"}
-        found = [{**one, "method": "full", "metric": "score", "budget": None, "value": 80.0}]
-        for m, value in methods.items():
-            found += [{**one, "method": m, "budget": 0.02, "metric": metric, "against": "full", "value": value,
-                       "read": 0.15, "bytes_share": 0.2} for metric in ("score", "difference", "same_answers")]
-        return found
-
-    made = [*rows("coder-1.5b", {"topk+phi": 3.0}), *rows("coder-1.5b-published", {"topk": -1.0, "topk+phi": 2.0}),
-            *rows("coder-1.5b-saap", {"router:scores=mlp": -2.0}), *rows("coder-1.5b-alphas", {"lfps:alpha=0.2": -3.0})]
-    assert saap(made)[1].splitlines()[2:] == ["| the query model as published | −2.0 ± 1.0 | 15.0 % |"]
-    assert "| 0.2 | 15.0 % | 20.0 % | −3.0 ± 1.0 | -3.0 ± 1.0 |" in alphas(made)[1]
-    assert published(made)[1].splitlines()[2:] == [
-        "| none | `topk` | – | −1.0 ± 1.0 | – | 4 |", "| as published | `topk+phi` | – | +2.0 ± 1.0 | – | 4 |",
-        "| the recipe's | `topk+phi` | – | +3.0 ± 1.0 | – | 4 |"]
-    assert saap(made)[-2] == "4 prompts, one H200, commit abc."
 
 
 def test_a_stage_that_was_cut_short_weighs_no_task_more_than_another() -> None:
@@ -352,11 +308,6 @@ def test_prompts_that_read_everything_are_dense_ones(tmp_path) -> None:
                  and r["method"] == readings[3].name)
     assert after["value"] != 1.0
     assert ratio["samples"] == 2 and ratio["value"] != 1.0 and 0.5 < ratio["pairs"] < 0.9
-    shown = prompts_read(rows, 1024)
-    assert len(shown.splitlines()) == 7 and "| full attention | 100.0% | 4 | 0 (score 25.0 ± 25.0) |" in shown
-    said = {"machine": "Card, torch 2", "quantisation": "Q4", "weights_sha256": "0" * 64, "commit": "abc"}
-    drawn = page([{**r, "case": f"m:{r['case']}", **said} for r in rows])
-    assert "### Prompts read sparsely, 1k tokens" in drawn and shown in drawn and "Each task" not in drawn
 
 
 def test_a_rival_reads_as_many_pairs() -> None:

@@ -1,6 +1,7 @@
 """The steps of CONTRIBUTING, followed in a copy of the repository as a new contributor would: the selector of
-docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. What needs a GPU is left
-out: a case in `benchmarks/decode.py`, and a call in `test_kernels_gpu.py`."""
+docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes the
+changes and looks up all names; `slow` runs what was added. What needs a GPU is left out: a case in
+`benchmarks/decode.py`, and a call in `test_kernels_gpu.py`."""
 
 from __future__ import annotations
 
@@ -189,6 +190,7 @@ def test_files_and_names_of_the_steps_are_there(tree: Path) -> None:
         assert f"def {name}(" in kernel, name
 
 
+@pytest.mark.slow
 def test_the_steps_lead_to_a_selector_a_kernel_and_a_family(tree: Path) -> None:
     pytest.importorskip("triton")
     compiled = start([sys.executable, "-c", COMPILES], tree)

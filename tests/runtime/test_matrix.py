@@ -1,5 +1,6 @@
 """Every selector on families that rotate, normalise or slide in their own way, in a padded batch: it runs, it is
-finite, and where everything is selected it is the plain model."""
+finite, and where everything is selected it is the plain model. The quick suite has two families a selector in turn,
+`slow` the other two."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from sparsekv.core.selectors.base import Spends
 LENGTH, NEW = 70, 5
 SAMPLES = ("streaming", "magicpig", "lfps")
 """Never read everything, whatever the budget."""
+FAMILIES = ("qwen3", "gemma3", "gpt_oss", "glm4")
 FLAT = {"pyramidkv": {"beta": 1.0}}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
@@ -25,8 +27,9 @@ def options(name: str, router: Any, budget: int) -> dict[str, Any]:
     return given | ({"router": router} if SELECTORS[name].is_trained() else {})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt_oss", "glm4"])
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize(("name", "family"), [
+    pytest.param(name, family, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
+    for i, name in enumerate(SELECTORS) for j, family in enumerate(FAMILIES)])
 def test_selector_on_family(name: str, family: str) -> None:
     model, ids = make_model(family), prompt(LENGTH, 3)
     mask = torch.ones_like(ids)

@@ -29,7 +29,7 @@ def test_placement_changes_nothing(name: str, completion: str):
     outs = {}
     for placement in ("gpu", "cpu") if kind.scores_keys else ("gpu", "cpu", "offload"):
         with attach(model, placement=placement, **options) as attachment:
-            outs[placement] = model.generate(ids, attention_mask=mask, max_new_tokens=20, min_new_tokens=20, **GREEDY)
+            outs[placement] = model.generate(ids, attention_mask=mask, max_new_tokens=12, min_new_tokens=12, **GREEDY)
             assert attachment.report()["sparse_calls"] > 0
     want = outs.pop("gpu")
     for out in outs.values():

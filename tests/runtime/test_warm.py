@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.runtime import warm
 from sparsekv.runtime.crossing import Shape, made_up
@@ -55,19 +57,26 @@ def test_maps_are_loaded_beside_a_prompt_once_for_all_forks() -> None:
     warming.wait()  # what fails is left to the step
 
 
-def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step(monkeypatch) -> None:
-    done = []
-    monkeypatch.setattr(warm, "_WARM", set())
-    monkeypatch.setattr(warm, "_tried", lambda part, *args: done.append(threading.current_thread()))
-    selector = SELECTORS["topk"](token_budget=5)
-    for _ in range(2):
+class Watched(SELECTORS["topk"]):
+    """Says which threads build it."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def build(self, view: LayerView) -> None:
+        self.threads.append(threading.current_thread())
+        super().build(view)
+
+
+class WatchedOnTheHost(Watched):
+    replayable: ClassVar[bool] = False
+
+
+def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step() -> None:
+    for kind in (Watched, Watched, WatchedOnTheHost):
         warming = Warming()
-        warming.start(SHAPE, selector, None, 2, 9, 150)
+        warming.start(SHAPE, kind(token_budget=5), None, 2, 9, 150)
         warming.wait()
-    assert len(done) == 3 and threading.main_thread() not in done
-    warming.start(SHAPE, SELECTORS["token_select"](token_budget=5), None, 2, 9, 150)  # its steps are the host's
-    assert len(done) == 3
-    monkeypatch.undo()
+    assert len(Watched.threads) == 1 and threading.main_thread() not in Watched.threads
     warm._tried(lambda view, queries: 1 / 0, SHAPE, 2, 9, 150)  # no CUDA here, or the division: neither comes out
 
 
