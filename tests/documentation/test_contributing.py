@@ -1,6 +1,6 @@
 """The steps of CONTRIBUTING, followed in a copy of the repository as a new contributor would: the selector of
-docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes the
-changes and looks up all names; `slow` runs what was added. What needs a GPU is left out: a case in
+docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes
+the changes and looks up all names; `slow` runs what was added. What needs a GPU is left out: a case in
 `benchmarks/decode.py`, and a call in `test_kernels_gpu.py`."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -21,10 +22,14 @@ COLUMNS = ("coder-16k-b24", "coder-30k-b1", "8b-128k-b1")
 """Cases of generate.json, by the first table's columns of times."""
 
 
+@functools.cache
+def load(file: str) -> list[dict[str, Any]]:
+    return json.loads((ROOT / "docs" / "results" / f"{file}.json").read_text(encoding="utf-8"))
+
+
 def rows(file: str, **fields: Any) -> list[dict[str, Any]]:
     """Rows of docs/results/FILE.json with these fields, of the commits that README names."""
-    every = json.loads((ROOT / "docs" / "results" / f"{file}.json").read_text(encoding="utf-8"))
-    return [r for r in every if r["commit"] in README and all(r.get(k) == v for k, v in fields.items())]
+    return [r for r in load(file) if r["commit"] in README and all(r.get(k) == v for k, v in fields.items())]
 
 
 def lines(marker: str) -> Iterator[list[str]]:
@@ -104,9 +109,9 @@ def test_figures_of_differences_are_in_the_rows() -> None:
      ("sparse@0.3", "dense"))])
 def test_figures_of_sentences_are_in_the_rows(words: str, file: str, metric: str, methods: tuple[str, str]) -> None:
     found, = re.findall(words, " ".join(README.split()))
-    every = json.loads((ROOT / "docs" / "results" / f"{file}.json").read_text(encoding="utf-8"))
     for cell, method in zip(found, methods, strict=True):
-        values = [r["value"] for r in every if (r["case"], r["metric"], r["method"]) == ("8b-128k-b1", metric, method)]
+        wanted = ("8b-128k-b1", metric, method)
+        values = [r["value"] for r in load(file) if (r["case"], r["metric"], r["method"]) == wanted]
         assert any(shows(cell, value) for value in values), (cell, values)
 
 
