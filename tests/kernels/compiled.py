@@ -316,7 +316,7 @@ def builds() -> list[Build]:
                                 "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
         build(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
     for dim in (64, 128, 256):
-        for capability in SHARED:
+        for capability in (89, 80, 90):
             block_kernels(build, dim, "bf16", capability)
     block_kernels(build, 256, "fp32", 80)
     each = {"EACH": block_attention.EACH, "BITS": block_attention.SHARE_BITS}

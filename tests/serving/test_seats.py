@@ -133,6 +133,8 @@ def test_more_requests_than_seats(make: Make) -> None:
     assert all(x is not None for x in decode(engine, left, 1)[0])
 
 
+@pytest.mark.parametrize("make", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["torch", "triton"],
+                         indirect=True)
 def test_borders_move_at_once_although_the_host_sees_nothing(make: Make) -> None:
     """On CUDA the host counts the steps after which a tail may have outgrown its room, whoever waits for a seat; of
     most steps it asks nothing."""
