@@ -1,7 +1,7 @@
 """The steps of CONTRIBUTING, followed in a copy of the repository as a new contributor would: the selector of
 docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes
 the changes and looks up all names; `slow` runs what was added. What needs a GPU is left out: a case in
-`benchmarks/decode.py`, and a call in `test_kernels_gpu.py`."""
+`benchmarks/decode.py`, and the cases of a GPU."""
 
 from __future__ import annotations
 
@@ -90,21 +90,18 @@ def check_{OP}(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
 
 
 ''')
-    with (tests / "test_interpreted.py").open("a", encoding="utf-8") as tests_of:
-        tests_of.write(f'''
-
-@pytest.mark.parametrize("shape", [(3, 5, 71), (1, 1), (0, 4)], ids=str)
-@DTYPES
-def test_{OP}(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_{OP}(shape, dtype, "cpu")
+    insert(tests / "cases.py", "    check(checks.check_between,", f'''\
+    check(checks.check_{OP}, "{OP}.{OP}", quick=[each([(3, 5, 71)], [F16])],
+          slow=[each([(3, 5, 71)], [F32]), each([(1, 1), (0, 4)], INTERPRETED)],
+          gpu=[each([(3, 5, 71), (1, 1), (0, 4)], ON_A_DEVICE)]),
 ''')
     compiled = tests / "compiled.py"
     insert(compiled, "from sparsekv.kernels import sketch_triton as sk\n",
            f"from sparsekv.kernels import {OP}_triton as sc\n")
     insert(compiled, "from sparsekv.runtime.vllm import seating\n",
            f"from sparsekv.kernels.{OP} import SCALE_WARPS, SCALED_AT_ONCE\n")
-    insert(compiled, "    for length in (2048, losses.LONGEST):\n",
-           f'    check(sc.{OP}_kernel, {{"BLOCK": SCALED_AT_ONCE}}, SCALE_WARPS, "bf16", SHARED)\n')
+    insert(compiled, "    for length in (256, 2048, losses.LONGEST):\n",
+           f'    build(sc.{OP}_kernel, {{"BLOCK": SCALED_AT_ONCE}}, SCALE_WARPS, "bf16", SHARED)\n')
 
 
 def add_family(tree: Path) -> None:
@@ -145,15 +142,16 @@ COMPILES = f"""
 import sys
 sys.path.insert(0, "tests/kernels")
 import compiled
-check = compiled.check
-compiled.check = lambda kernel, *a, **b: check(kernel, *a, **b) if kernel is compiled.sc.{OP}_kernel else None
-compiled.main()
+found = compiled.answer("slow", "{OP}.{OP}")
+assert found == {{"builds": 3, "failed": None}}, found
 """
 """Step 7 of a kernel, for this one alone."""
 TESTED = (
     f"tests/core/test_equivalence.py::test_a_step_is_the_formulas_written_out[{SELECTOR}-none-3]",
     f"tests/core/test_equivalence.py::test_a_step_on_captured_tensors_is_that_of_the_runtime[{SELECTOR}-phi-1]",
-    f"tests/kernels/test_interpreted.py::test_{OP}",
+    f"tests/kernels/test_interpreted.py::test_kernels[{OP}-(3, 5, 71)-float16]",
+    f"tests/kernels/test_interpreted.py::test_kernels_of_all_shapes[{OP}-(0, 4)-float32]",
+    "tests/kernels/test_every_kernel.py",
     "tests/documentation/test_methods.py::test_tables_of_methods_are_drawn_from_their_rows",
     f"tests/test_imports.py::test_data_moves_to_the_right[core.selectors.{SELECTOR}]",
     f"tests/test_imports.py::test_heavy_packages_are_imported_inside_calls[kernels.{OP}]",

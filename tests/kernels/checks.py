@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -87,6 +88,9 @@ from sparsekv.kernels.stored import (
 )
 from sparsekv.kernels.vote import launch_vote, soft_vote_reference
 
+FULL = -(-(2**31 - 1) // blocks.BLOCK)
+"""Blocks of the longest cache."""
+LISTS = (0, 0), (0, 2), (1 << blocks.SHARE_BITS, 0), (0, FULL)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 
@@ -183,8 +187,13 @@ class Step:
                 double(made(self.k.double(), double(maps))))
 
 
-def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0) -> None:
+def check_attention(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, logits: float = 1.0, only: str | None = None,
+) -> None:
+    """Lists of tokens, buckets and a paged cache, completed and not. only: one of `lists`, `buckets` and `pages`, of
+    its forms the one that has most to it, completed with `completed` behind the name."""
     s = Step(shape, dtype, device, logits)
+    asked, alone = (only or "").partition(" ")[::2]
     group = s.q.shape[1] // s.k.shape[1]
     tokens = bucket_tokens(s.order, s.offsets, s.chosen)
     per_head = tokens.repeat_interleave(group, 1).clone()
@@ -205,12 +214,17 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
               ("completed: weighted for all", tokens[:, :1],
                {"completion": completions, "log_weights": weights[:, :1]}),
               ("completed: none", none, {"completion": completions})]
+    if only is not None:
+        most = "completed: weighted" if alone else "weighted"
+        cases = [case for case in cases if asked == "lists" and case[0] in (most, f"{most} for all")]
     for name, listed, how in cases:
         mine, truth = ({**s.regions, **{n: x[side] if n == "completion" else x for n, x in how.items()}}
                        for side in (0, 1))
         agree(launch_attend(s.q, s.k, s.v, listed, **mine), attend_tokens_reference(*s.wide(), listed, **truth), limit,
               name)
     for completion in ((None, None), completions):
+        if only is not None and (asked != "buckets" or bool(alone) != (completion is completions)):
+            continue
         found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=completion[0])
         truth = attend_buckets_reference(*s.wide(), s.order, s.offsets, s.chosen, **s.regions, completion=completion[1])
         agree(found, truth, limit, f"buckets, completed: {completion[0] is not None}")
@@ -233,6 +247,8 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
     if device == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9):
         rounded = [x.to(torch.float8_e4m3fn) for x in pool]
         caches += [(tokens, None, rounded), (tokens, seated, rounded)]
+    if only is not None:
+        caches = [(tokens, seated if alone else None, pool)] if asked == "pages" else []
     for listed, completed, kept in caches:
         listed = torch.where(whole[:, None, None] > 0, -1, listed)
         sides = (launch_attend, (s.q, *kept)), (attend_tokens_reference, [x.double() for x in (s.q, *kept)])
@@ -247,14 +263,14 @@ def check_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str, log
         assert error(truth[0][row], exact) < 1e-12
 
 
-def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str, few: bool = False) -> None:
     """Completed attention alone, of two KV heads. shape: query heads a KV head, head dimension, hidden units and
-    features of the map of keys, tokens."""
+    features of the map of keys, tokens. few: without lists that have no weights."""
     group, dim, units, features, length = shape
     s = Step((2 * group, 2, dim, length, 3, 9, 2, 1), dtype, device)
     completions, tokens = s.completion(width=features, units=units), bucket_tokens(s.order, s.offsets, s.chosen)
     weights = torch.randn(*tokens.shape, device=device)
-    for name, added in (("completed", None), ("weighted", weights)):
+    for name, added in (("weighted", weights), ("completed", None))[:1 if few else 2]:
         found = launch_attend(s.q, s.k, s.v, tokens, **s.regions, log_weights=added, completion=completions[0])
         truth = attend_tokens_reference(*s.wide(), tokens, **s.regions, log_weights=added, completion=completions[1])
         agree(found, truth, LIMITS[dtype], f"{name} {shape}")
@@ -328,9 +344,9 @@ def unique(listed: Tensor) -> bool:
     return len(set(kept)) == len(kept)
 
 
-def check_budget_rule(buckets: int, device: str) -> None:
+def check_budget_rule(buckets: int, device: str, few: bool = False) -> None:
     """Exactly the twin's tokens, in its order, from densities with many ties, zeros and empty buckets, by both ways to
-    find the last bucket; lists of KV heads and of query heads."""
+    find the last bucket; lists of KV heads and of query heads. few: of KV heads alone."""
     torch.manual_seed(buckets)
     heads, queries = 2, 3
     counts = torch.randint(0, 4, (2, heads, buckets), device=device) * torch.randint(0, 2, (buckets,), device=device)
@@ -339,7 +355,7 @@ def check_budget_rule(buckets: int, device: str) -> None:
     total = int(counts.sum(-1).min())
     budget = torch.tensor([0, 1, total // 3, total // 2, total, total + 9], device=device)
     half, more = total // 2 + 1, total + 9
-    for lists, widest in ((1, half), (3, more)):
+    for lists, widest in ((1, half), (3, more))[:1 if few else 2]:
         density = torch.randint(0, 3, (2 * queries, heads * lists, buckets), device=device) / 4
         found = launch_choose(density, order, offsets, budget, widest, logits=False)
         truth = choose_tokens_reference(density.double(), order, offsets, budget, widest)
@@ -490,9 +506,12 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
     assert torch.equal(launch_gather(k, index), gather_rows(k, index))
 
 
-def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def check_blocks(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str,
+    shares: Sequence[tuple[float, int]] = ((0.25, 1), (0.0, 0), (0.1, 4), (1.0, 0)),
+) -> None:
     """shape: query heads, KV heads, head dimension, tokens before the queries, queries. Scores, lists and attention,
-    each given what the twins made before it."""
+    each given what the twins made before it. shares: of the blocks that are read, and how many at least."""
     heads_q, heads, dim, past, count = shape
     torch.manual_seed(past)
     q = torch.randn(2, count, heads_q, dim, device=device).to(dtype).transpose(1, 2)
@@ -506,7 +525,7 @@ def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     seen = ~torch.isneginf(scores)
     assert error(found[seen], scores[seen]) < LIMITS[dtype]
     scores = scores.float()
-    for share, least in ((0.25, 1), (0.0, 0), (0.1, 4), (1.0, 0)):
+    for share, least in shares:
         share = blocks.share_bits(share)
         mine, twin = (make(scores, share, least) for make in (blocks.launch_block_lists, blocks.block_lists_reference))
         # masses that are nearly equal may change places
@@ -520,10 +539,10 @@ def check_blocks(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
         agree(found, truth, LIMITS[dtype], "blocks")
 
 
-def check_block_lists(device: str) -> None:
+def check_block_lists(heads: int, device: str, lists: Sequence[tuple[int, int]] = LISTS) -> None:
     """Scores of which lists are made with care: NaN in one head, infinite ones, masses that are zero or one another's;
-    as many heads and blocks as any list is asked for."""
-    n, heads, before = 3, 128, 6
+    as many blocks as any list is asked for. lists: their share and how many blocks at least."""
+    n, before = 3, 6
     torch.manual_seed(0)
     scores = torch.randn(2, heads, n * blocks.EACH, before + n, device=device)
     own = torch.arange(before, before + n, device=device)
@@ -535,22 +554,21 @@ def check_block_lists(device: str) -> None:
     scores[0, 7, :, :before] = float("-inf")
     scores[1, 5, :, 0] += 500.0
     scores[1, 6, :, :before] = 0.25
-    full = -(-(2**31 - 1) // blocks.BLOCK)
-    for share, least in ((0, 0), (0, 2), (1 << blocks.SHARE_BITS, 0), (0, full)):
+    for share, least in lists:
         twin = blocks.block_lists_reference(scores, share, least)
         mine = blocks.launch_block_lists(scores, share, least)
-        for name, lists in (("twin", twin), ("kernel", mine)):
-            there = torch.arange(before + n, device=device) < lists.counts[..., None]
-            assert int(lists.counts.min()) >= 2, name
-            assert bool((lists.blocks[..., 0] == 0).all()), name
-            assert bool((lists.blocks.gather(-1, lists.counts[..., None].long() - 1)[..., 0] == own).all()), name
-            assert bool((lists.counts[0, 5, :2] == 2).all()), name
-            assert int(lists.counts[1, 5].max()) == 2, name  # without mass
+        for name, made in (("twin", twin), ("kernel", mine)):
+            there = torch.arange(before + n, device=device) < made.counts[..., None]
+            assert int(made.counts.min()) >= 2, name
+            assert bool((made.blocks[..., 0] == 0).all()), name
+            assert bool((made.blocks.gather(-1, made.counts[..., None].long() - 1)[..., 0] == own).all()), name
+            assert bool((made.counts[0, 5, :2] == 2).all()), name
+            assert int(made.counts[1, 5].max()) == 2, name  # without mass
             if least or share:
-                assert bool((lists.counts[0, 8:].sum(0) >= plain.counts[0, 8:].sum(0)).all()), name
-            if share or least == full:
-                assert bool((lists.counts[:, 8:] == own + 1).all()), name
-            assert bool((lists.blocks[..., :-1] < lists.blocks[..., 1:])[there[..., 1:]].all()), name
+                assert bool((made.counts[0, 8:].sum(0) >= plain.counts[0, 8:].sum(0)).all()), name
+            if share or least == FULL:
+                assert bool((made.counts[:, 8:] == own + 1).all()), name
+            assert bool((made.blocks[..., :-1] < made.blocks[..., 1:])[there[..., 1:]].all()), name
         assert float((mine.counts - twin.counts).abs().sum()) <= 1e-3 * float(twin.counts.sum())
 
 
@@ -635,10 +653,10 @@ def check_collisions(shape: tuple[int, ...], device: str) -> None:
             assert found.dtype == torch.bool and torch.equal(found, truth), least
 
 
-def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str, few: bool = False) -> None:
     """shape: query heads, KV heads, head dimension, rank, bytes, keys, candidates, queries a row. A sketch for all rows
     and one for each; candidates of buckets by means and by a model, and all tokens between two borders; a query
-    without any."""
+    without any. few: a sketch for each row, scores of means and one budget."""
     heads_q, heads, dim, rank, width, length, listed, queries = shape
     torch.manual_seed(length)
     keys = torch.randn(2, heads, length + 2, dim, device=device).to(dtype)[:, :, :length]
@@ -658,19 +676,21 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     model = QueryModel(*(torch.randn(heads, *x, device=device).to(dtype) for x in ((dim, 8), (8,), (8, 11), (11,))))
     sums, spread = torch.randn(2, heads, 11, dim, device=device), torch.rand(2, heads, 11, device=device)
     means = BucketMeans(*round_means(sums, torch.ones_like(spread)), 0.3, spread)
-    pools = [Candidates(q, scores, order, offsets, budget, listed) for scores in (means, model)]
-    for maps in (own, Sketch(*(x[0] for x in own))):
+    kinds: list[Any] = [means] if few else [means, model]
+    pools: list[tuple[Candidates | None, dict[str, Tensor]]] = [
+        (Candidates(q, scores, order, offsets, budget, listed), {}) for scores in kinds]
+    for maps in (own,) if few else (own, Sketch(*(x[0] for x in own))):
         exact = keys.double() @ maps.keys.double() - maps.centre.double()[..., None, :]
         for held in (codes.launch_encode_keys(keys, maps, width), codes.encode_keys_reference(keys, maps, width)):
             assert held.shape == (2, heads, length, width) and held.dtype == torch.int8
             away = codes.decode_codes(held, rank) - exact.clamp(-top, top)
             # the kernel's maps are rounded as the keys are
             assert float(away.abs().max()) < 0.5 + LIMITS[dtype] * rank * float(top.max()) ** 0.5
-        prepared = sketch.launch_prepare(q, maps, width, 0.3, histogram.BINS + 5, pools[0])
+        prepared = sketch.launch_prepare(q, maps, width, 0.3, histogram.BINS + 5, pools[0][0])
         exact_side = sketch.query_side_reference(q.double(), double(maps), 0.3)
         away = side_of(prepared, rank) - exact_side
         assert bool((away.abs() <= 1.01 * sides_step(exact_side, width)).all()) and not prepared.histogram.any()
-        for pool, edges in ((pools[0], {}), (pools[1], {}), (None, {"first": first, "last": last})):
+        for pool, edges in (*pools, (None, {"first": first, "last": last})):
             given = pool, edges.get("first"), edges.get("last")
             scored = (sketch.launch_all(q, maps, held, 0.3, listed + 7, first, last) if pool is None
                       else sketch.launch_scores(q, maps, held, 0.3, listed + 7, pool))
@@ -695,7 +715,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
             assert float((mine.bins != truth).float().mean()) < (0.1 if dtype == torch.float32 else 0.2)
             assert torch.equal(mine.histogram[..., :histogram.BINS], counted_bins(mine.bins))
             assert not mine.histogram[..., histogram.BINS + histogram.TICKET:].any()  # nothing is selected yet
-            for wanted, widest in ((budget, listed), (budget // 2, listed + 7)):
+            for wanted, widest in ((budget // 2, listed + 7), (budget, listed))[:1 if few else 2]:
                 binned = sketch.launch_histogram(scored._replace(histogram=kept.clone()), wanted, widest)
                 found = sketch.launch_select(binned, widest)
                 assert torch.equal(found, histogram.best_tokens_reference(mine.bins, mine.tokens, wanted, widest))
@@ -705,7 +725,7 @@ def check_sketch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     by_row = [x.repeat_interleave(queries, 0) for x in (order, offsets, held, own.queries, means.means, means.steps,
                                                         means.spread)]
     kept = torch.tensor([listed, listed // 2], device=device)
-    for scores in (means, model):
+    for scores in kinds:
         there, here = scores, scores
         if isinstance(scores, BucketMeans):
             there = BucketMeans(means.means.flip(0), means.steps.flip(0), means.scale, means.spread.flip(0))
@@ -767,8 +787,8 @@ def scored(bins: Tensor, tokens: Tensor | None, widest: int) -> sketch.Scored:
                          torch.zeros(*bins.shape[:2], size, dtype=torch.int32, device=bins.device))
 
 
-def check_best_tokens(width: int, device: str) -> None:
-    """Exactly the twin's tokens, in its order, from bins with many ties, ones and gaps."""
+def check_best_tokens(width: int, device: str, few: bool = False) -> None:
+    """Exactly the twin's tokens, in its order, from bins with many ties, ones and gaps. few: one of the budgets."""
     torch.manual_seed(width)
     rows, heads = 5, 2
     bins = torch.randint(0, 5, (rows, heads, width), device=device, dtype=torch.uint8)
@@ -777,8 +797,8 @@ def check_best_tokens(width: int, device: str) -> None:
     bins[3] = bins[3].clamp(max=1)
     tokens = torch.rand(rows, heads, width, device=device).argsort(-1).int()
     there = int((bins[0] > 0).sum(-1).min()) if width else 0
-    for budget in ([0, there // 2, 5, there, 1], [there, 1, 0, width // 3, width + 9]):
-        for widest in {max(budget), there // 3 + 1, 0}:
+    for budget in ([0, there // 2, 5, there, 1], [there, 1, 0, width // 3, width + 9])[:1 if few else 2]:
+        for widest in {there // 3 + 1} if few else {max(budget), there // 3 + 1, 0}:
             for listed in (tokens, None):
                 given = torch.tensor(budget, device=device)
                 binned = sketch.launch_histogram(scored(bins, listed, widest), given, widest)
@@ -792,9 +812,9 @@ def check_best_tokens(width: int, device: str) -> None:
                     assert bool((taken == sketch.select_blocks(width, widest)).all() or not width)
 
 
-def check_losses(shape: tuple[int, ...], device: str) -> None:
+def check_losses(shape: tuple[int, ...], device: str, few: bool = False) -> None:
     """shape: KV heads, query heads of each, queries, keys, head dimension. Queries without a key, with one, and with
-    all; logits far below the others; a mask of its own strides."""
+    all; logits far below the others; a mask of its own strides. few: one of the masks and shares that are read."""
     heads_kv, group, count, length, dim = shape
     torch.manual_seed(length)
     heads = heads_kv * group
@@ -809,13 +829,13 @@ def check_losses(shape: tuple[int, ...], device: str) -> None:
     anchor_lse = 2 * torch.randn(heads, count, device=device)
     weights = losses.Weights(3.0, 6.0, 1.0, 0.1, 0.1, 0.2, 0.2)
     wide = [x.double() for x in (student, teacher)]
-    for kept in (mask, mask[:1, :1], mask.mT.contiguous().mT):
+    for kept in (mask.mT.contiguous().mT, mask, mask[:1, :1])[:1 if few else 3]:
         found, truth = (f(*x, kept.expand_as(mask) if f is losses.kl_huber_reference else kept, weights) for f, x in (
             (losses.launch_kl_huber, (student, teacher)), (losses.kl_huber_reference, wide)))
         for name, a, b in zip(found._fields, found, truth, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-        for read in (0.0, 0.02, 0.4):
-            for counted in (0.7, torch.tensor([0.7], device=device)):
+        for read in (0.4,) if few else (0.0, 0.02, 0.4):
+            for counted in (torch.tensor([0.7], device=device), 0.7)[:1 if few else 2]:
                 given = losses.Outputs(values, anchor_out, anchor_lse, counted)
                 exact = losses.Outputs(*(x.double() for x in given[:3]), counted)
                 a, b = (losses.launch_output_error(student, teacher, kept, given, read),

@@ -1,12 +1,16 @@
-"""Run by test_compiled.py in a process without the interpreter: compiles every kernel for GPUs that are not here."""
+"""Run by test_compiled.py in a process without the interpreter: compiles kernels for GPUs that are not here. Reads a
+line `KIND KERNEL` after another, where the kind is quick or slow, and answers each with a line of JSON."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -177,32 +181,46 @@ def spilled(ptx: str, capability: int) -> int:
     return sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr))
 
 
-def check(
-    kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
-    most: int | None = None, spill: int | None = None, **own: Any,
-) -> None:
-    """`kernel` compiles and fits, in `most` bytes of shared memory where that is given. With `spill` its arguments are
-    what a launch finds them to be, and at most so many bytes of registers are kept in memory."""
-    types: dict[str, Any] = {name: kind for kind, names in KINDS.items() for name in names.split()}
-    types |= OWN.get(kernel, {}) | STRUCTS.get(kernel, {}) | own
-    types = {name: typed(kind, half) for name, kind in types.items()}
-    for capability in capabilities:
-        every = {**constants, **{n: capability >= 90 for n in ("OVERLAP", "WAITS", "SEATED")}}
+class Build(NamedTuple):
+    """One compilation of a kernel: its constants, warps, half precision and stages for a GPU of a capability, with at
+    most `most` bytes of shared memory, or what the GPU has. With `spill` its arguments are what a launch finds them to
+    be, and at most so many bytes of registers are kept in memory."""
+
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    half: str
+    capability: int
+    stages: int
+    most: int | None
+    spill: int | None
+    types: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        module, function = self.kernel.__module__.rpartition(".")[2], self.kernel.__name__
+        return f"{module.removesuffix('_triton')}.{function.removesuffix('_kernel')}"
+
+    def run(self) -> None:
+        """Raises ValueError where it takes too much."""
+        kernel, capability = self.kernel, self.capability
+        types: dict[str, Any] = {name: kind for kind, names in KINDS.items() for name in names.split()}
+        types |= OWN.get(kernel, {}) | STRUCTS.get(kernel, {}) | self.types
+        types = {name: typed(kind, self.half) for name, kind in types.items()}
+        every = {**self.constants, **{n: capability >= 90 for n in ("OVERLAP", "WAITS", "SEATED")}}
         known = {n: v for n, v in every.items() if n in kernel.arg_names}
         signature = {n: "constexpr" if n in known else types.get(n, "i32") for n in kernel.arg_names}
-        known_of = {} if spill is None else {
+        known_of = {} if self.spill is None else {
             place: how for i, n in enumerate(kernel.arg_names) if n not in known
             for place, how in aligned(signature[n], (i,), n in ("q", "k", "v", "units")).items()}
-        # sm_89 runs what sm_80 does, in less shared memory
         binary = triton.compile(ASTSource(kernel, signature, known, known_of), target=GPUTarget("cuda", capability, 32),
-                                options={"num_warps": warps, "num_stages": stages})
-        used = binary.metadata.shared
-        print(f"sm_{capability} {kernel.__name__} {half}: {used} bytes shared", flush=True)
-        allowed = most or (min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability])
-        if used > allowed:
-            sys.exit(f"{used} bytes of shared memory, {allowed} allowed")
-        if spill is not None and (found := spilled(binary.asm["ptx"], capability)) > spill:
-            sys.exit(f"{found} bytes of registers in memory, {spill} allowed")
+                                options={"num_warps": self.warps, "num_stages": self.stages})
+        # sm_89 runs what sm_80 does, in less shared memory
+        allowed = self.most or (min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability])
+        if (used := binary.metadata.shared) > allowed:
+            raise ValueError(f"{used} bytes of shared memory, {allowed} allowed")
+        if self.spill is not None and (found := spilled(binary.asm["ptx"], capability)) > self.spill:
+            raise ValueError(f"{found} bytes of registers in memory, {self.spill} allowed")
 
 
 def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted: bool = False,
@@ -213,24 +231,33 @@ def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted
             "PAGE": page}
 
 
-def block_kernels(dim: int, half: str, capability: int) -> None:
+def block_kernels(build: Callable[..., None], dim: int, half: str, capability: int) -> None:
     """Scores of blocks and attention to them, in the launches of a device of such a capability."""
     size, room, every = 4 if half == "fp32" else 2, SHARED[capability], block_attention
     how = every.score_tiles(size, room)
-    check(ba.score_kernel, {"DIM": dim, "STRIDE": every.STRIDE, "EACH": every.EACH, "ROWS": how.rows,
+    build(ba.score_kernel, {"DIM": dim, "STRIDE": every.STRIDE, "EACH": every.EACH, "ROWS": how.rows,
                             "COLUMNS": how.columns, "CHANNELS": min(how.channels, dim)}, how.warps, half,
           (capability,), stages=how.stages, most=room, spill=SPILLED)
     launch = every.attention_launch(dim * size, room)
     assert launch is not None
-    check(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": launch.keys}, launch.warps, half,
+    build(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": launch.keys}, launch.warps, half,
           (capability,), stages=launch.stages, most=room, spill=SPILLED)
 
 
-def main() -> None:
-    assert "TRITON_INTERPRET" not in os.environ
+def builds() -> list[Build]:
+    """All of them; the first of a kernel, a small one, is its quick one."""
+    made: list[Build] = []
+
+    def build(
+        kernel: Any, constants: dict[str, Any], warps: int, half: str, capabilities: Any = (80, 90), stages: int = 2,
+        most: int | None = None, spill: int | None = None, **types: Any,
+    ) -> None:
+        made.extend(Build(kernel, constants, warps, half, capability, stages, most, spill, types)
+                    for capability in capabilities)
+
     plain, completed = attend.PLAIN, attend.COMPLETED
-    check(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
-    check(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
+    build(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
+    build(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
     completions: list[tuple[int, int, str, int, dict[str, Any]]] = [
         (128, 4, "bf16", 90, {}), (64, 8, "fp16", 90, {"weighted": True}), (128, 16, "bf16", 90, {"page": 16}),
         (128, 16, "fp32", 90, {}), (128, 4, "bf16", 80, {}), (128, 16, "bf16", 80, {}), (64, 4, "fp32", 80, {}),
@@ -240,149 +267,178 @@ def main() -> None:
         size = 4 if half == "fp32" else 2
         how = attend.completed_launch(dim, 128, 128, group, size, SHARED[capability])
         assert how is not None and how.block != 64
-        check(a.completed_kernel, split(dim, group, how, **more), how.warps, half, (capability,), stages=how.stages,
+        build(a.completed_kernel, split(dim, group, how, **more), how.warps, half, (capability,), stages=how.stages,
               most=attend.completed_bytes(how, dim, 128, 128, group, size), spill=SPILLED)
-    check(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
+    build(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
-    check(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
+    build(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
           most=attend.completed_bytes(completed, 128, 128, 128, 4, 2), spill=SPILLED, k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
-    check(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
+    build(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
-    check(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
+    build(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
     shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}
-    check(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
+    build(r.hidden_kernel, {**shape, "BLOCK": routing.HIDDEN_BLOCK, "DEPTH": 256}, routing.HIDDEN_WARPS, "bf16")
     wide = {**shape, "BLOCK": 64, "OFFSETS": True}
-    check(r.score_kernel, {**wide, "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS, "bf16")
-    check(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
+    build(r.mean_kernel, {**wide, "WIDTH": 64}, routing.SCORE_WARPS, "bf16", (80,))
+    build(r.score_kernel, {**wide, "DEPTH": routing.DEPTH_BLOCK}, routing.SCORE_WARPS, "bf16")
+    build(r.mean_kernel, {**wide, "WIDTH": 256}, routing.SCORE_WARPS, "bf16")
     group = {"LISTS": 1, "GROUP": 3, "ROWS": 4, "PADDED": 1024}
-    check(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
-    check(r.runs_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
-    check(r.runs_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
+    build(r.rank_kernel, {**group, "PADDED": 128, "KEPT": 32}, routing.rank_warps(4 * 128), "bf16", (80,))
+    build(r.rank_kernel, {**group, "KEPT": 32}, routing.RANK_WARPS, "bf16")
+    build(r.runs_kernel, {**group, "LOGITS": True}, routing.RANK_WARPS, "bf16")
+    build(r.runs_kernel, {**group, "GROUP": 16, "ROWS": 16, "PADDED": 4096, "LOGITS": True},
           routing.rank_warps(16 * 4096), "bf16", (80,))
-    check(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
+    build(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "BLOCKS": 1, "DIM": 128, "WIDTH": 128,
             "FEATURES": 128}
-    check(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
-    check(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
-    check(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
+    build(c.query_kernel, {**maps, "DIM": 64, "WIDTH": 32, "FEATURES": 32}, completion.QUERY_WARPS, "bf16", (80,))
+    build(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
+    build(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
+    build(c.factor_kernel, {"DIM": 64, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
+    build(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
+    small = {"BLOCK": ft.BLOCK, "DIM": 64, "UNITS": 32, "FEATURES": 32}
+    build(ftt.sums_kernel, small, ft.SUM_WARPS, "bf16", (90,))
+    build(ftt.features_kernel, small, ft.WARPS, "bf16", (90,))
     for features in (128, 256):  # 192 padded
         of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
-        check(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
-        check(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": features}, ft.JOIN_WARPS, "bf16")
-        check(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
+        build(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
+        build(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": features}, ft.JOIN_WARPS, "bf16")
+        build(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
     for dim in (64, 128, 256):
-        check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
+        build(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     for dim, capability in ((64, 89), (128, 80), (128, 89), (128, 90), (256, 80), (256, 90)):
         room = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
         how = fitting(LAUNCHES[capability >= 90], 2 * dim, room)
-        check(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
+        build(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
                                 "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
-        check(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
+        build(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
     for dim in (64, 128, 256):
-        for capability in SHARED:
-            block_kernels(dim, "bf16", capability)
-    block_kernels(256, "fp32", 80)
+        for capability in (89, 80, 90):
+            block_kernels(build, dim, "bf16", capability)
+    block_kernels(build, 256, "fp32", 80)
     each = {"EACH": block_attention.EACH, "BITS": block_attention.SHARE_BITS}
     for kernel, (columns, warps) in ((ba.mass_kernel, block_attention.MASS), (ba.floor_kernel, block_attention.FLOOR),
                                      (ba.list_kernel, block_attention.LIST)):
-        check(kernel, {**each, "COLUMNS": columns}, warps, "bf16", SHARED)
-    check(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
+        build(kernel, {**each, "COLUMNS": columns}, warps, "bf16", SHARED)
+    build(d.append_kernel, {"DIM": 80, "WIDTH": 128}, 1, "bf16", (90,))
     for half, dim in (("bf16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 128), ("fp32", 256)):
         size = 4 if half == "fp32" else 2
         blocks = {n: at_once(block, size * dim, indexing.ROW_BYTES) for n, block in (
             ("BLOCK", indexing.ASSIGNED_AT_ONCE), ("BUCKETS", indexing.BUCKETS_AT_ONCE))}
-        check(i.assign_kernel, {**blocks, "DIM": dim}, indexing.assign_warps(size), half, SHARED,
+        build(i.assign_kernel, {**blocks, "DIM": dim}, indexing.assign_warps(size), half, SHARED,
               stages=indexing.STAGES, spill=64)
-    check(i.count_kernel, {"STRETCH": indexing.SORTED_AT_ONCE}, indexing.WARPS, "bf16")
+    build(i.count_kernel, {"STRETCH": indexing.SORTED_AT_ONCE}, indexing.WARPS, "bf16")
     stretch = {"STRETCH": indexing.SORTED_AT_ONCE, "BLOCK": indexing.PLACED_AT_ONCE}
-    check(i.place_kernel, stretch, indexing.WARPS, "bf16")
-    check(be.norm_kernel, {"WIDTH": 4096, "ROUNDS": True}, between.NORM_WARPS, "bf16")
-    check(be.rotate_kernel, {"HALF": 64, "WIDTH": 64}, between.ROTATE_WARPS, "bf16")
-    check(be.gate_kernel, {"BLOCK": between.GATED_AT_ONCE}, between.GATE_WARPS, "bf16")
+    build(i.place_kernel, stretch, indexing.WARPS, "bf16")
+    build(be.norm_kernel, {"WIDTH": 4096, "ROUNDS": True}, between.NORM_WARPS, "bf16")
+    build(be.rotate_kernel, {"HALF": 64, "WIDTH": 64}, between.ROTATE_WARPS, "bf16")
+    build(be.gate_kernel, {"BLOCK": between.GATED_AT_ONCE}, between.GATE_WARPS, "bf16")
     forms = {"parts": {"PARTS": 3, "GATED": False, "BIAS": True}, "gated": {"PARTS": 1, "GATED": True, "BIAS": True},
              "one": {"PARTS": 1, "GATED": False, "BIAS": False}}
     for rows in (1, SUMMED_ROWS):
         for form, how in (("parts", SUM_JOINT), ("gated", SUM_JOINT), ("one", SUM), ("one", SUM_MANY)):
-            check(fr.sum_kernel, {**forms[form], "ROWS": rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs},
+            build(fr.sum_kernel, {**forms[form], "ROWS": rows, "BLOCK_N": how.outputs, "BLOCK_K": how.inputs},
                   how.warps, "bf16")
     for form, how in (("parts", DOT_JOINT), ("gated", DOT_JOINT), ("one", DOT)):
         for capability in (80, 90):
             room = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
             fit = fitting_rows(how, 1 + (form == "gated"), 2, room)
-            check(fr.dot_kernel, {**forms[form], "BLOCK_N": fit.outputs, "BLOCK_K": fit.inputs}, fit.warps, "bf16",
+            build(fr.dot_kernel, {**forms[form], "BLOCK_N": fit.outputs, "BLOCK_K": fit.inputs}, fit.warps, "bf16",
                   (capability,), stages=fit.stages)
-    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
+    build(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": vote.KEYS_AT_ONCE, "DIM": 128}, vote.WARPS,
           "bf16")
-    check(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))
-    check(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
+    build(vo.vote_kernel, {"HEADS": 32, "ROWS": 32, "BLOCK": vote.VOTES_AT_ONCE}, vote.WARPS, "bf16", (90,))
+    build(bs.sums_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": SUMS}, 4, "bf16", (90,))
     for apart in (False, True):
-        check(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
+        build(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
               bucket="*i32", table="*fp32")
-    check(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
-    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": 128, "WIDTH": 128, "BLOCK": 64}, 4,
-          "bf16")
-    check(co.collision_kernel, {
+    build(g.gather_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": 16}, 4, "bf16", (90,))
+    for dim in (32, 128):
+        build(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": dim, "WIDTH": dim, "BLOCK": 64}, 4,
+              "bf16", (80,) if dim == 32 else (80, 90))
+    build(co.collision_kernel, {
         "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
         "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
+    small = {"RANK": 60, "BYTES": 32, "WIDTH": 32, "GROUP": 4, "ROWS": 4, "DIM": 64, "PADDED": 64}
+    build(sk.prepare_kernel, small, routing.RANK_WARPS, "bf16", (90,))
     for rank, width in ((60, 32), (96, 96)):
         code = {"RANK": rank, "BYTES": width, "WIDTH": 32 if width == 32 else 128, "GROUP": 4, "ROWS": 16}
-        check(ec.encode_kernel, {**code, "BLOCK": codes.ENCODE_KEYS, "DEPTH": codes.ENCODE_DEPTH},
+        build(ec.encode_kernel, {**code, "BLOCK": codes.ENCODE_KEYS, "DEPTH": codes.ENCODE_DEPTH},
               codes.ENCODE_WARPS, "bf16")
-        check(sk.prepare_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
-        check(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "PADDED": 1024, "BLOCK": sketch.SCORED_AT_ONCE,
+        build(sk.prepare_kernel, {**code, "ROWS": 4, "DIM": 256, "PADDED": 1024}, routing.RANK_WARPS, "bf16", (90,))
+        build(sk.score_kernel, {**code, "HEADS": 4, "ALIGNED": 16, "PADDED": 1024, "BLOCK": sketch.SCORED_AT_ONCE,
                                 "PACKED": True}, sketch.SCORE_WARPS, "bf16")
         for group in (4, 7):
-            check(sk.score_all_kernel, {**code, "GROUP": group, "HEADS": power_of_two(group), "ALIGNED": 16,
+            build(sk.score_all_kernel, {**code, "GROUP": group, "HEADS": power_of_two(group), "ALIGNED": 16,
                                         "DEPTH": sketch.side_depth(128, width), "BLOCK": sketch.all_at_once(width),
                                         "STAGES": sketch.all_stages(width), "PACKED": True}, sketch.ALL_WARPS, "bf16")
-    check(sk.score_all_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "GROUP": 2, "HEADS": 2, "ALIGNED": 16,
+    build(sk.score_all_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "GROUP": 2, "HEADS": 2, "ALIGNED": 16,
                                 "DEPTH": sketch.side_depth(256, 256), "BLOCK": sketch.all_at_once(256),
                                 "STAGES": sketch.all_stages(256), "PACKED": True}, sketch.ALL_WARPS, "bf16", SHARED)
     for half in ("bf16", "fp32"):
-        check(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,
+        build(ec.encode_kernel, {"RANK": 256, "BYTES": 256, "WIDTH": 256, "BLOCK": codes.ENCODE_KEYS,
                                  "DEPTH": codes.ENCODE_DEPTH}, codes.ENCODE_WARPS, half, SHARED)
     for seats in (2, 128):
-        check(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.ROWS_AT_ONCE,
+        build(se.follow_kernel, {"PAGE": 16, "SEATS": seats, "TILE": seating.ROWS_AT_ONCE,
                                  "BLOCK": seating.SLOTS_AT_ONCE, "PAGES": seating.PAGES_AT_ONCE}, seating.WARPS, "bf16")
-    check(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.SLOTS_AT_ONCE}, seating.WARPS, "bf16")
+    build(se.lanes_kernel, {"PAGE": 16, "BLOCK": seating.SLOTS_AT_ONCE}, seating.WARPS, "bf16")
     for parts in (1, 64, sketch.BINNED_PARTS):
-        check(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "SCORED": sketch.SCORED_AT_ONCE,
+        build(sk.histogram_kernel, {"GROUP": 3, "HEADS": 4, "PARTS": parts, "SCORED": sketch.SCORED_AT_ONCE,
                                     "BLOCK": sketch.BINNED_AT_ONCE, "LISTED": parts > 1},
               sketch.BINNED_WARPS, "bf16", (90,))
-    for length in (2048, losses.LONGEST):
+    for length in (256, 2048, losses.LONGEST):
         row = {"PADDED": length, "READS": True}
         for kernel in (lo.kl_huber_kernel, lo.mass_kernel):
-            check(kernel, row, losses.row_warps(length), "bf16", (80,))
+            build(kernel, row, losses.row_warps(length), "bf16", (80,))
     for width in (16, losses.WIDTH):
         for kernel in (lo.outputs_kernel, lo.output_gradient_kernel):
-            check(kernel, {"ROWS": losses.QUERIES_AT_ONCE, "BLOCK": losses.KEYS_AT_ONCE, "WIDTH": width,
+            build(kernel, {"ROWS": losses.QUERIES_AT_ONCE, "BLOCK": losses.KEYS_AT_ONCE, "WIDTH": width,
                            "READS": True}, losses.WARPS, "bf16", (80, 89, 90))
     for listed in (True, False):
-        check(sk.select_kernel, {"BLOCK": sketch.SELECTED_AT_ONCE, "LOOK_BACK": sketch.LOOK_BACK, "LISTED": listed},
+        build(sk.select_kernel, {"BLOCK": sketch.SELECTED_AT_ONCE, "LOOK_BACK": sketch.LOOK_BACK, "LISTED": listed},
               sketch.SELECT_WARPS, "bf16", (90,))
     whole = {"GROUP": 3, "ROWS": attention_mass.QUERIES_AT_ONCE, "DIM": 256, "WIDTH": 256,
              "SLOTS": attention_mass.MERGED_AT_ONCE}
-    check(am.summary_kernel, {**whole, "BLOCK": attention_mass.KEYS_AT_ONCE}, 4, "bf16")
-    check(am.merge_kernel, whole, 4, "bf16", (80,))
+    blocks = {**whole, "BLOCK": attention_mass.KEYS_AT_ONCE}
+    build(am.summary_kernel, {**blocks, "DIM": 32, "WIDTH": 32}, 4, "bf16", (80,))
+    build(am.summary_kernel, blocks, 4, "bf16")
+    build(am.merge_kernel, whole, 4, "bf16", (80,))
     # float32 of 256: blocks of as many rows as the launches take; compiling them is slow, and the least limit is
     # that of what is compiled for sm_80
     least = (80,)
     row = 4 * 256
-    check(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.KEYS_AT_ONCE, row)}, 4, "fp32", least)
-    check(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": 256, "WIDTH": 256,
+    build(am.summary_kernel, {**whole, "BLOCK": at_once(attention_mass.KEYS_AT_ONCE, row)}, 4, "fp32", least)
+    build(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": 256, "WIDTH": 256,
                                   "BLOCK": at_once(64, row)}, 4, "fp32", least)
-    check(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(vote.KEYS_AT_ONCE, row), "DIM": 256}, vote.WARPS,
+    build(vo.scores_kernel, {"GROUP": 4, "ROWS": 16, "BLOCK": at_once(vote.KEYS_AT_ONCE, row), "DIM": 256}, vote.WARPS,
           "fp32", least, stages=3)
-    check(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row), "WIDTH": 256,
+    build(r.mean_kernel, {"FOLD": 16, "GROUP": 4, "ROWS": 64, "BLOCK": at_once(64, row), "WIDTH": 256,
                           "OFFSETS": True}, routing.SCORE_WARPS, "fp32", least, stages=3)
-    check(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
+    build(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": 256, "WIDTH": 256,
                             "BLOCK": at_once(stored.KEYS_AT_ONCE, row), "STAGES": stored.stages_of(256, 4)},
           stored.WARPS, "fp32", least)
+    return made
+
+
+
+def answer(kind: str, name: str) -> dict[str, Any]:
+    """How many builds of a kernel there are of a kind, and what the first that fails says."""
+    asked = [build for build in builds() if build.name == name]
+    asked = asked[:1] if kind == "quick" else asked
+    for build in asked:
+        try:
+            build.run()
+        except Exception as err:
+            return {"builds": len(asked), "failed": f"{build}: {type(err).__name__}: {err}"}
+    return {"builds": len(asked), "failed": None}
 
 
 if __name__ == "__main__":
-    main()
-    print("ok")
+    assert "TRITON_INTERPRET" not in os.environ
+    for line in sys.stdin:
+        with redirect_stdout(sys.stderr):
+            found = answer(*line.split())
+        print(json.dumps(found), flush=True)

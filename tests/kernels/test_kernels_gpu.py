@@ -8,6 +8,8 @@ from typing import Any
 import checks
 import pytest
 import torch
+from cases import Case, cases
+from seating_traffic import empty_batch, usual_steps
 
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
@@ -31,132 +33,11 @@ from sparsekv.kernels.attend import attend_buckets_reference, attend_tokens_refe
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 DEVICE = "cuda"
 DTYPES = pytest.mark.parametrize("dtype", list(checks.LIMITS), ids=str)
-SHAPES = pytest.mark.parametrize("shape", [
-    (4, 2, 64, 63, 4, 16, 0, 1), (3, 3, 80, 111, 1, 30, 7, 3), (16, 1, 96, 40, 4, 60, 0, 2),
-    (6, 2, 128, 1, 4, 16, 0, 1), (32, 8, 128, 1000, 1, 111, 5, 1), (8, 8, 256, 300, 4, 16, 0, 5)], ids=str)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(32, 8, 128, 5120, 1280), (4, 4, 64, 0, 1024), (6, 2, 80, 1280, 640),
-                                   (2, 1, 256, 256, 384)], ids=str)
-def test_attention_by_blocks(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_blocks(shape, dtype, DEVICE)
-
-
-def test_lists_of_blocks() -> None:
-    checks.check_block_lists(DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777, 2600), (32, 8, 128, 6000, 2048, 1000, 5),
-                                   (7, 1, 80, 900, 1, 640, 50), (2, 2, 256, 700, 700, 0, 70)], ids=str)
-def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_chunk_attention(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 3, 65, 80), (1, 32, 2048, 128)], ids=str)
-def test_attention_added(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_added(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("logits", [1.0, 1e4])
-@SHAPES
-def test_attention_and_completion(shape: tuple[int, ...], dtype: torch.dtype, logits: float) -> None:
-    # a logit of 1e4 is exact to 1e-3 in float32: so are the weights of near ties
-    checks.check_attention(shape, dtype, DEVICE, logits)
-
-
-@DTYPES
-@SHAPES
-def test_what_is_left_where_nearly_all_is_read(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_what_is_left(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(4, 128, 128, 128, 20_001), (16, 64, 99, 40, 3001), (7, 80, 64, 192, 501)], ids=str)
-def test_completed_attention(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_completed(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("shape", [(3, 24, 16), (1, 80, 5), (2, 7, 16), (8, 128, 16), (3, 256, 16)], ids=str)
-def test_factors_of_a_covariance(shape: tuple[int, ...]) -> None:
-    checks.check_factored(shape, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(6, 2, 24, 40, 37, 5, 3), (4, 4, 64, 100, 64, 64, 1), (16, 1, 16, 7, 9, 20, 5),
-                                   (32, 8, 128, 1024, 1024, 32, 1), (16, 1, 64, 256, 4096, 100, 2)], ids=str)
-def test_routing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_routing(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("buckets", [1, 33, 1024, 4096])
-def test_budget_rule(buckets: int) -> None:
-    checks.check_budget_rule(buckets, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 64, 24, 16, 63), (3, 80, 100, 48, 111), (1, 128, 128, 128, 1000),
-                                   (2, 128, 96, 192, 5000)], ids=str)
-def test_sums_and_features_of_keys(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_sums_and_features(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 64, 40, 16, 1), (6, 3, 80, 40, 48, 3), (8, 2, 128, 128, 128, 2)], ids=str)
-def test_query_features(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_query(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 64, 63, 5, 3), (3, 3, 80, 111, 70, 1), (16, 1, 64, 1, 1, 2),
-                                   (32, 8, 128, 1000, 130, 1), (4, 1, 256, 300, 130, 1)], ids=str)
-def test_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_index_and_votes(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 64, 150, 70, 7, 4, 16), (32, 8, 128, 1001, 130, 64, 1, 100)], ids=str)
-def test_bucket_mass(shape: tuple[int, ...]) -> None:
-    checks.check_bucket_mass(shape, DEVICE)
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 16, 150, 9, 4, 16), (3, 3, 80, 70, 66, 0, 5), (8, 2, 128, 5000, 70, 1, 111)],
-                         ids=str)
-def test_statistics(shape: tuple[int, ...]) -> None:
-    checks.check_statistics(shape, DEVICE)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 2), (2, 2, 3, 1, 37, 150), (2, 1, 4, 5, 33, 16),
-                                   (1, 2, 9, 1, 17, 33), (2, 2, 2, 1, 0, 5)], ids=str)
-def test_collisions(shape: tuple[int, ...]) -> None:
-    checks.check_collisions(shape, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(6, 2, 24, 150, 3), (4, 1, 80, 63, 1), (32, 8, 128, 10_001, 2), (9, 3, 64, 777, 4)],
-                         ids=str)
-def test_a_step_on_storage_with_room(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_decode(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(2, 3, 71, 24, 9), (1, 2, 1, 80, 1), (1, 8, 20_000, 128, 1024)], ids=str)
-def test_bucket_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_bucket_sums(shape, dtype, DEVICE)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(32, 8, 128, 60, 32, 1000, 111, 1), (3, 3, 64, 32, 16, 700, 700, 3),
-                                   (16, 1, 96, 33, 19, 63, 20, 2), (8, 8, 256, 256, 256, 40, 1, 1)], ids=str)
-def test_sketch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_sketch(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("width", [1, 1000, 5001, 300_001])
-def test_best_tokens(width: int) -> None:
-    checks.check_best_tokens(width, DEVICE)
+@pytest.mark.parametrize("case", cases("gpu"))
+def test_kernels(case: Case, run: Any) -> None:
+    run(case, DEVICE)
 
 
 def test_best_tokens_of_a_replayed_graph() -> None:
@@ -180,12 +61,6 @@ def test_best_tokens_of_a_replayed_graph() -> None:
     for _ in range(20):
         graph.replay()
         assert all(torch.equal(x, expected) for x in found)
-
-
-@pytest.mark.parametrize("shape", [(2, 3, 5, 77, 16), (4, 3, 96, 2048, 64), (1, 2, 40, 8192, 128),
-                                   (2, 1, 33, 500, 256)], ids=str)
-def test_losses(shape: tuple[int, ...]) -> None:
-    checks.check_losses(shape, DEVICE)
 
 
 def test_rows_of_the_host() -> None:
@@ -247,21 +122,17 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     assert torch.equal(again.out, found.out) and torch.equal(again.lse, found.lse)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 63, 5), (2, 300, 33), (54, 30_001, 1024)], ids=str)
-def test_places_by_bucket(shape: tuple[int, ...]) -> None:
-    checks.check_sort(shape, DEVICE)
+def test_seats_of_a_batch_without_rows() -> None:
+    empty_batch(DEVICE)
 
 
-@DTYPES
-@pytest.mark.parametrize("shape", [(1, 3, 1, 8), (3, 4, 2, 40), (8, 32, 8, 128)], ids=str)
-def test_norms_and_rotations(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_between(shape, dtype, DEVICE)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [
-    (1, 40, 7), (2, 1032, 33), (1, 72, 5, 1, 3), (2, 136, 17, 17), (3, 40, 7), (5, 104, 65, 65), (8, 264, 70, 3, 9),
-    (1, 4096, 4096, 1024, 1024), (8, 1536, 1536, 256, 256), (1, 1536, 151_936), (2, 8960, 1536),
-    (4, 4096, 14_336, 14_336), (8, 1536, 151_936)], ids=str)
-def test_products_of_a_few_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_few_rows(shape, dtype, DEVICE)
+def test_a_usual_step_does_not_wait_for_the_device() -> None:
+    """Neither when the host looks at what the step before left behind."""
+    for step, (seats, batch) in enumerate(usual_steps()):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [])
+            lanes = seats.lanes(batch, found)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert lanes.sparse.tolist() == [True]

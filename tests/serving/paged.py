@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
@@ -79,12 +81,38 @@ class Request:
         self.pages, self.length = pages, 0
 
 
+class Host(Seats):
+    """Seats as a host serves them, by the launches of a CUDA device or in plain torch. built: the seats that got an
+    index, in order; blind: nobody is served; looks: how often the steps were counted."""
+
+    def __init__(self, seats: int, places: Places, *, launches: bool):
+        super().__init__(seats, places, LONGEST, torch.device("cpu"), most=8)
+        self.launches = launches
+        self.built: list[int] = []
+        self.blind, self.looks = False, 0
+
+    def serve(self, batch: StepRows, found: Found, indices: Sequence[LayerIndex]) -> Found:
+        return found if self.blind else super().serve(batch, found, indices)
+
+    def _sit(self, seat: int, table: torch.Tensor, length: int, indices: Sequence[LayerIndex]) -> None:
+        self.built.append(seat)
+        super()._sit(seat, table, length, indices)
+
+    def _left_behind(self, wants: torch.Tensor) -> bool:
+        return False  # there is no device to leave something
+
+    def _count_steps(self) -> None:
+        self.looks += 1
+        super()._count_steps()
+
+
 class Engine:
-    """One layer of a server: `step` takes the requests of a batch with the number of their new tokens."""
+    """One layer of a server: `step` takes the requests of a batch with the number of their new tokens. given: what the
+    layer got in the last step."""
 
     def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
                  candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE,
-                 completes: PhiLayer | None = None, scales: Scales | None = None):
+                 completes: PhiLayer | None = None, scales: Scales | None = None, launches: bool = False):
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
         self.scales = scales
@@ -95,13 +123,13 @@ class Engine:
         self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.unsorted,
                                 scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
                                 kind=torch.float32, scales=scales)
-        self.seats = Seats(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), LONGEST,
-                           torch.device("cpu"))
+        self.seats = Host(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), launches=launches)
         self.seats.unsorted = self.unsorted
         warm([self.index], SINK)
         self.width = width
         self.free = list(range(1, blocks))
         self.found: Found | None = None
+        self.given: tuple[torch.Tensor, Lanes, torch.Tensor] | None = None
 
     def take(self, request: Request, length: int) -> None:
         while len(request.pages) * PAGE < length:
@@ -142,7 +170,8 @@ class Engine:
         if not rows.numel():
             return outs
         requests = [work[row][0] for row in rows.tolist()]
-        out = step(self.index, torch.stack([r.q[r.length - 1] for r in requests]), lanes, table[rows])
+        self.given = torch.stack([r.q[r.length - 1] for r in requests]), lanes, table[rows]
+        out = step(self.index, *self.given)
         assert bool((lanes.rest == torch.where(lanes.sparse, 0, lengths[rows])).all())
         for at, (row, request) in enumerate(zip(rows.tolist(), requests, strict=True)):
             if lanes.sparse[at]:

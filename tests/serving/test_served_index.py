@@ -55,24 +55,29 @@ class Attached:
         return self.state.step(Queries.last(q, length, view.rope)).out[0, :, 0]
 
 
-@pytest.mark.parametrize(("scores", "space", "sketched"), [
-    ("mean_key", "rot", True), ("mean_key", "pre", True), ("mlp", "pre", True), ("mlp", "rot", False),
-    ("mean_key", "rot", False)])
-@pytest.mark.parametrize(("budget", "candidates", "completes"), [
-    (20, 0.3, None), (0.1, None, None), (20, 0.3, maps()), (0.1, None, maps())])
+ROUTERS = [("mean_key", "rot", True), ("mean_key", "pre", True), ("mlp", "pre", True), ("mlp", "rot", False),
+           ("mean_key", "rot", False)]
+BUDGETS = [(20, 0.3, False), (0.1, None, False), (20, 0.3, True), (0.1, None, True)]
+QUICK = {(0, 2), (1, 1), (2, 3), (3, 0), (4, 2)}
+"""Every router and every budget once: places in the two lists."""
+
+
+@pytest.mark.parametrize(("steps", "kind", "budget", "candidates", "completed"), [
+    *((60, ROUTERS[i], *BUDGETS[j]) for i, j in sorted(QUICK)),
+    *(pytest.param(120, kind, *budget, marks=pytest.mark.slow) for kind in ROUTERS for budget in BUDGETS)], ids=str)
 def test_a_served_layer_gives_what_attach_gives(
-    scores: str, space: str, sketched: bool, budget: int | float, candidates: float | None, completes: PhiLayer | None,
+    steps: int, kind: tuple[str, str, bool], budget: int | float, candidates: float | None, completed: bool,
 ) -> None:
     """Three requests, one of them short, over a decode that moves the border of the mid region several times and lets
     it double; without a share of candidates from all codes at first, and from buckets then."""
-    made = router(scores, space, sketched)
+    made, completes = router(*kind), maps() if completed else None
     engine = Engine(seats=3, budget=budget, candidates=candidates, made=made, completes=completes)
     requests = [Request(seed, 400, [], flat=completes is not None) for seed in range(3)]
     for request, prompt in zip(requests, (150, 31, 77), strict=True):
         engine.step([(request, prompt)])
     attached: list[Attached] = []
     apart = 0.0
-    for step in range(120):
+    for step in range(steps):
         found = engine.step([(r, 1) for r in requests])
         if not step:
             attached = [Attached(r, made, budget, candidates, completes) for r in requests]
@@ -112,7 +117,7 @@ def test_codes_of_a_prompt_are_of_keys_before_they_are_rounded() -> None:
     assert 0.001 < (engine.index.codes != exact.index.codes).float().mean() < 0.3, "of rounded ones some differ"
 
 
-def test_borders_lie_where_those_of_attach_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_borders_lie_where_those_of_attach_do() -> None:
     """Beside a prompt, and where several moves come at once, since the host has not looked."""
     made = router()
     engine = Engine(seats=2, budget=20, candidates=0.3, made=made)
@@ -122,13 +127,11 @@ def test_borders_lie_where_those_of_attach_do(monkeypatch: pytest.MonkeyPatch) -
     attached = Attached(one, made, 20, 0.3)
     attached.step()
     for step in range(5 * DECODE_WINDOW):
-        with monkeypatch.context() as host:
-            if 2 * DECODE_WINDOW < step < 4 * DECODE_WINDOW:
-                host.setattr(engine.seats, "serve", lambda batch, found, indices: found)
-            out = engine.step([(one, 1), (two, 3)] if step < 2 * DECODE_WINDOW else [(one, 1)])[0]
+        engine.seats.blind = 2 * DECODE_WINDOW < step < 4 * DECODE_WINDOW
+        out = engine.step([(one, 1), (two, 3)] if step < 2 * DECODE_WINDOW else [(one, 1)])[0]
         expected = attached.step()
         assert out is not None
-        if not 2 * DECODE_WINDOW < step < 4 * DECODE_WINDOW:
+        if not engine.seats.blind:
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 

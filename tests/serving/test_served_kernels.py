@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from paged import Engine, Request, maps, router, step
 
-from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
 from sparsekv.runtime.vllm.index import Scales
 
@@ -14,30 +15,32 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
 
 
-@pytest.mark.parametrize(("scores", "space", "completes", "scales"), [
-    ("mean_key", "rot", None, None), ("mlp", "pre", None, None), ("mean_key", "rot", maps(), None),
-    ("mean_key", "rot", maps(), Scales(0.3, 0.07))])
+SCALES = Scales(0.3, 0.07)
+EVERY = [("mean_key", "rot", False, None), ("mlp", "pre", False, None), ("mean_key", "rot", True, None),
+         ("mean_key", "rot", True, SCALES)]
+ALWAYS: list[tuple[Any, str, Any]] = [(module, "on_device", lambda x: True) for module in (
+    attend, codes, completion, features, indexing, routing, sketch)]
+ALWAYS.append((completion, "fits", lambda q, maps: True))  # which asks a GPU
+FEW_PROGRAMS: list[tuple[Any, str, Any]] = [
+    (attend, "PLAIN", attend.PLAIN._replace(programs=8)), (attend, "COMPLETED", attend.COMPLETED._replace(programs=8)),
+    (features, "PROGRAMS", 18), (completion, "QUERY_PROGRAMS", 9)]
+
+
+@pytest.mark.parametrize(("few", "scores", "space", "completed", "scales"), [
+    (True, *EVERY[1]), (True, *EVERY[3]), *(pytest.param(False, *case, marks=pytest.mark.slow) for case in EVERY)])
 def test_kernels_read_the_pages(
-    scores: str, space: str, completes: PhiLayer | None, scales: Scales | None, monkeypatch: pytest.MonkeyPatch,
+    few: bool, scores: str, space: str, completed: bool, scales: Scales | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Three rows, two of them sparse."""
+    """Three rows, two of them sparse; as many programs as on a device, or few, since they run one after another."""
     engine = Engine(seats=3, budget=12, candidates=0.4, made=router(scores, space), dense_below=60,
-                    completes=completes, scales=scales)
+                    completes=maps() if completed else None, scales=scales)
     requests = [Request(seed, 200, [], flat=True, scales=scales) for seed in range(3)]
     for request, prompt in zip(requests, (90, 70, 30), strict=True):
         engine.step([(request, prompt)])
     engine.step([(r, 1) for r in requests])
-    seen = []
-    steps = engine.index.step
-
-    def step_and_tell(q, lanes, table, out):
-        seen.append((q, lanes, table))
-        return steps(q, lanes, table, out)
-
-    monkeypatch.setattr(engine.index, "step", step_and_tell)
     engine.step([(r, 1) for r in requests])
-    monkeypatch.undo()
-    (q, lanes, table), = seen
+    assert engine.given is not None
+    q, lanes, table = engine.given
     keys = torch.cat([r.k[:25] for r in requests])
     slots = torch.arange(75) + 16
     engine.unsorted.note(slots, decode=False)
@@ -45,9 +48,8 @@ def test_kernels_read_the_pages(
     expected = step(engine.index, q, lanes, table)
     written = engine.index.codes.clone()
     with monkeypatch.context() as kernels:
-        for module in (attend, codes, completion, features, indexing, routing, sketch):
-            kernels.setattr(module, "on_device", lambda x: True)
-        kernels.setattr(completion, "fits", lambda q, maps: True)  # which asks a GPU
+        for module, name, value in ALWAYS + FEW_PROGRAMS * few:
+            kernels.setattr(module, name, value)
         engine.index.codes[:, :, 16:91] = 99
         engine.index.write(keys, slots)
         assert (written != engine.index.codes).float().mean() < 1e-3, "a rounding at most"

@@ -4,19 +4,14 @@ of which all that is known of the seats and all that the layers read is the same
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
-import pytest
 import torch
 
-from sparsekv.runtime.vllm import seating
 from sparsekv.runtime.vllm.index import Unsorted
-from sparsekv.runtime.vllm.seats import Places, Seats, StepRows
+from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows
 
-pytest.importorskip("triton")
 PAGE, BLOCKS, LONGEST = 4, 400, 120
-DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(
-    torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")),
-    pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Request:
@@ -97,21 +92,18 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     assert torch.equal(found.cpu().long(), expected.long()), f"{what}: {found.tolist()} for {expected.tolist()}"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("seed", "count", "most", "width", "below", "steps"), [
-    (0, 3, 5, 30, 0, 150), (1, 1, 3, 33, 25, 100), (2, 8, 13, 31, 20, 50), (3, 64, 5, 12, 12, 60),
-    (4, 2, 70, 28, 0, 15),
-])
-def test_launches_do_what_torch_does(
-    seed: int, count: int, most: int, width: int, below: int, steps: int, device: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("sparsekv.runtime.vllm.seats.SLACK", 8)
-    if seed:
-        for name, size in (("SLOTS_AT_ONCE", 4), ("PAGES_AT_ONCE", 8), ("ROWS_AT_ONCE", 4)):
-            monkeypatch.setattr(seating, name, size)
-    monkeypatch.setattr(Seats, "_asks", lambda self, found: bool(found.wants.any()))
+class Asking(Seats):
+    """Seats of which the host asks in every step."""
+
+    def _asks(self, found: Found) -> bool:
+        return bool(found.wants.any())
+
+
+def check_seating(run: tuple[int, ...], device: str) -> None:
+    """run: seed, seats, the most requests, entries of a page table, tokens below which a row reads all, steps."""
+    seed, count, most, width, below, steps = run
     places = Places(3, 6, 5, below, PAGE)
-    one, two = (Seats(count, places, LONGEST, torch.device(d), most + 5) for d in ("cpu", device))
+    one, two = (Asking(count, places, LONGEST, torch.device(d), most + 5) for d in ("cpu", device))
     two.launches = True
     for seats in (one, two):
         seats.unsorted = Unsorted(BLOCKS * PAGE, seats.device)
@@ -151,27 +143,20 @@ def test_launches_do_what_torch_does(
     assert many or seed, "no two rows are ever found in one seat"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_batch_without_rows_is_nothing(device: str) -> None:
+def empty_batch(device: str) -> None:
+    """A batch without rows is nothing."""
     seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device(device), 4)
     seats.launches = True
     batch = StepRows(*(torch.zeros(*s, dtype=torch.int32, device=device) for s in ((0,), (1,), (0, 9), (0,))))
     assert seats.lanes(batch, seats.follow(batch, new=batch.slots, decode=True)).sparse.shape == (0,)
 
 
-@pytest.mark.gpu
-def test_a_usual_step_does_not_wait_for_the_device() -> None:
-    """Neither when the host looks at what the step before left behind."""
+def usual_steps() -> Iterator[tuple[Seats, StepRows]]:
+    """Six steps of one request on a CUDA device, with its seats."""
     seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device("cuda"), 4)
     seats.unsorted = Unsorted(BLOCKS * PAGE, seats.device)
     table = torch.arange(1, 31, dtype=torch.int32, device="cuda")[None]
     batches = [StepRows(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([n], [0, 1])), table,
-                     torch.tensor([PAGE + n - 1], device="cuda")) for n in range(30, 36)]
-    for step, batch in enumerate(batches):
-        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-        try:
-            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [])
-            lanes = seats.lanes(batch, found)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert lanes.sparse.tolist() == [True]
+                        torch.tensor([PAGE + n - 1], device="cuda")) for n in range(30, 36)]
+    for batch in batches:
+        yield seats, batch
