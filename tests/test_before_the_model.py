@@ -8,8 +8,6 @@ import pytest
 
 from sparsekv.cli import COMMANDS, main
 
-sys.path.insert(0, str(Path(__file__).parent / "runtime"))
-
 CASES = {
     "generate": [
         ("no prompt file", "--prompt-file NOTHING"),
@@ -62,17 +60,14 @@ NAMES_A_MODEL = ("generate", "eval", "capture", "demo")
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, str]:
-    from tiny import save_model
-
+def places(tmp_path_factory, saved_model) -> dict[str, str]:
     root = tmp_path_factory.mktemp("places")
-    save_model(root / "model")
     (root / "folder").mkdir()
     (root / "folder" / "thesis.txt").write_text("precious")
     (root / "text.txt").write_text("some words\n" * 100)
     (root / "empty.txt").write_text(" ")
     (root / "lines.jsonl").write_text(json.dumps({"text": "words"}) + "\n")
-    return {"MODEL": str(root / "model"), "FOLDER": str(root / "folder"), "FILE": str(root / "text.txt"),
+    return {"MODEL": str(saved_model), "FOLDER": str(root / "folder"), "FILE": str(root / "text.txt"),
             "EMPTY": str(root / "empty.txt"), "LINES": str(root / "lines.jsonl"), "NOTHING": str(root / "nothing")}
 
 

@@ -1,6 +1,5 @@
 import json
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -289,8 +288,7 @@ def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_
 
 
 CHILD = """
-import os, signal, sys
-sys.path[:0] = {path!r}
+import os, signal
 from sparsekv.evaluation import evaluator
 from sparsekv.evaluation.run import EvalConfig, run_eval
 left, write = {cells}, evaluator.add_cell
@@ -307,15 +305,15 @@ run_eval(EvalConfig(**{options!r}))
 """
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path, saved_model) -> None:
+def test_a_killed_run_goes_on_where_it_was(forks, tmp_path, saved_model) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
     (tmp_path / "text.txt").write_text(TEXT * 40)
     options = {"model": str(saved_model), "methods": "topk", "budgets": "0.2,0.5", "device": "cpu",
                "output": str(tmp_path / "out"), "corpus": str(tmp_path / "text.txt"), "lengths": "256", "samples": 2,
                "split": "all"}
-    child = CHILD.format(path=sys.path, cells=4, options=options)
-    assert subprocess.run([sys.executable, "-c", child], check=False).returncode == -signal.SIGKILL
+    (tmp_path / "child.py").write_text(CHILD.format(cells=4, options=options))
+    assert forks.start(tmp_path / "child.py").wait() == -signal.SIGKILL
     with pytest.raises(SparseKVError, match="--resume"):
         run_eval(EvalConfig(**options))
     before = (tmp_path / "out" / "cells.jsonl").read_text().rpartition("\n")[0].splitlines()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_families import captured
-from test_training import sharp
+from forks import Fork
 from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
@@ -48,20 +46,14 @@ BEGUN: dict[str, Callable[[Path], bool]] = {
 """When a command is in the middle of its work."""
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return Path(captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                         queries_per_document=32).path)
-
-
-def begun(process: subprocess.Popen, command: str, output: Path) -> None:
+def begun(process: Fork, command: str, output: Path) -> None:
     end = time.monotonic() + 200
     while process.poll() is None and not BEGUN[command](output) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def finished(process: subprocess.Popen) -> str:
-    said = " ".join("\n".join(process.communicate(timeout=280)).split())
+def finished(process: Fork) -> str:
+    said = " ".join("\n".join(process.communicate()).split())
     assert "Traceback" not in said, said
     return said
 

@@ -199,12 +199,6 @@ def test_an_attached_model_is_not_copied_and_a_cache_not_used_twice() -> None:
     copy.deepcopy(model)
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return Path(captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                         queries_per_document=32).path)
-
-
 @pytest.mark.slow
 def test_metrics_after_an_interruption_are_those_of_a_clean_run_as_text(store, tmp_path) -> None:
     options: dict[str, Any] = {"max_steps": 25, "layer_group": 2}
