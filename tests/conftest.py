@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -60,6 +61,30 @@ def store(once) -> Path:
 
     return once("store", lambda folder: captured(
         sharp(), folder, num_documents=4, context_length=160, queries_per_document=32))
+
+
+class Said(NamedTuple):
+    """The end of a command line: its exit status, standard output, and standard error in one line."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """Runs a command line in this process: `cli("inspect", path)`."""
+    def run(*words: object) -> Said:
+        from sparsekv.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["sparsekv", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return Said(int(stop.value.code or 0), said.out, " ".join(said.err.split()))
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,11 @@
 """A wrong path or option of any command is found before a model is loaded."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from sparsekv.cli import COMMANDS, main
+from sparsekv.cli import COMMANDS
 
 CASES = {
     "generate": [
@@ -78,7 +77,7 @@ def test_every_command_has_a_case() -> None:
 @pytest.mark.parametrize(("command", "expected", "options"), [
     pytest.param(command, *case, id=f"{command}: {case[1]}")
     for command, cases in CASES.items() if command in COMMANDS for case in cases])
-def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, monkeypatch, capsys) -> None:
+def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, cli, monkeypatch) -> None:
     import transformers
 
     places = {**places, "NEW": str(tmp_path / "new")}
@@ -91,12 +90,9 @@ def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, m
         words.append(word if name is None else word.replace(name, places[name], 1))
     if command in NAMES_A_MODEL:
         words += ["--model", places["MODEL"]]
-    monkeypatch.setattr(sys, "argv", ["sparsekv", *command.split(), *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 1, said
+    status, _, said = cli(*command.split(), *words)
+    assert status == 1, said
     assert "unexpected" not in said
-    assert expected in " ".join(said.split())
+    assert expected in said
     assert not loaded
     assert not Path(places["NEW"]).exists()

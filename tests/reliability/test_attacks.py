@@ -59,7 +59,7 @@ def test_command_lines(count: int, tmp_path) -> None:
     whole(attacks.type_anything(tmp_path, count))
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(400, marks=LONG)])
+@pytest.mark.parametrize("count", [25, pytest.param(400, marks=LONG)])
 def test_hard_numbers(count: int) -> None:
     whole(attacks.decode_hard_numbers(count))
 

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -17,17 +16,9 @@ from training_child import stopped, train
 
 from sparsekv.artifacts.hub.models import load_config, load_model
 from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.cli import COMMANDS, main
+from sparsekv.cli import COMMANDS
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.util.errors import SparseKVError
-
-
-def call(monkeypatch, capsys, *words: object) -> tuple[int, str]:
-    """Exit status and error of a command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["sparsekv", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0), " ".join(capsys.readouterr().err.split())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -58,7 +49,7 @@ def command_line(command: str, store: Path, output: Path) -> list[object]:
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("command", ["capture", "train-router", "train-phi", "eval", "eval diagnostics", "demo"])
 def test_overwrite_leaves_foreign_folders_alone(
-    store, tmp_path, monkeypatch, capsys, command: str, foreign: str,
+    cli, store, tmp_path, command: str, foreign: str,
 ) -> None:
     for name, text in FOREIGN[foreign].items():
         file = tmp_path / "out" / name
@@ -67,38 +58,38 @@ def test_overwrite_leaves_foreign_folders_alone(
     before = content(tmp_path)
     words = command_line(command, store, tmp_path / "out")
     for extra in ([], ["--overwrite"], *([["--resume"]] if command == "eval" and foreign == "a report" else [])):
-        status, shown = call(monkeypatch, capsys, *words, *extra)
+        status, _, shown = cli(*words, *extra)
         assert status == 1 and "unexpected" not in shown, shown
         assert not extra or "holds something else than" in shown, shown
         assert content(tmp_path) == before
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "out")
-    status, shown = call(monkeypatch, capsys, *command_line(command, store, link), "--overwrite")
+    status, _, shown = cli(*command_line(command, store, link), "--overwrite")
     assert status == 1 and "holds something else than" in shown
     link.unlink()
     assert content(tmp_path) == before
 
 
-def test_one_strange_file_among_ours_is_named(store, tmp_path, monkeypatch, capsys) -> None:
+def test_one_strange_file_among_ours_is_named(cli, store, tmp_path) -> None:
     own = captured(sharp(), tmp_path / "s").path
     (own / "doc00000" / "notes.txt").write_text("precious")
-    status, shown = call(monkeypatch, capsys, *command_line("capture", store, own), "--overwrite")
+    status, _, shown = cli(*command_line("capture", store, own), "--overwrite")
     assert status == 1 and "a capture store: doc00000/notes.txt; choose another --output" in shown
     cells = tmp_path / "e" / "cells.jsonl"
     cells.parent.mkdir()
     cells.write_text('{"format": "sparsekv-sweep", "format_version": 1}\n')
     (tmp_path / "e" / "cells-notes.jsonl").write_text("precious\n")
     before = content(tmp_path)
-    status, shown = call(monkeypatch, capsys, *command_line("eval", store, tmp_path / "e"), "--overwrite")
+    status, _, shown = cli(*command_line("eval", store, tmp_path / "e"), "--overwrite")
     assert status == 1 and "results of sparsekv eval: cells-notes.jsonl; choose another" in shown
     assert content(tmp_path) == before
 
 
-def test_a_settings_file_replaces_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+def test_a_settings_file_replaces_no_other_file(cli, tmp_path) -> None:
     (tmp_path / "config.json").write_text(MODEL["config.json"])
     words = ("eval", "recommend", "--diagnostics", tmp_path / "d", "--max-error", "0.1", "--overwrite", "--output")
     for output in (tmp_path / "config.json", tmp_path):
-        status, shown = call(monkeypatch, capsys, *words, output)
+        status, _, shown = cli(*words, output)
         assert status == 1 and "is something else than a settings file" in shown
     assert (tmp_path / "config.json").read_text() == MODEL["config.json"]
 
@@ -142,7 +133,7 @@ def test_damaged_parts_of_an_interrupted_training_are_named(store, tmp_path) -> 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: str, number: int) -> None:
+def test_a_signal_gives_its_status_and_a_sentence(cli, monkeypatch, command: str, number: int) -> None:
     row = COMMANDS[command]
     module = importlib.import_module(row.module)
     words: list[str] = []
@@ -151,7 +142,7 @@ def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: 
             words += ["x"] if field.metadata["typer"].get("argument") else [f"--{field.name.replace('_', '-')}", "x"]
     monkeypatch.setattr(module, row.run, lambda config: signal.raise_signal(number))
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    status, shown = call(monkeypatch, capsys, *command.split(), *words)
+    status, _, shown = cli(*command.split(), *words)
     assert status == 128 + number and f"interrupted: {row.interrupted}" in shown
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -159,7 +150,7 @@ def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_training_stopped_by_a_signal_says_so_and_goes_on(sparsekv, store, tmp_path, number: int) -> None:
     words = ["train-phi", "--capture", store, "--output", tmp_path / "phi", "--width", 16, "--batch-size", 8,
-             "--keys-per-step", 32, "--device", "cpu", "--max-steps", 600]
+             "--keys-per-step", 32, "--device", "cpu", "--max-steps", 200]
     process = sparsekv(*words)
     while process.poll() is None and not (tmp_path / "phi" / "metrics.csv").is_file():
         time.sleep(0.05)
@@ -173,7 +164,7 @@ def test_training_stopped_by_a_signal_says_so_and_goes_on(sparsekv, store, tmp_p
     for bad in (b"", good[:len(good) // 2], b"{}"):
         checkpoint.write_bytes(bad)
         with pytest.raises(SparseKVError, match=r"checkpoint .* cannot be read; delete it"):
-            train("phi", str(store), str(tmp_path / "phi"), max_steps=600, resume=True)
+            train("phi", str(store), str(tmp_path / "phi"), max_steps=200, resume=True)
     checkpoint.write_bytes(good)
     again = sparsekv(*words, "--resume")
     _, shown = again.communicate()
@@ -211,9 +202,9 @@ def test_lfps_on_short_prompts(length: int, batch: int) -> None:
     (["--prompt", "x", "--seed", str(2**70)], 2, "less than or equal to 4294967295"),
 ])
 def test_bad_input_of_generate_is_one_sentence(
-    tmp_path, monkeypatch, capsys, words: list[str], status: int, message: str,
+    cli, tmp_path, monkeypatch, words: list[str], status: int, message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    found, shown = call(monkeypatch, capsys, "generate", "--model", "/nonexistent", *words)
+    found, _, shown = cli("generate", "--model", "/nonexistent", *words)
     assert found == status and message in shown and "Traceback" not in shown

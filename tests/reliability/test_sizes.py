@@ -9,7 +9,6 @@ import pytest
 from training_child import train
 
 from sparsekv.capture.config import CaptureConfig, check_options, parse_layers
-from sparsekv.cli import main
 from sparsekv.evaluation.own_tasks import check_prompts
 from sparsekv.trainers.phi import PhiConfig
 from sparsekv.trainers.router import RouterConfig
@@ -92,10 +91,7 @@ def test_processes_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_memory_that_runs_out_is_a_sentence(error: Exception, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["sparsekv", "inspect", str(Path(__file__).parent)])
+def test_memory_that_runs_out_is_a_sentence(error: Exception, cli, monkeypatch) -> None:
     monkeypatch.setattr("sparsekv.artifacts.inspection.inspect_path", lambda _: (_ for _ in ()).throw(error))
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = " ".join(capsys.readouterr().err.split())
-    assert stop.value.code == 1 and "error: memory ran out (" in said and "ask for smaller sizes" in said
+    status, _, said = cli("inspect", Path(__file__).parent)
+    assert status == 1 and "error: memory ran out (" in said and "ask for smaller sizes" in said

@@ -126,13 +126,13 @@ def kill_at_first_checkpoint(training: Callable[..., Fork], kind: str, store: Pa
 
 @pytest.mark.parametrize("kind", ["router", "phi"])
 def test_a_killed_run_resumes_where_it_was(training, store, tmp_path, capsys, kind: str) -> None:
-    steps = 300
+    steps = 150
     whole = train(kind, str(store), str(tmp_path / "whole"), max_steps=steps)
     cut = tmp_path / "cut"
     kill_at_first_checkpoint(training, kind, store, cut, steps)
     with pytest.raises(SparseKVError, match="interrupted training; add --resume"):
         train(kind, str(store), str(cut), max_steps=steps)
-    with pytest.raises(SparseKVError, match="was started with max_steps 300; now found max_steps 7"):
+    with pytest.raises(SparseKVError, match="was started with max_steps 150; now found max_steps 7"):
         train(kind, str(store), str(cut), max_steps=7, resume=True)
     capsys.readouterr()
     resumed = train(kind, str(store), str(cut), max_steps=steps, resume=True)
@@ -159,11 +159,11 @@ def test_a_resumed_run_refuses_another_model_and_other_documents(training, store
 
 @pytest.mark.parametrize("kind", ["router", "phi"])
 def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str) -> None:
-    whole = train(kind, str(store), str(tmp_path / "a"), layer_group=1)
+    whole = train(kind, str(store), str(tmp_path / "a"), max_steps=20, layer_group=1)
     from sparsekv.trainers import work
 
     with stopped("finish"):
-        train(kind, str(store), str(tmp_path / "b"), layer_group=1)
+        train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1)
     (tmp_path / "b" / "parts" / "layer002-heads000-001.safetensors").unlink()
     mark = tmp_path / "b" / work.MARK
     held = json.loads(mark.read_text())
@@ -171,9 +171,9 @@ def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str
         mark.write_text(json.dumps({**held, "options": {**held["options"], "residual": residual}}))
         if residual:
             with pytest.raises(SparseKVError, match="was started with residual True; now found residual None"):
-                train(kind, str(store), str(tmp_path / "b"), layer_group=1, resume=True)
+                train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1, resume=True)
     capsys.readouterr()
-    again = train(kind, str(store), str(tmp_path / "b"), layer_group=1, resume=True)
+    again = train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1, resume=True)
     assert capsys.readouterr().err.count("trained before the run was interrupted") == 2
     assert_same(whole, again, 1e-5)
 
@@ -181,7 +181,7 @@ def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("its own", marks=pytest.mark.slow)])
 def test_two_ranks_give_the_artifacts_of_one(training, store, tmp_path, launcher: str) -> None:
     """Two processes as torchrun starts them, or one that starts the other."""
-    words = ("both", store, tmp_path, "devices=2")
+    words = ("both", store, tmp_path, "devices=2", "max_steps=20")
     if launcher == "torchrun":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -194,7 +194,7 @@ def test_two_ranks_give_the_artifacts_of_one(training, store, tmp_path, launcher
         said, _ = process.communicate()
         assert process.returncode == 0, said
     for kind, artifact in ARTIFACTS.items():
-        one, two = train(kind, str(store), str(tmp_path / f"one-{kind}")), artifact.load(tmp_path / kind)
+        one, two = train(kind, str(store), str(tmp_path / f"one-{kind}"), max_steps=20), artifact.load(tmp_path / kind)
         assert_same(one, two, 1e-3)
         for name, value in one.config.quality.items():
             if isinstance(value, float):
@@ -208,10 +208,10 @@ def test_heads_are_dealt_out_where_layers_are_few(store, tmp_path) -> None:
 
     assert [pieces(layers, heads, ranks) for layers, heads, ranks in (
         (3, 8, 2), (3, 8, 4), (1, 8, 8), (1, 6, 4), (2, 2, 64))] == [1, 2, 8, 6, 2]
-    one = train("phi", str(store), str(tmp_path / "one"))
+    one = train("phi", str(store), str(tmp_path / "one"), max_steps=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparsekv.trainers.work.pieces", lambda *_: 2)
-        split = train("phi", str(store), str(tmp_path / "cut"), layer_group=1)
+        split = train("phi", str(store), str(tmp_path / "cut"), layer_group=1, max_steps=20)
     assert_same(one, split, 1e-3)
 
 
