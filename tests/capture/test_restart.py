@@ -8,44 +8,45 @@ from pathlib import Path
 
 import pytest
 from capture_child import bytes_of
+from forks import Fork, Forks
 
 CHILD = Path(__file__).parent / "capture_child.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def start(
-    output: Path, documents: int, devices: int = 1, refused: tuple[Path, ...] = (), launcher: tuple[str, ...] = (),
-    **variables: str,
+    output: Path, documents: int, devices: int = 1, launcher: tuple[str, ...] = (), **variables: str,
 ) -> subprocess.Popen:
-    return child(str(output), str(documents), str(devices), *map(str, refused), launcher=launcher, **variables)
+    return subprocess.Popen([sys.executable, *launcher, str(CHILD), str(output), str(documents), str(devices)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | variables)
 
 
-def child(*arguments: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, *launcher, str(CHILD), *arguments], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=ENVIRONMENT | variables)
-
-
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen | Fork) -> str:
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err[-3000:]
     return out
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, str, str]:
-    """Two commands side by side, most of whose time are imports: captures that are killed, and a capture by two
-    processes. Their folder and what they said."""
+def runs(tmp_path_factory, forks: Forks) -> tuple[Path, str, str]:
+    """Two commands side by side: captures that are killed, and a capture by two processes, one of which starts the
+    other. Their folder and what they said."""
     folder = tmp_path_factory.mktemp("restart")
     (folder / "full").mkdir()
     (folder / "full" / "thesis.txt").write_text("precious")
-    both = child("kill", str(folder), "6", "24"), start(folder / "two", 6, 2, (folder / "full",))
+    both = forks.start(CHILD, "kill", folder, 6, 8), forks.start(CHILD, folder / "two", 6, 2, folder / "full")
     killed, two = map(finish, both)
     return folder, killed, two
 
 
 def test_killed_at_random_moments_the_store_is_the_same(runs) -> None:
-    """24 SIGKILLs; every store that was cut short and finished later equals the uninterrupted one byte for byte."""
-    assert runs[1].startswith("ok: 24 kills")
+    """8 SIGKILLs; every store that was cut short and finished later equals the uninterrupted one byte for byte."""
+    assert runs[1].startswith("ok: 8 kills")
+
+
+@pytest.mark.slow
+def test_killed_24_times_the_store_is_the_same(forks: Forks, tmp_path) -> None:
+    assert finish(forks.start(CHILD, "kill", tmp_path, 6, 24)).startswith("ok: 24 kills")
 
 
 def test_two_processes_write_the_same_store_as_one(runs) -> None:

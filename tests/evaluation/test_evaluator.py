@@ -1,7 +1,5 @@
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -112,10 +110,19 @@ def test_rows_answered_in_parts_are_the_same(tmp_path, tokenizer) -> None:
     assert [c["answers"] for c in collect(tmp_path / "a")] == [c["answers"] for c in collect(tmp_path / "b")]
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As many numbers as layers were built."""
+    built: list[int] = []
+    monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
+        built.append(1), own(self, *args, **kwargs))[1])
+    return built
+
+
 @pytest.mark.parametrize("name", ["topk+phi", "router", "sketch+phi", "sketch:fit=fixed", "quest", "lfps", "snapkv",
                                   "token_select", "streaming_llm", "topk+centroid"])
 def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
-    tmp_path, tokenizer, name: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path, tokenizer, begun: list[int], name: str,
 ) -> None:
     budgets = [0.1, 0.5, 0.2]
     run(tmp_path / "together", tokenizer, parse_methods([name], budgets))
@@ -132,9 +139,7 @@ def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
 
     alone = [c for budget in budgets for c in collect(tmp_path / str(budget))]
     assert strip(collect(tmp_path / "together")) == strip(alone, nearly) and len(alone) == 2 * len(budgets)
-    begun = []
-    monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
-        begun.append(1), own(self, *args, **kwargs))[1])
+    begun.clear()
     run(tmp_path / "counted", tokenizer, parse_methods([name], budgets))
     once = name in ("topk+phi", "router", "sketch+phi", "sketch:fit=fixed", "quest")
     assert len(begun) == (make_model().config.num_hidden_layers - 1) * (1 if once else len(budgets))
@@ -142,7 +147,7 @@ def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
 
 @pytest.mark.parametrize("name", ["topk+phi", "router", "sketch+phi", "snapkv"])
 def test_a_text_is_continued_at_other_budgets_by_what_was_built_once(
-    tmp_path, tokenizer, name: str, monkeypatch: pytest.MonkeyPatch,
+    tmp_path, tokenizer, begun: list[int], name: str,
 ) -> None:
     model, budgets = make_model(), [0.1, 0.5, 0.2]
     router, phi = artifacts(model, space="rot")
@@ -155,9 +160,6 @@ def test_a_text_is_continued_at_other_budgets_by_what_was_built_once(
         return {(c["budget"], tuple(c["indices"])): (c["losses"], c["errors"], c["read"], c["bytes"])
                 for c in collect(tmp_path / folder)}
 
-    begun = []
-    monkeypatch.setattr(LayerState, "__init__", lambda self, *args, own=LayerState.__init__, **kwargs: (
-        begun.append(1), own(self, *args, **kwargs))[1])
     together = cells("together", budgets)
     assert len(begun) == len(asked) * (model.config.num_hidden_layers - 1) * (len(budgets) if name == "snapkv" else 1)
     assert together == {k: v for b in budgets for k, v in cells(f"at {b}", [b]).items()}
@@ -289,8 +291,7 @@ def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_
 
 
 CHILD = """
-import os, signal, sys
-sys.path[:0] = {path!r}
+import os, signal
 from sparsekv.evaluation import evaluator
 from sparsekv.evaluation.run import EvalConfig, run_eval
 left, write = {cells}, evaluator.add_cell
@@ -307,15 +308,15 @@ run_eval(EvalConfig(**{options!r}))
 """
 
 
-def test_a_killed_run_goes_on_where_it_was(tmp_path, saved_model) -> None:
+def test_a_killed_run_goes_on_where_it_was(forks, tmp_path, saved_model) -> None:
     from sparsekv.evaluation.run import EvalConfig, run_eval
 
     (tmp_path / "text.txt").write_text(TEXT * 40)
     options = {"model": str(saved_model), "methods": "topk", "budgets": "0.2,0.5", "device": "cpu",
                "output": str(tmp_path / "out"), "corpus": str(tmp_path / "text.txt"), "lengths": "256", "samples": 2,
                "split": "all"}
-    child = CHILD.format(path=sys.path, cells=4, options=options)
-    assert subprocess.run([sys.executable, "-c", child], check=False).returncode == -signal.SIGKILL
+    (tmp_path / "child.py").write_text(CHILD.format(cells=4, options=options))
+    assert forks.start(tmp_path / "child.py").wait() == -signal.SIGKILL
     with pytest.raises(SparseKVError, match="--resume"):
         run_eval(EvalConfig(**options))
     before = (tmp_path / "out" / "cells.jsonl").read_text().rpartition("\n")[0].splitlines()
@@ -483,15 +484,10 @@ def test_answers_wait_for_lm_eval_where_there_is_none(tmp_path, saved_model, mon
     assert {r["value"] for r in again.rows if r["case"] == "theirs"} == {25.0}
 
 
-def test_help_names_every_task_and_the_units(monkeypatch, capsys) -> None:
-    from sparsekv.cli import main
-
+def test_help_names_every_task_and_the_units(cli, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
-    monkeypatch.setattr(sys, "argv", ["sparsekv", "eval", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    text = " ".join(cli("eval", "--help").out.replace("│", " ").split())
     for word in ("needle", "perplexity", "ruler-offline", "babilong", "infinitebench", "longbench", "[tokens]",
                  "[prompts]", "--skip-missing", "--needle-depths", "--resume", "Methods", "Prompts", "Running"):
         assert word in text, word

@@ -33,26 +33,28 @@ def test_arguments_of_attach(count: int) -> None:
     whole(attacks.attach_with_anything(count))
 
 
-@pytest.mark.parametrize("count", [48, pytest.param(1000, marks=LONG)])
+@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=LONG)])
 def test_padding_changes_nothing(count: int) -> None:
     whole(attacks.pad(count))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=LONG)])
+@pytest.mark.parametrize("count", [24, pytest.param(2000, marks=LONG)])
 def test_interrupts_at_random_moments(count: int) -> None:
     whole(attacks.interrupt(count))
 
 
-def test_sizes_beyond_all_memory(tmp_path) -> None:
-    whole(attacks.ask_for_too_much(tmp_path))
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=LONG)])
+def test_sizes_beyond_all_memory(every: int, tmp_path) -> None:
+    whole(attacks.ask_for_too_much(tmp_path, every))
 
 
-@pytest.mark.parametrize("sizes", [(10**9,), pytest.param((2**31 - 1, 10**12, 10**30), marks=LONG)])
-def test_sizes_of_commands_beyond_all_memory(sizes: tuple[int, ...], tmp_path) -> None:
-    whole(attacks.ask_commands_for_too_much(tmp_path, sizes))
+@pytest.mark.parametrize(("sizes", "every"), [
+    ((10**9,), 5), pytest.param((10**9, 2**31 - 1, 10**12, 10**30), 1, marks=LONG)])
+def test_sizes_of_commands_beyond_all_memory(sizes: tuple[int, ...], every: int, tmp_path) -> None:
+    whole(attacks.ask_commands_for_too_much(tmp_path, sizes, every))
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(800, marks=LONG)])
+@pytest.mark.parametrize("count", [30, pytest.param(800, marks=LONG)])
 def test_command_lines(count: int, tmp_path) -> None:
     whole(attacks.type_anything(tmp_path, count))
 

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-
-from test_families import captured
 from test_running import Toy, fit_toy
-from test_training import sharp
 from training_child import train
 
 from sparsekv.trainers import phi
 from sparsekv.trainers.fit import check_checkpoint
 from sparsekv.util.errors import SparseKVError
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=3, context_length=120,
-                    queries_per_document=24)
 
 
 class Diverging(Toy):
@@ -65,13 +50,13 @@ def test_diverged_weights_stop_training_before_their_checkpoint(tmp_path) -> Non
 @pytest.mark.parametrize("kind", ["router", "phi"])
 def test_learning_rates_that_could_only_diverge_are_refused(store, tmp_path, kind: str, lr: float) -> None:
     with pytest.raises(SparseKVError, match=r"--lr must be (above 0 and up to 10|a finite number), found"):
-        train(kind, str(store.path), str(tmp_path / "a"), lr=lr)
+        train(kind, str(store), str(tmp_path / "a"), lr=lr)
     with pytest.raises(SparseKVError, match=r"--output-weight must be a finite number from 0 on, found nan"):
-        train("phi", str(store.path), str(tmp_path / "a"), output_weight=float("nan"))
+        train("phi", str(store), str(tmp_path / "a"), output_weight=float("nan"))
     assert not (tmp_path / "a").exists()
 
 
 def test_maps_that_help_no_head_are_said(store, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(phi, "choose_gates", lambda card: torch.zeros(3, 4))
-    train("phi", str(store.path), str(tmp_path / "a"), max_steps=2)
+    train("phi", str(store), str(tmp_path / "a"), max_steps=2)
     assert "the maps of none of the 12 heads lower the error" in " ".join(capsys.readouterr().err.split())

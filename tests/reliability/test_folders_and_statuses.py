@@ -3,20 +3,12 @@
 import dataclasses
 import importlib
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
-
 from test_families import captured
 from test_training import sharp
 from tiny import make_model, prompt
@@ -24,25 +16,9 @@ from training_child import stopped, train
 
 from sparsekv.artifacts.hub.models import load_config, load_model
 from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.cli import COMMANDS, main
+from sparsekv.cli import COMMANDS
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.util.errors import SparseKVError
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                    queries_per_document=32)
-
-
-def call(monkeypatch, capsys, *words: object) -> tuple[int, str]:
-    """Exit status and error of a command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["sparsekv", *map(str, words)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return int(stop.value.code or 0), " ".join(capsys.readouterr().err.split())
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -73,91 +49,91 @@ def command_line(command: str, store: Path, output: Path) -> list[object]:
 @pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("command", ["capture", "train-router", "train-phi", "eval", "eval diagnostics", "demo"])
 def test_overwrite_leaves_foreign_folders_alone(
-    store, tmp_path, monkeypatch, capsys, command: str, foreign: str,
+    cli, store, tmp_path, command: str, foreign: str,
 ) -> None:
     for name, text in FOREIGN[foreign].items():
         file = tmp_path / "out" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     before = content(tmp_path)
-    words = command_line(command, store.path, tmp_path / "out")
+    words = command_line(command, store, tmp_path / "out")
     for extra in ([], ["--overwrite"], *([["--resume"]] if command == "eval" and foreign == "a report" else [])):
-        status, shown = call(monkeypatch, capsys, *words, *extra)
+        status, _, shown = cli(*words, *extra)
         assert status == 1 and "unexpected" not in shown, shown
         assert not extra or "holds something else than" in shown, shown
         assert content(tmp_path) == before
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "out")
-    status, shown = call(monkeypatch, capsys, *command_line(command, store.path, link), "--overwrite")
+    status, _, shown = cli(*command_line(command, store, link), "--overwrite")
     assert status == 1 and "holds something else than" in shown
     link.unlink()
     assert content(tmp_path) == before
 
 
-def test_one_strange_file_among_ours_is_named(store, tmp_path, monkeypatch, capsys) -> None:
+def test_one_strange_file_among_ours_is_named(cli, store, tmp_path) -> None:
     own = captured(sharp(), tmp_path / "s").path
     (own / "doc00000" / "notes.txt").write_text("precious")
-    status, shown = call(monkeypatch, capsys, *command_line("capture", store.path, own), "--overwrite")
+    status, _, shown = cli(*command_line("capture", store, own), "--overwrite")
     assert status == 1 and "a capture store: doc00000/notes.txt; choose another --output" in shown
     cells = tmp_path / "e" / "cells.jsonl"
     cells.parent.mkdir()
     cells.write_text('{"format": "sparsekv-sweep", "format_version": 1}\n')
     (tmp_path / "e" / "cells-notes.jsonl").write_text("precious\n")
     before = content(tmp_path)
-    status, shown = call(monkeypatch, capsys, *command_line("eval", store.path, tmp_path / "e"), "--overwrite")
+    status, _, shown = cli(*command_line("eval", store, tmp_path / "e"), "--overwrite")
     assert status == 1 and "results of sparsekv eval: cells-notes.jsonl; choose another" in shown
     assert content(tmp_path) == before
 
 
-def test_a_settings_file_replaces_no_other_file(tmp_path, monkeypatch, capsys) -> None:
+def test_a_settings_file_replaces_no_other_file(cli, tmp_path) -> None:
     (tmp_path / "config.json").write_text(MODEL["config.json"])
     words = ("eval", "recommend", "--diagnostics", tmp_path / "d", "--max-error", "0.1", "--overwrite", "--output")
     for output in (tmp_path / "config.json", tmp_path):
-        status, shown = call(monkeypatch, capsys, *words, output)
+        status, _, shown = cli(*words, output)
         assert status == 1 and "is something else than a settings file" in shown
     assert (tmp_path / "config.json").read_text() == MODEL["config.json"]
 
 
 def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monkeypatch, capsys) -> None:
     output, old = tmp_path / "phi", tmp_path / ".phi.old"
-    train("phi", str(store.path), str(output), max_steps=4)
+    train("phi", str(store), str(output), max_steps=4)
     first = content(output)
     with pytest.raises(SparseKVError, match=r"holds something else than a router artifact: README.md, config.json"):
-        train("router", str(store.path), str(output), max_steps=4, overwrite=True)
+        train("router", str(store), str(output), max_steps=4, overwrite=True)
     for _ in range(2):  # the second replaces what the first left unfinished
         with stopped("keep"):
-            train("phi", str(store.path), str(output), max_steps=5, overwrite=True)
+            train("phi", str(store), str(output), max_steps=5, overwrite=True)
         assert content(old) == first and PhiArtifact.load(old) and not (output / "config.json").exists()
-    resumed = train("phi", str(store.path), str(output), max_steps=5, resume=True)  # from its last step's checkpoint
-    again = train("phi", str(store.path), str(tmp_path / "b"), max_steps=5)
+    resumed = train("phi", str(store), str(output), max_steps=5, resume=True)  # from its last step's checkpoint
+    again = train("phi", str(store), str(tmp_path / "b"), max_steps=5)
     for one, other in zip(resumed.maps, again.maps, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert not old.exists() and PhiArtifact.load(output).config.provenance["options"]["max_steps"] == 5
     link = tmp_path / "link"
     link.symlink_to(output)
-    train("phi", str(store.path), str(link), max_steps=6, overwrite=True)
+    train("phi", str(store), str(link), max_steps=6, overwrite=True)
     assert link.is_symlink() and PhiArtifact.load(output).config.provenance["options"]["max_steps"] == 6
     assert f"is a link to '{output}'" in capsys.readouterr().err
     monkeypatch.chdir(output)
     with pytest.raises(SparseKVError, match="is the current folder"):
-        train("phi", str(store.path), ".", max_steps=6, overwrite=True)
+        train("phi", str(store), ".", max_steps=6, overwrite=True)
 
 
 def test_damaged_parts_of_an_interrupted_training_are_named(store, tmp_path) -> None:
     with stopped("finish"):
-        train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4)
+        train("phi", str(store), str(tmp_path / "phi"), max_steps=4)
     part = next((tmp_path / "phi" / "parts").iterdir())
     part.write_bytes(part.read_bytes()[:-8])
     with pytest.raises(SparseKVError, match=rf"{part.name}' is damaged .*; delete it"):
-        train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4, resume=True)
+        train("phi", str(store), str(tmp_path / "phi"), max_steps=4, resume=True)
     (tmp_path / "phi" / "training.json").write_text("")
     with pytest.raises(SparseKVError, match=r"training.json' is damaged; delete that folder"):
-        train("phi", str(store.path), str(tmp_path / "phi"), max_steps=4, resume=True)
+        train("phi", str(store), str(tmp_path / "phi"), max_steps=4, resume=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: str, number: int) -> None:
+def test_a_signal_gives_its_status_and_a_sentence(cli, monkeypatch, command: str, number: int) -> None:
     row = COMMANDS[command]
     module = importlib.import_module(row.module)
     words: list[str] = []
@@ -166,22 +142,20 @@ def test_a_signal_gives_its_status_and_a_sentence(monkeypatch, capsys, command: 
             words += ["x"] if field.metadata["typer"].get("argument") else [f"--{field.name.replace('_', '-')}", "x"]
     monkeypatch.setattr(module, row.run, lambda config: signal.raise_signal(number))
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
-    status, shown = call(monkeypatch, capsys, *command.split(), *words)
+    status, _, shown = cli(*command.split(), *words)
     assert status == 128 + number and f"interrupted: {row.interrupted}" in shown
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_training_stopped_by_a_signal_says_so_and_goes_on(store, tmp_path, number: int) -> None:
-    words = [sys.executable, "-m", "sparsekv.cli", "train-phi", "--capture", str(store.path), "--output",
-             str(tmp_path / "phi"), "--width", "16", "--batch-size", "8", "--keys-per-step", "32", "--device", "cpu",
-             "--max-steps"]
-    options = {"cwd": ROOT, "text": True, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    process = subprocess.Popen([*words, "600"], stderr=subprocess.PIPE, **options)
+def test_training_stopped_by_a_signal_says_so_and_goes_on(sparsekv, store, tmp_path, number: int) -> None:
+    words = ["train-phi", "--capture", store, "--output", tmp_path / "phi", "--width", 16, "--batch-size", 8,
+             "--keys-per-step", 32, "--device", "cpu", "--max-steps", 200]
+    process = sparsekv(*words)
     while process.poll() is None and not (tmp_path / "phi" / "metrics.csv").is_file():
         time.sleep(0.05)
     process.send_signal(number)
-    _, shown = process.communicate(timeout=100)
+    _, shown = process.communicate()
     assert process.returncode == 128 + number, shown
     assert "the same command with --resume goes on from there" in " ".join(shown.split())
     assert "Traceback" not in shown and not (tmp_path / "phi" / "config.json").exists()
@@ -190,10 +164,11 @@ def test_training_stopped_by_a_signal_says_so_and_goes_on(store, tmp_path, numbe
     for bad in (b"", good[:len(good) // 2], b"{}"):
         checkpoint.write_bytes(bad)
         with pytest.raises(SparseKVError, match=r"checkpoint .* cannot be read; delete it"):
-            train("phi", str(store.path), str(tmp_path / "phi"), max_steps=600, resume=True)
+            train("phi", str(store), str(tmp_path / "phi"), max_steps=200, resume=True)
     checkpoint.write_bytes(good)
-    done = subprocess.run([*words, "600", "--resume"], capture_output=True, timeout=200, **options)
-    assert done.returncode == 0 and PhiArtifact.load(tmp_path / "phi"), done.stderr
+    again = sparsekv(*words, "--resume")
+    _, shown = again.communicate()
+    assert again.returncode == 0 and PhiArtifact.load(tmp_path / "phi"), shown
 
 
 def test_no_code_from_a_model_folder(tmp_path, monkeypatch) -> None:
@@ -227,9 +202,9 @@ def test_lfps_on_short_prompts(length: int, batch: int) -> None:
     (["--prompt", "x", "--seed", str(2**70)], 2, "less than or equal to 4294967295"),
 ])
 def test_bad_input_of_generate_is_one_sentence(
-    tmp_path, monkeypatch, capsys, words: list[str], status: int, message: str,
+    cli, tmp_path, monkeypatch, words: list[str], status: int, message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    found, shown = call(monkeypatch, capsys, "generate", "--model", "/nonexistent", *words)
+    found, _, shown = cli("generate", "--model", "/nonexistent", *words)
     assert found == status and message in shown and "Traceback" not in shown

@@ -37,10 +37,9 @@ def use(monkeypatch, tmp_path: Path, url: str) -> None:
     """huggingface_hub asks this address, with a token and an empty cache, and waits a second."""
     from huggingface_hub import constants
 
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    for name, value in (("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False), ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
+    for name, value in (("ENDPOINT", url), ("HF_HUB_CACHE", str(tmp_path / "cache")),
+                        ("HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
+                        ("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False), ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
                         ("HF_HUB_ETAG_TIMEOUT", 1)):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

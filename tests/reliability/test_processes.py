@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_families import captured
-from test_training import sharp
+from forks import Fork
 from training_child import train
 
 from sparsekv.artifacts.phi import PhiArtifact
@@ -25,7 +23,7 @@ from sparsekv.util.errors import SparseKVError
 def words(command: str, model: Path, store: Path, output: Path) -> list[object]:
     """A command line that takes seconds."""
     return [command, *{
-        "capture": ["--model", model, "--corpus", "embedded", "--context-length", 512, "--num-documents", 60,
+        "capture": ["--model", model, "--corpus", "embedded", "--context-length", 512, "--num-documents", 30,
                     "--queries-per-document", 64, "--device", "cpu"],
         "eval": ["--model", model, "--tasks", "needle", "--lengths", "512,768", "--samples", 8, "--device", "cpu",
                  "--methods", "streaming,topk,quest"],
@@ -48,20 +46,14 @@ BEGUN: dict[str, Callable[[Path], bool]] = {
 """When a command is in the middle of its work."""
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return Path(captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                         queries_per_document=32).path)
-
-
-def begun(process: subprocess.Popen, command: str, output: Path) -> None:
+def begun(process: Fork, command: str, output: Path) -> None:
     end = time.monotonic() + 200
     while process.poll() is None and not BEGUN[command](output) and time.monotonic() < end:
         time.sleep(0.01)
 
 
-def finished(process: subprocess.Popen) -> str:
-    said = " ".join("\n".join(process.communicate(timeout=280)).split())
+def finished(process: Fork) -> str:
+    said = " ".join("\n".join(process.communicate()).split())
     assert "Traceback" not in said, said
     return said
 
@@ -155,11 +147,10 @@ def test_one_of_two_threads_writes(store, tmp_path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"] and not said
 
 
-@pytest.mark.parametrize("command", ["capture", pytest.param("eval", marks=pytest.mark.slow),
-                                     pytest.param("demo", marks=pytest.mark.slow),
-                                     pytest.param("train-router", marks=pytest.mark.slow), "train-phi"])
-def test_a_full_disk_is_one_sentence(sparsekv, saved_model, store, small_disk, command: str) -> None:
-    room = {"eval": 4_096, "train-router": 24_576}.get(command, 150_000)
+@pytest.mark.parametrize(("command", "room"), [
+    ("capture", 150_000), ("train-phi", 24_576), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("eval", 4_096), ("demo", 150_000), ("train-router", 24_576), ("train-phi", 150_000)))])
+def test_a_full_disk_is_one_sentence(sparsekv, saved_model, store, small_disk, command: str, room: int) -> None:
     (small_disk / "ballast").write_bytes(bytes((1 << 20) - room))
     process = sparsekv(*words(command, saved_model, store, small_disk / "out"))
     said = finished(process)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_folders_and_statuses import call
 from tiny import VOCAB, attach, make_model, prompt
 
 from sparsekv.runtime.hf.attach import Attachment
@@ -117,9 +116,9 @@ def test_a_cache_of_other_rows_is_refused(attachment: Attachment) -> None:
         attachment.generate(IDS[:1, :1], MASK[:1, -1:], cache=cache)
 
 
-def test_a_seed_of_the_command_line_that_is_none(saved_model, monkeypatch, capsys) -> None:
+def test_a_seed_of_the_command_line_that_is_none(cli, saved_model) -> None:
     for seed in ("-1", "x", "1.5", str(2**32)):
-        status, shown = call(monkeypatch, capsys, "generate", "--model", saved_model, "--prompt", "hi", "--seed", seed)
+        status, _, shown = cli("generate", "--model", saved_model, "--prompt", "hi", "--seed", seed)
         assert status == 2 and "--seed" in shown and "Traceback" not in shown
     with refused("seed must be a whole number from 0 to .*, found -1"):
         generate(GenerateConfig(model=str(saved_model), prompt="hi", seed=-1, device="cpu"))

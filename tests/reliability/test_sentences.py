@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from test_families import captured
-from test_folders_and_statuses import call
 from test_training import sharp
 from tiny import make_model, make_tokenizer, prompt, save_model
 from tiny_artifacts import artifacts
@@ -60,19 +59,15 @@ def hostile(folder: Path, what: str) -> RouterArtifact:
     return router
 
 
-def test_no_escape_of_an_artifact_reaches_the_terminal(tmp_path, monkeypatch, capsys) -> None:
+def test_no_escape_of_an_artifact_reaches_the_terminal(cli, tmp_path) -> None:
     hostile(tmp_path / "r", ESCAPE)
-    monkeypatch.setattr(sys, "argv", ["sparsekv", "inspect", "--heads", str(tmp_path / "r")])
-    from sparsekv.cli import main
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = capsys.readouterr()
-    assert stop.value.code == 0 and clean(said.out) and "\\x1b]0;owned\\x07" in said.out, said
+    said = cli("inspect", "--heads", tmp_path / "r")
+    assert said.status == 0 and clean(said.out) and "\\x1b]0;owned\\x07" in said.out, said
     with refused("was made for a model with") as error:
         RouterArtifact.load(tmp_path / "r").check(make_model())
     assert clean(str(error.value)) and "\\x1b" in str(error.value)
     (tmp_path / "x\x1b[2J").mkdir()
-    status, shown = call(monkeypatch, capsys, "inspect", tmp_path / "x\x1b[2J")
+    status, _, shown = cli("inspect", tmp_path / "x\x1b[2J")
     assert status == 1 and clean(shown) and "x\\x1b[2J" in shown
 
 
@@ -93,14 +88,14 @@ def test_a_card_is_words_whatever_a_file_says(what: str, tmp_path) -> None:
     assert page.count("\n---\n") == 1 and "base_model: other" not in page.split("---")[1]
 
 
-def test_quality_that_is_none_is_left_out(tmp_path, monkeypatch, capsys) -> None:
+def test_quality_that_is_none_is_left_out(cli, tmp_path) -> None:
     for quality in ({"mass_share@x": 1.0}, {"per_head": []}, {"per_head": {"mass_share@0.05": [["a"]]}},
                     {"mass_share@0.05": 10**400, "per_head": {"mass_share@0.05": [[10**400] * 4] * 3}},
                     {"mass_share@0.05": float("1e308"), "per_head": {"mass_share@0.05": [[0.1] * 4] * 2}}):
         router, _ = artifacts(make_model())
         router.config.quality.update(quality)
         router.save(tmp_path / "r")
-        status, shown = call(monkeypatch, capsys, "inspect", "--heads", tmp_path / "r")
+        status, _, shown = cli("inspect", "--heads", tmp_path / "r")
         assert status == 0 and not shown
         assert card_files({"router": asdict(router.config)})
 
@@ -124,12 +119,12 @@ def test_standard_input_that_is_none(saved_model, tmp_path) -> None:
     assert done.returncode == 1 and b"standard input is closed" in done.stderr, done.stderr
 
 
-def test_a_template_and_a_tokenizer_that_raise(tmp_path, monkeypatch, capsys) -> None:
+def test_a_template_and_a_tokenizer_that_raise(cli, tmp_path) -> None:
     folder = save_model(tmp_path / "m")
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no\x1b[2J') }}"
     tokenizer.save_pretrained(folder)
-    status, shown = call(monkeypatch, capsys, "generate", "--model", folder, "--prompt", "x", "--chat-template",
+    status, _, shown = cli("generate", "--model", folder, "--prompt", "x", "--chat-template",
                          "--device", "cpu")
     assert status == 1 and "chat template could not be applied (no\\x1b[2J)" in shown
 
@@ -197,12 +192,6 @@ def test_an_attached_model_is_not_copied_and_a_cache_not_used_twice() -> None:
             with refused(rf"the cache holds 62 tokens and the prompt has {length}; .*cache\.fork\(\)"):
                 model.generate(prompt(length), past_key_values=cache, max_new_tokens=3, do_sample=False)
     copy.deepcopy(model)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Path:
-    return Path(captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                         queries_per_document=32).path)
 
 
 @pytest.mark.slow

@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_families import captured
-from test_training import sharp
 from training_child import train
 
 from sparsekv.capture.config import CaptureConfig, check_options, parse_layers
-from sparsekv.cli import main
 from sparsekv.evaluation.own_tasks import check_prompts
 from sparsekv.trainers.phi import PhiConfig
 from sparsekv.trainers.router import RouterConfig
@@ -25,14 +22,8 @@ def refused(sentence: str) -> Any:
     return pytest.raises(SparseKVError, match=sentence)
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory) -> str:
-    return str(captured(sharp(), tmp_path_factory.mktemp("c") / "s", num_documents=3, context_length=160,
-                        queries_per_document=32).path)
-
-
 @pytest.mark.parametrize(("kind", "options", "sentence"), [
-    ("router", {"num_buckets": 10**9}, "1000000000 buckets need at least as many keys, and the capture has 320 a head"),
+    ("router", {"num_buckets": 10**9}, "1000000000 buckets need at least as many keys, and the capture has 480 a head"),
     ("router", {"num_buckets": 1}, "--num-buckets must be a whole number from 2 to 2147483647, found 1"),
     ("router", {"num_buckets": 10**30}, "--num-buckets must be a whole number from 2 to 2147483647, found 1000"),
     ("router", {"num_buckets": 2.5}, "--num-buckets must be a whole number"),
@@ -46,17 +37,17 @@ def store(tmp_path_factory) -> str:
     ("phi", {"devices": 10**9}, "--devices 1000000000 was asked for; this machine has [0-9]+ CPU cores, and takes"),
     ("phi", {"layer_group": -1}, "--layer-group must be a whole number from 0 to"),
     ("phi", {"seed": 2**32}, "--seed must be a whole number from 0 to 4294967295, found 4294967296")])
-def test_sizes_of_trainings(kind: str, options: dict[str, Any], sentence: str, store: str, tmp_path) -> None:
+def test_sizes_of_trainings(kind: str, options: dict[str, Any], sentence: str, store, tmp_path) -> None:
     with refused(sentence):
-        train(kind, store, str(tmp_path / "out"), **options)
+        train(kind, str(store), str(tmp_path / "out"), **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_training_that_the_memory_holds_is_not_refused(store: str, tmp_path, monkeypatch) -> None:
+def test_a_training_that_the_memory_holds_is_not_refused(store, tmp_path, monkeypatch) -> None:
     needed: list[float] = []
     monkeypatch.setattr("sparsekv.trainers.work.check_memory", lambda count, *_: needed.append(count))
     for kind in ("router", "phi"):
-        train(kind, store, str(tmp_path / kind), max_steps=2)
+        train(kind, str(store), str(tmp_path / kind), max_steps=2)
     assert 0 < needed[0] < needed[1] < 100e6
 
 
@@ -100,10 +91,7 @@ def test_processes_of_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_memory_that_runs_out_is_a_sentence(error: Exception, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("sys.argv", ["sparsekv", "inspect", str(Path(__file__).parent)])
+def test_memory_that_runs_out_is_a_sentence(error: Exception, cli, monkeypatch) -> None:
     monkeypatch.setattr("sparsekv.artifacts.inspection.inspect_path", lambda _: (_ for _ in ()).throw(error))
-    with pytest.raises(SystemExit) as stop:
-        main()
-    said = " ".join(capsys.readouterr().err.split())
-    assert stop.value.code == 1 and "error: memory ran out (" in said and "ask for smaller sizes" in said
+    status, _, said = cli("inspect", Path(__file__).parent)
+    assert status == 1 and "error: memory ran out (" in said and "ask for smaller sizes" in said

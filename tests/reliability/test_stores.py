@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "capture"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "trainers"))
-
 from test_families import captured
 from test_training import sharp
 from training_child import stopped, train

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
-
 from tiny import make_model, prompt, save_model
 
 import sparsekv
@@ -181,12 +175,11 @@ def test_other_trainings_and_other_folders_are_refused(place: Path, tmp_path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_stopped_and_gone_on(place: Path, number: signal.Signals) -> None:
+def test_stopped_and_gone_on(forks, place: Path, number: signal.Signals) -> None:
     out, options = place / number.name, config(place, number.name, phi_steps=3000)
-    words = [str(w) for k in ("num_documents", "context_length", "phi_steps", "device")
+    words = [w for k in ("num_documents", "context_length", "phi_steps", "device")
              for w in (f"--{k.replace('_', '-')}", getattr(options, k))]
-    command = [sys.executable, "-m", "sparsekv.cli", "train", options.model, options.corpus, "-o", str(out), *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    process = forks.start("-m", "sparsekv.cli", "train", options.model, options.corpus, "-o", out, *words)
     ends = time.monotonic() + 200
     while not list(out.glob("phi/checkpoints/*.ckpt")):
         assert process.poll() is None and time.monotonic() < ends, process.communicate()[1]

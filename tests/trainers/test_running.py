@@ -3,17 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
+import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "capture"))
-sys.path.insert(0, str(Path(__file__).parent))
-
+from forks import Fork, Forks
 from test_families import captured, tiny
 from test_training import sharp
 from training_child import stopped, train
@@ -33,10 +30,10 @@ CHILD = Path(__file__).parent / "training_child.py"
 ARTIFACTS = {"router": RouterArtifact, "phi": PhiArtifact}
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return captured(sharp(), tmp_path_factory.mktemp("capture") / "s", num_documents=4, context_length=160,
-                    queries_per_document=32)
+@pytest.fixture
+def training(forks: Forks) -> Callable[..., Fork]:
+    """Starts training_child.py: `training("phi", store, output, "max_steps=60")`."""
+    return lambda *words, **variables: forks.start(CHILD, *words, merged=True, **variables)
 
 
 class Toy(Task):
@@ -106,16 +103,6 @@ def test_no_head_knows_of_the_others(tmp_path) -> None:
     assert torch.equal(both.w1[1], second.w1[0]) and not torch.equal(both.w1[0], both.w1[1])
 
 
-def child(*words: str, wait: bool = True) -> subprocess.Popen:
-    process = subprocess.Popen([sys.executable, str(CHILD), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               text=True, env={**os.environ, "OMP_NUM_THREADS": "1",
-                                               "PYTHONPATH": str(Path(__file__).parents[2])})
-    if wait:
-        shown, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, shown
-    return process
-
-
 def tensors(artifact) -> dict[str, torch.Tensor]:
     if isinstance(artifact, RouterArtifact):
         return {"centroids": artifact.centroids, **(artifact.weights._asdict() if artifact.weights else {})}
@@ -127,8 +114,8 @@ def assert_same(one, other, tolerance: float) -> None:
         torch.testing.assert_close(tensors(other)[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def kill_at_first_checkpoint(kind: str, store: CaptureStore, output: Path, steps: int) -> None:
-    process = child(kind, str(store.path), str(output), f"max_steps={steps}", wait=False)
+def kill_at_first_checkpoint(training: Callable[..., Fork], kind: str, store: Path, output: Path, steps: int) -> None:
+    process = training(kind, store, output, f"max_steps={steps}")
     ends = time.monotonic() + 120
     while not list(output.glob("checkpoints/*.ckpt")):
         assert process.poll() is None and time.monotonic() < ends, process.communicate()[0]
@@ -138,17 +125,17 @@ def kill_at_first_checkpoint(kind: str, store: CaptureStore, output: Path, steps
 
 
 @pytest.mark.parametrize("kind", ["router", "phi"])
-def test_a_killed_run_resumes_where_it_was(store, tmp_path, capsys, kind: str) -> None:
-    steps = 300
-    whole = train(kind, str(store.path), str(tmp_path / "whole"), max_steps=steps)
+def test_a_killed_run_resumes_where_it_was(training, store, tmp_path, capsys, kind: str) -> None:
+    steps = 150
+    whole = train(kind, str(store), str(tmp_path / "whole"), max_steps=steps)
     cut = tmp_path / "cut"
-    kill_at_first_checkpoint(kind, store, cut, steps)
+    kill_at_first_checkpoint(training, kind, store, cut, steps)
     with pytest.raises(SparseKVError, match="interrupted training; add --resume"):
-        train(kind, str(store.path), str(cut), max_steps=steps)
-    with pytest.raises(SparseKVError, match="was started with max_steps 300; now found max_steps 7"):
-        train(kind, str(store.path), str(cut), max_steps=7, resume=True)
+        train(kind, str(store), str(cut), max_steps=steps)
+    with pytest.raises(SparseKVError, match="was started with max_steps 150; now found max_steps 7"):
+        train(kind, str(store), str(cut), max_steps=7, resume=True)
     capsys.readouterr()
-    resumed = train(kind, str(store.path), str(cut), max_steps=steps, resume=True)
+    resumed = train(kind, str(store), str(cut), max_steps=steps, resume=True)
     assert "resumed from the checkpoint at step" in capsys.readouterr().err
     assert_same(whole, resumed, 1e-3)
     assert sorted(p.name for p in cut.iterdir()) == ["README.md", "config.json", "metrics.csv", "model.safetensors",
@@ -156,12 +143,12 @@ def test_a_killed_run_resumes_where_it_was(store, tmp_path, capsys, kind: str) -
     steps_seen = read_metrics(cut / "metrics.csv")["step"]
     assert steps_seen == sorted(set(steps_seen)) and steps_seen[-1] == steps
     with pytest.raises(SparseKVError, match="is finished: there is nothing to resume"):
-        train(kind, str(store.path), str(cut), max_steps=steps, resume=True)
+        train(kind, str(store), str(cut), max_steps=steps, resume=True)
 
 
-def test_a_resumed_run_refuses_another_model_and_other_documents(store, tmp_path) -> None:
+def test_a_resumed_run_refuses_another_model_and_other_documents(training, store, tmp_path) -> None:
     output = tmp_path / "cut"
-    kill_at_first_checkpoint("phi", store, output, 400)
+    kill_at_first_checkpoint(training, "phi", store, output, 400)
     other = captured(tiny("qwen2"), tmp_path / "q", num_documents=4, context_length=160, queries_per_document=32)
     with pytest.raises(SparseKVError, match=r"was made for a model with architecture LlamaForCausalLM.*Qwen2"):
         train("phi", str(other.path), str(output), max_steps=400, resume=True)
@@ -172,11 +159,11 @@ def test_a_resumed_run_refuses_another_model_and_other_documents(store, tmp_path
 
 @pytest.mark.parametrize("kind", ["router", "phi"])
 def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str) -> None:
-    whole = train(kind, str(store.path), str(tmp_path / "a"), layer_group=1)
+    whole = train(kind, str(store), str(tmp_path / "a"), max_steps=20, layer_group=1)
     from sparsekv.trainers import work
 
     with stopped("finish"):
-        train(kind, str(store.path), str(tmp_path / "b"), layer_group=1)
+        train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1)
     (tmp_path / "b" / "parts" / "layer002-heads000-001.safetensors").unlink()
     mark = tmp_path / "b" / work.MARK
     held = json.loads(mark.read_text())
@@ -184,17 +171,30 @@ def test_finished_parts_are_not_trained_again(store, tmp_path, capsys, kind: str
         mark.write_text(json.dumps({**held, "options": {**held["options"], "residual": residual}}))
         if residual:
             with pytest.raises(SparseKVError, match="was started with residual True; now found residual None"):
-                train(kind, str(store.path), str(tmp_path / "b"), layer_group=1, resume=True)
+                train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1, resume=True)
     capsys.readouterr()
-    again = train(kind, str(store.path), str(tmp_path / "b"), layer_group=1, resume=True)
+    again = train(kind, str(store), str(tmp_path / "b"), max_steps=20, layer_group=1, resume=True)
     assert capsys.readouterr().err.count("trained before the run was interrupted") == 2
     assert_same(whole, again, 1e-5)
 
 
-def test_two_ranks_give_the_artifacts_of_one(store, tmp_path) -> None:
-    child("both", str(store.path), str(tmp_path), "devices=2")
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("its own", marks=pytest.mark.slow)])
+def test_two_ranks_give_the_artifacts_of_one(training, store, tmp_path, launcher: str) -> None:
+    """Two processes as torchrun starts them, or one that starts the other."""
+    words = ("both", store, tmp_path, "devices=2", "max_steps=20")
+    if launcher == "torchrun":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            common = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+                      "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        ranks = [training(*words, RANK=rank, LOCAL_RANK=rank, **common) for rank in "01"]
+    else:
+        ranks = [training(*words)]
+    for process in ranks:
+        said, _ = process.communicate()
+        assert process.returncode == 0, said
     for kind, artifact in ARTIFACTS.items():
-        one, two = train(kind, str(store.path), str(tmp_path / f"one-{kind}")), artifact.load(tmp_path / kind)
+        one, two = train(kind, str(store), str(tmp_path / f"one-{kind}"), max_steps=20), artifact.load(tmp_path / kind)
         assert_same(one, two, 1e-3)
         for name, value in one.config.quality.items():
             if isinstance(value, float):
@@ -208,30 +208,30 @@ def test_heads_are_dealt_out_where_layers_are_few(store, tmp_path) -> None:
 
     assert [pieces(layers, heads, ranks) for layers, heads, ranks in (
         (3, 8, 2), (3, 8, 4), (1, 8, 8), (1, 6, 4), (2, 2, 64))] == [1, 2, 8, 6, 2]
-    one = train("phi", str(store.path), str(tmp_path / "one"))
+    one = train("phi", str(store), str(tmp_path / "one"), max_steps=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sparsekv.trainers.work.pieces", lambda *_: 2)
-        split = train("phi", str(store.path), str(tmp_path / "cut"), layer_group=1)
+        split = train("phi", str(store), str(tmp_path / "cut"), layer_group=1, max_steps=20)
     assert_same(one, split, 1e-3)
 
 
 def test_time_runs_out(store, tmp_path) -> None:
     began = time.monotonic()
-    train("router", str(store.path), str(tmp_path / "a"), max_steps=10_000_000, max_time="00:00:02")
+    train("router", str(store), str(tmp_path / "a"), max_steps=10_000_000, max_time="00:00:02")
     assert time.monotonic() - began < 60
     assert RouterArtifact.load(tmp_path / "a").config.quality["mass_share@0.05"] > 0
 
 
 def test_options_of_the_trainers(store, tmp_path) -> None:
     common = {"max_steps": 5}
-    plain = train("router", str(store.path), str(tmp_path / "a"), **common)
+    plain = train("router", str(store), str(tmp_path / "a"), **common)
     for i, options in enumerate(({"key_space": "pre"}, {"lr": 1e-2}, {"seed": 1})):
-        other = train("router", str(store.path), str(tmp_path / f"r{i}"), **common, **options)
+        other = train("router", str(store), str(tmp_path / f"r{i}"), **common, **options)
         assert not torch.equal(other.weights.w1, plain.weights.w1), options
-    maps = train("phi", str(store.path), str(tmp_path / "p"), **common)
+    maps = train("phi", str(store), str(tmp_path / "p"), **common)
     for i, options in enumerate(({"keys_per_step": 4096}, {"centred": False}, {"optimizer": "adam"},
                                  {"output_weight": 0.0}, {"seed": 1})):
-        other = train("phi", str(store.path), str(tmp_path / f"p{i}"), **common, **options)
+        other = train("phi", str(store), str(tmp_path / f"p{i}"), **common, **options)
         assert not torch.equal(other.maps.query.w_in, maps.maps.query.w_in), options
 
 
@@ -240,16 +240,15 @@ def test_contradictions_are_refused(store, tmp_path) -> None:
             ({"preset": "saap"}, "unknown preset 'saap'"), ({"optimizer": "sgd"}, "unknown optimizer 'sgd'"),
             ({"resume": True, "overwrite": True}, "use one of them"), ({"max_time": "soon"}, "is no duration")):
         with pytest.raises(SparseKVError, match=message):
-            train("phi", str(store.path), str(tmp_path / "a"), **options)
+            train("phi", str(store), str(tmp_path / "a"), **options)
         assert not (tmp_path / "a").exists()
     with pytest.raises(SparseKVError, match="unknown scores 'hybrid'"):
-        train("router", str(store.path), str(tmp_path / "a"), scores="hybrid")
+        train("router", str(store), str(tmp_path / "a"), scores="hybrid")
     assert TrainingOptions("c", "o", max_time="1:00:00:01").seconds() == 86_401
 
 
 def test_windows_of_one_source_stay_together(store) -> None:
-    manifest = json.loads(json.dumps(store.manifest))
-    fake = CaptureStore(store._place, manifest)
+    fake = CaptureStore.open(store)
     for document, sources in zip(fake.documents, (["a"], ["b"], ["b", "c"], ["c", "d"]), strict=True):
         document["sources"] = sources
     assert split_documents(fake, 1) == ([0, 1], [3])

@@ -1,6 +1,0 @@
-"""The capture tests share the tiny models of `test_families.py`."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
