@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
@@ -18,16 +17,14 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.crossing import Shape, Times, shortest, times_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
-from sparsekv.runtime.numbers import check_selector, layer_numbers, whole
 from sparsekv.runtime.settings import LayerSetting
+from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
 
-PLACEMENTS = ("gpu", "offload", "cpu")
 MOST_BUCKETS = 65536
-SIZES = {"sink_size": 4, "window_size": 16}
-"""Tokens of sink and local window where neither options nor artifacts say."""
 
 
 @dataclass(eq=False)
@@ -77,6 +74,14 @@ class Decoding:
                 self.estimator_of(self.first_sparse, key.device), self.sink_size, self.window_size)
         self.crossing = self._times[shape]
         return self.crossing.crossing
+
+    @property
+    def completion(self) -> str:
+        """What estimates the attention to what is not read, by name."""
+        if self.estimator is None:
+            return NONE if self.phi is None else "phi"
+        kind = type(self.estimator)
+        return next((name for name, known in ESTIMATORS.items() if known is kind), kind.__name__)
 
     def why(self) -> str:
         """Why caches decode sparsely from the length that they do."""
@@ -131,81 +136,52 @@ class Decoding:
 
 
 def make_decoding(
-    model: nn.Module, modules: dict[int, nn.Module], *, router: RouterArtifact | None, phi: PhiArtifact | None,
-    selector: str | Selector | None, token_budget: int | float | None, completion: str | Estimator | None,
-    sink_size: int | None, window_size: int | None, decode_window: int, dense_layers: Sequence[int], placement: str,
-    dense_below: int | None, options: dict[str, Any], layers: Mapping[int, LayerSetting] | None = None,
-    prefill: str | SparsePrompts = "dense",
+    model: nn.Module, modules: dict[int, nn.Module], config: SparseConfig, *, router: RouterArtifact | None,
+    phi: PhiArtifact | None, layers: Mapping[int, LayerSetting] | None = None,
 ) -> Decoding:
-    """How to decode. Raises SparseKVError for what cannot work."""
+    """How to decode with these artifacts, whatever those of the config. Raises SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
     if layers is not None:
-        token_budget = max((s.budget for s in layers.values()), default=0.0)
-    chosen = choose_selector(selector, router, token_budget, options)
+        config = replace(config, token_budget=max((s.budget for s in layers.values()), default=0.0))
+    chosen = choose_selector(config, router)
     for artifact in (router, phi):
         if artifact is not None:
             artifact.check(model)
-    estimator, phi = _estimator(completion, phi)
+    estimator, phi = _estimator(config.completion, phi)
     if isinstance(estimator, CentroidEstimator):
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
-    sink = chosen_size("sink_size", sink_size, (router, phi))
-    window = chosen_size("window_size", window_size, (router, phi))
-    whole("decode_window", decode_window, least=1)
-    if dense_below is not None:
-        whole("dense_below", dense_below)
-    layer_numbers(dense_layers)
-    dense = set(range(len(modules))) - eligible | dense_by_number(dense_layers, max(modules) + 1)
-    prompts = _prompts(prefill, chosen, sink, window)
+    sink, window = config.sizes(router, phi)
+    dense = set(range(len(modules))) - eligible | dense_by_number(config.dense_layers, max(modules) + 1)
+    prompts = config.prompts()
+    if prompts is not None and chosen.reader(sink, window) is not None:
+        raise SparseKVError(f"selector {chosen.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
+                            "reads them by blocks; leave one of them out")
     prompt_layers = frozenset(eligible - dense)
     trained = router if chosen.is_trained() else None
     dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
               or (trained is not None and trained.layer(i) is None)}
-    check_choice("placement", placement, PLACEMENTS)
-    if placement == "offload" and chosen.scores_keys:
-        raise SparseKVError(f"selector {chosen.name} scores keys at every step, which lie in CPU memory under "
-                            "placement offload; use placement='cpu', or a selector with an index such as router")
     if getattr(chosen, "extrapolate", False) and (estimator is not None or phi is not None):
         raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
                             "own; leave out the completion (completion='none')")
-    config: Any = next(iter(modules.values())).config
-    return Decoding(chosen, estimator, trained, phi, sink, window, decode_window, placement, dense_below,
-                    frozenset(dense), layers, prompts, prompt_layers, config.num_attention_heads,
+    shape: Any = next(iter(modules.values())).config
+    return Decoding(chosen, estimator, trained, phi, sink, window, config.decode_window, config.placement,
+                    config.dense_below, frozenset(dense), layers, prompts, prompt_layers, shape.num_attention_heads,
                     min(eligible - dense, default=None))
 
 
-def _prompts(prefill: str | SparsePrompts, selector: Selector, sink: int, window: int) -> SparsePrompts | None:
-    """How prompts are read. Raises SparseKVError."""
-    if isinstance(prefill, str):
-        check_choice("prefill", prefill, ("dense", "sparse"))
-        prefill = SparsePrompts() if prefill == "sparse" else prefill
-    elif not isinstance(prefill, SparsePrompts):
-        raise SparseKVError(f"prefill is 'dense', 'sparse' or a SparsePrompts, found {brief(prefill)}")
-    if isinstance(prefill, str):
-        return None
-    if selector.reader(sink, window) is not None:
-        raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
-                            "reads them by blocks; leave one of them out")
-    return prefill
-
-
-def choose_selector(
-    selector: str | Selector | None, router: RouterArtifact | None, token_budget: int | float | None,
-    options: dict[str, Any],
-) -> Selector:
-    """The selector that is named, or the best that the router has been trained for, with its options. Raises
-    SparseKVError for an unknown name and for options that it does not have or that it refuses."""
-    if isinstance(selector, Selector):
-        made = copy.copy(selector)
+def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Selector:
+    """The selector that is named, or the best that the router has been trained for, with its options; all that can be
+    said of a config without a model is said here. Raises SparseKVError."""
+    config.check()
+    given = config.selector_options()
+    if isinstance(config.selector, Selector):
+        made = copy.copy(config.selector)
     else:
-        if not isinstance(selector, str | None):
-            raise SparseKVError(f"a selector is a name or a Selector, found {brief(selector)}")
-        name = selector or _default(router, options)
+        name = config.selector or _default(router, given)
         check_choice("selector", name, sorted(SELECTORS))
         made = SELECTORS[name]()
     names = made.option_names()
-    for key, value in {**options, "token_budget": token_budget}.items():
-        if value is None:
-            continue
+    for key, value in given.items():
         if key not in names:
             raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
         setattr(made, key, value)
@@ -214,7 +190,11 @@ def choose_selector(
         if made.name == "sketch" and router.sketch is None:
             warnings.warn("this router was trained without sketches and decodes by buckets alone; train it again for "
                           "selector sketch", stacklevel=2)
-    check_selector(made)
+    check_ranges(made, lambda option: f"{option} of selector {made.name}", least=0)
+    made.validate()
+    if config.placement == "offload" and made.scores_keys:
+        raise SparseKVError(f"selector {made.name} scores keys at every step, which lie in CPU memory under "
+                            "placement offload; use placement='cpu', or a selector with an index such as router")
     return made
 
 
@@ -249,8 +229,6 @@ def _estimator(
     """The estimator to copy, or the feature maps to make one of for every layer."""
     if isinstance(completion, Estimator):
         return completion, None
-    if not isinstance(completion, str | None):
-        raise SparseKVError(f"a completion is a name or an Estimator, found {brief(completion)}")
     completion = completion or (NONE if phi is None else "phi")
     check_choice("completion", completion, (*ESTIMATOR_ROWS, NONE))
     if completion == "phi" and phi is None:
@@ -260,26 +238,14 @@ def _estimator(
     return ESTIMATORS[completion](), None
 
 
-def dense_by_number(layers: Sequence[int], count: int) -> set[int]:
-    """The layers of a model of `count` that are named, from the end if negative. Raises SparseKVError for another."""
+def dense_by_number(layers: Sequence[int] | None, count: int) -> set[int]:
+    """The layers of a model of `count` that are named, from the end if negative; layer 0 where none are given. Raises
+    SparseKVError for another."""
+    layers = (0,) if layers is None else layers
     for layer in layers:
         if not -count <= layer < count:
             raise SparseKVError(f"dense_layers names layer {layer}; this model has layers 0 to {count - 1}")
     return {layer % count for layer in layers}
-
-
-def chosen_size(
-    name: str, given: int | None, artifacts: tuple[RouterArtifact | PhiArtifact | None, ...],
-) -> int:
-    """sink_size or window_size: the option if given, else the artifacts' own (they must agree), else the default."""
-    if given is not None:
-        whole(name, given)
-        return given
-    found = {getattr(a.config, name) for a in artifacts if a is not None}
-    if len(found) > 1:
-        raise SparseKVError(f"the router and the feature maps were trained with different {name} "
-                            f"({' and '.join(map(str, sorted(found)))} tokens); say which with {name}=...")
-    return found.pop() if found else SIZES[name]
 
 
 def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:
