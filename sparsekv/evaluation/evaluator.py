@@ -63,7 +63,8 @@ class Evaluator:
         cells = open_cells(self.path, {
             "requests": digest_of_prompts(self.requests), "accounting": accounting,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
-            "decoding": {k: v for k, v in config.given().items() if k not in ("completion", "candidates", "dense_below")},
+            "decoding": {k: v for k, v in config.given().items()
+                         if k not in ("completion", "candidates", "dense_below")},
             **(header or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
