@@ -101,13 +101,6 @@ def test_lists_of_blocks() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 16, 333, 100, 77, 260), (3, 1, 24, 111, 63, 0, 0), (7, 1, 80, 90, 1, 64, 5),
-                                   (2, 2, 64, 70, 70, 0, 70)], ids=str)
-def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_chunk_attention(shape, dtype, "cpu")
-
-
-@DTYPES
 @pytest.mark.parametrize("shape", [(2, 3, 65, 24), (1, 1, 1, 80)], ids=str)
 def test_attention_added(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_added(shape, dtype, "cpu")
@@ -159,12 +152,6 @@ def test_statistics(shape: tuple[int, ...], block: int, monkeypatch: pytest.Monk
     # several stretches of the keys, the last ones out of the sight of most queries
     monkeypatch.setattr(attention_mass, "KEYS_AT_ONCE", block)
     checks.check_statistics(shape, "cpu")
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 2), (2, 2, 3, 1, 37, 50), (2, 1, 4, 5, 33, 16), (1, 2, 9, 1, 17, 33),
-                                   (2, 2, 2, 1, 0, 5), (2, 2, 2, 0, 6, 5)], ids=str)
-def test_collisions(shape: tuple[int, ...]) -> None:
-    checks.check_collisions(shape, "cpu")
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [

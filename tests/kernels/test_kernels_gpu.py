@@ -48,8 +48,8 @@ def test_lists_of_blocks() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777, 2600), (32, 8, 128, 6000, 2048, 1000, 5),
-                                   (7, 1, 80, 900, 1, 640, 50), (2, 2, 256, 700, 700, 0, 70)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777), (32, 8, 128, 6000, 2048, 1000),
+                                   (7, 1, 80, 900, 1, 640), (2, 2, 256, 700, 700, 0)], ids=str)
 def test_attention_of_a_chunk(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     checks.check_chunk_attention(shape, dtype, DEVICE)
 
@@ -126,12 +126,6 @@ def test_bucket_mass(shape: tuple[int, ...]) -> None:
                          ids=str)
 def test_statistics(shape: tuple[int, ...]) -> None:
     checks.check_statistics(shape, DEVICE)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 2), (2, 2, 3, 1, 37, 150), (2, 1, 4, 5, 33, 16),
-                                   (1, 2, 9, 1, 17, 33), (2, 2, 2, 1, 0, 5)], ids=str)
-def test_collisions(shape: tuple[int, ...]) -> None:
-    checks.check_collisions(shape, DEVICE)
 
 
 @DTYPES
