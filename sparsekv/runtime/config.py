@@ -3,13 +3,13 @@ a settings file and vLLM's JSON are the fields of `SparseConfig`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, SELECTOR_ROWS
 from sparsekv.util.config import check_ranges, option
-from sparsekv.util.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError, check_choice
 
 GROUP = "Sparse decoding"
 SIZES = {"sink_size": 4, "window_size": 16}
@@ -116,6 +116,8 @@ class SparseConfig:
         try:
             check_ranges(self, str)
             check_budget(self.token_budget)
+            if isinstance(self.completion, str):
+                check_choice("completion", self.completion, (*ESTIMATOR_ROWS, NONE))
             self.prompts()
         except SparseKVError as error:
             raise SparseKVError(f"{where}: {error}" if where else str(error)) from error
@@ -141,10 +143,11 @@ class SparseConfig:
         return {name: value for name, value in given.items() if value is not None}
 
     def given(self) -> dict[str, Any]:
-        """The fields that are not their defaults."""
+        """The fields that are not their defaults; how prompts are read as a settings file has it."""
         plain = SparseConfig()
-        return {f.name: getattr(self, f.name) for f in fields(SparseConfig)
-                if getattr(self, f.name) != getattr(plain, f.name)}
+        found = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
+                 if getattr(self, f.name) != getattr(plain, f.name)}
+        return found | {k: asdict(x) for k, x in found.items() if k == "prefill" and is_dataclass(x)}
 
     def sizes(self, *artifacts: Any) -> tuple[int, int]:
         """Sink and window [tokens]: as given, else the artifacts' own (they must agree), else the defaults. Raises

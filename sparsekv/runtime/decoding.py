@@ -14,11 +14,11 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, default_selector
+from sparsekv.core.registry import NONE, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.crossing import Shape, Times, shortest, times_of
+from sparsekv.runtime.crossing import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.settings import LayerSetting
 from sparsekv.util.config import check_ranges, whole
@@ -54,26 +54,27 @@ class Decoding:
     placed: dict[Any, Any] = field(default_factory=dict)
     """Copies of what was trained, by device, and estimators to fork, by layer and device."""
     _times: dict[Shape, Times] = field(default_factory=dict)
-    crossing: Times | None = None
-    """The times that last said from which length a cache decodes sparsely."""
+    rule: DenseRule | None = None
+    """What last said from which length a cache decodes sparsely."""
 
     def short_until(self, key: Tensor, length: int) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
         cache of a `length` that is too short to be timed, the length from which it is."""
-        if self.dense_below is not None:
-            return self.dense_below
-        if self.placement != "gpu" or self.first_sparse is None:
-            return 0
-        timed = shortest(key.device, self.sink_size, self.window_size)
-        if length < timed:
-            return timed
-        shape = Shape(key.shape[0], self.heads_q, key.shape[1], key.shape[3], key.dtype, key.device)
-        if shape not in self._times:
-            self._times[shape] = times_of(
-                shape, self.selector_of(self.first_sparse, key.device),
-                self.estimator_of(self.first_sparse, key.device), self.sink_size, self.window_size)
-        self.crossing = self._times[shape]
-        return self.crossing.crossing
+        on_host, times = self.placement != "gpu", None
+        if self.first_sparse is None:
+            return self.dense_below or 0
+        if self.dense_below is None and not on_host:
+            timed = shortest(key.device, self.sink_size, self.window_size)
+            if length < timed:
+                return timed
+            shape = Shape(key.shape[0], self.heads_q, key.shape[1], key.shape[3], key.dtype, key.device)
+            if shape not in self._times:
+                self._times[shape] = times_of(
+                    shape, self.selector_of(self.first_sparse, key.device),
+                    self.estimator_of(self.first_sparse, key.device), self.sink_size, self.window_size)
+            times = self._times[shape]
+        self.rule = dense_rule(self.dense_below, on_host=on_host, times=times, name=self.selector.name)
+        return self.rule.shortest
 
     @property
     def completion(self) -> str:
@@ -87,13 +88,7 @@ class Decoding:
         """Why caches decode sparsely from the length that they do."""
         if self.first_sparse is None:
             return "no layer decodes sparsely"
-        if self.dense_below is not None:
-            return f"dense_below={self.dense_below} was given"
-        if self.placement != "gpu":
-            return "keys and values lie in CPU memory"
-        if self.crossing is None:
-            return "no cache was as long as the shortest that is timed"
-        return self.crossing.describe(self.selector.name)
+        return "no cache was as long as the shortest that is timed" if self.rule is None else self.rule.why
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
@@ -127,7 +122,7 @@ class Decoding:
         chosen = copy.copy(self.selector)
         chosen.token_budget = budget
         chosen.validate()
-        self.selector, self._times, self.crossing = chosen, {}, None
+        self.selector, self._times, self.rule = chosen, {}, None
 
     def _on(self, name: str, trained: Any, device: Any) -> Any:
         if (name, device) not in self.placed:
@@ -152,11 +147,7 @@ def make_decoding(
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
     sink, window = config.sizes(router, phi)
     dense = set(range(len(modules))) - eligible | dense_by_number(config.dense_layers, max(modules) + 1)
-    prompts = config.prompts()
-    if prompts is not None and chosen.reader(sink, window) is not None:
-        raise SparseKVError(f"selector {chosen.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
-                            "reads them by blocks; leave one of them out")
-    prompt_layers = frozenset(eligible - dense)
+    prompts, prompt_layers = config.prompts(), frozenset(eligible - dense)
     trained = router if chosen.is_trained() else None
     dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
               or (trained is not None and trained.layer(i) is None)}
@@ -195,6 +186,9 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
     if config.placement == "offload" and made.scores_keys:
         raise SparseKVError(f"selector {made.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload; use placement='cpu', or a selector with an index such as router")
+    if config.prompts() is not None and made.reader(0, 0) is not None:
+        raise SparseKVError(f"selector {made.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
+                            "reads them by blocks; leave one of them out")
     return made
 
 
@@ -230,7 +224,6 @@ def _estimator(
     if isinstance(completion, Estimator):
         return completion, None
     completion = completion or (NONE if phi is None else "phi")
-    check_choice("completion", completion, (*ESTIMATOR_ROWS, NONE))
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
     if completion in (NONE, "phi"):

@@ -66,6 +66,7 @@ def attach(
     check_model(model)
     modules = attention_modules(model)
     config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
+    config.check()
     layers = None
     if settings is not None:
         own = {*SIZES, "selector", "token_budget", "completion", "dense_layers", *config.selector_options()}
@@ -140,8 +141,8 @@ class Attachment:
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
         or it is not known yet; sparse_why: what decided that."""
-        times, given = self.decoding.crossing, self.decoding.dense_below
-        known = given if times is None else None if times.crossing == NEVER else times.crossing
+        rule = self.decoding.rule
+        known = None if rule is None or rule.shortest == NEVER else rule.shortest
         return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
