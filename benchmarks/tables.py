@@ -1,4 +1,4 @@
-"""Draw the pages of docs/results/ from the rows beside them, README's table, the drawings, and the tables of methods,
+"""Draw the pages of docs/results/ from the rows beside them, README's table and the tables of methods,
 which `python benchmarks/tables.py methods` draws alone. No figure is ever typed."""
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import (
     _completion_page,
-    _drawings_page,
     _first_page,
     _missed_page,
     _phi_page,
@@ -156,8 +155,6 @@ if __name__ == "__main__":
     from benchmarks import _methods
 
     _methods.write()
-    for name, draw in _drawings_page.DRAWINGS.items():
-        (ROOT / "docs" / "assets" / f"{name}.svg").write_text(draw(), encoding="utf-8")
     if sys.argv[1:] == ["methods"]:
         raise SystemExit
     for name, make in PAGES.items():

@@ -156,14 +156,22 @@ def _as_click(name: str, help: str, function: Callable[..., None]) -> Any:
     return typer.main.get_command(single)
 
 
+def shown_options(config_type: Any) -> list[Any]:
+    """The fields that are options of the command line: those without a heading first."""
+    return sorted((f for f in dataclasses.fields(config_type) if f.init and f.metadata["flag"] is not None),
+                  key=lambda f: f.metadata["typer"].get("rich_help_panel") is not None)
+
+
 def _command_function(row: Command) -> Callable[..., None]:
     """A function with one keyword a config field, as typer reads it."""
     module = importlib.import_module(row.module)
     config_type = getattr(module, row.config)
     hints = typing.get_type_hints(config_type)
     parameters = []
-    for field in dataclasses.fields(config_type):
+    for field in shown_options(config_type):
         default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        kind = field.metadata["flag"]
+        kind = hints[field.name] if kind is ... else kind | None if default is None else kind
         metadata = dict(field.metadata.get("typer", {}))
         declare = typer.Argument if metadata.pop("argument", False) else typer.Option
         shown = default is not inspect.Parameter.empty and default is not None
@@ -171,7 +179,7 @@ def _command_function(row: Command) -> Callable[..., None]:
         names, about = metadata.pop("names", ()), _escape(about() if callable(about) else about)  # [tokens]: no tag
         info = declare(*names, help=about, show_default=shown, **metadata)
         parameters.append(inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[hints[field.name], info],
+            field.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info],
             default=default))
 
     def command(**options: Any) -> None:

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from sparsekv.util.config import MOST
-from sparsekv.util.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError, brief
 
 DEEPEST = 50
 """Levels of a JSON file; ours have seven."""
@@ -158,8 +158,3 @@ def reason(error: Any) -> str:
     """What an exception says, on one line that a sentence can hold."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."

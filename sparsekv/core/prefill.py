@@ -37,7 +37,7 @@ class SparsePrompts:
                            min=0)
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_ranges(self, str)
 
     def read(self, view: LayerView, query: Tensor, *, after: int = 0) -> Tensor:
         """Attention of the last T tokens of a view: query `[B, Hq, T, d]` -> as query. after: tokens of the prompt that

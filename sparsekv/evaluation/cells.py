@@ -14,7 +14,7 @@ from sparsekv.util.disk import disk_error, write_text
 from sparsekv.util.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-sweep", 1
-SHARED = ("accounting", "weights", "dtype", "requests", "corpus", "split")
+SHARED = ("accounting", "weights", "dtype", "requests", "corpus", "split", "decoding")
 """What a header says that belongs to every row."""
 
 

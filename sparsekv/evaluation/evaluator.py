@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.estimators import CentroidEstimator, UniformEstimator
 from sparsekv.core.estimators.centroid import equal_buckets
 from sparsekv.core.regions import AMORTISE_OVER
+from sparsekv.core.registry import FULL
 from sparsekv.evaluation.batch import AnswerBatch, all_sparse, answer_batch, continue_text, prefill_batch
 from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
 from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
-from sparsekv.runtime.decoding import SIZES
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.hf.attach import Attachment, RunOptions, attach
 from sparsekv.runtime.hf.cache import SparseCache
 
@@ -36,20 +38,22 @@ class Evaluator:
     """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
 
     accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). part: the name of a shard.
-    header: more keys of the header. batch_tokens: prompt tokens in memory at once. Raises SparseKVError for cells that
-    exist without `resume`, or that something else was measured with.
+    header: more keys of the header. batch_tokens: prompt tokens in memory at once. config: what all methods share.
+    Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
     """
 
     def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Question], *, output: Path, router: Any = None,
                  phi: Any = None, accounting: str = "retrieved", resume: bool = False, part: str = "",
-                 header: dict[str, Any] | None = None, batch_tokens: int | None = None):
+                 header: dict[str, Any] | None = None, batch_tokens: int | None = None,
+                 config: SparseConfig | None = None):
         self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
         self.accounting, self.batch_tokens = accounting, batch_tokens
         self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
         self.digests = {k: artifact_digest(a) for k, a in self.artifacts.items()}
-        configs = [a.config for a in self.artifacts.values()]
-        self.sink_size = configs[0].sink_size if configs else SIZES["sink_size"]
-        self.window_size = configs[0].window_size if configs else SIZES["window_size"]
+        config = SparseConfig() if config is None else config
+        self.sink_size, self.window_size = config.sizes(*list(self.artifacts.values())[:1])
+        # short contexts are measured sparsely too
+        self.config = replace(config, dense_below=0, sink_size=self.sink_size, window_size=self.window_size)
         self.shape = model_fingerprint(model)
         self.splits: dict[str, int] = {}
         self.begun: tuple[Method, RunOptions | None, Attachment] | None = None
@@ -59,6 +63,8 @@ class Evaluator:
         cells = open_cells(self.path, {
             "requests": digest_of_prompts(self.requests), "accounting": accounting,
             "weights": self.shape["weights"], "dtype": str(model.dtype).removeprefix("torch."),
+            "decoding": {k: v for k, v in config.given().items()
+                         if k not in ("completion", "candidates", "dense_below")},
             **(header or {}), "origin": origin()}, self.digests, resume)
         self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
 
@@ -90,8 +96,9 @@ class Evaluator:
         return True
 
     def _prefilled(self, prompts: list[list[int]], batch: AnswerBatch, method: Method, room: int) -> AnswerBatch:
-        """The prompts as a method reads them: densely, or sparsely by one that reads prompts in chunks."""
-        if not dict(method.options).get("prefill_chunk"):
+        """The prompts as a method reads and keeps them: densely on the device, or in its own way."""
+        if method.selector == FULL or not (
+                dict(method.options).get("prefill_chunk") or self.config.prompts() or self.config.placement != "gpu"):
             return batch
         with self._attached(method) as attachment:
             return prefill_batch(attachment, prompts, room=room)
@@ -107,7 +114,7 @@ class Evaluator:
             tasks.setdefault((r.length, r.task), []).append(r)
         order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
         with attach(self.model, selector="dense") as dense:
-            alone = not all_sparse(dense.cache())
+            alone = self.config.placement != "gpu" or not all_sparse(dense.cache())
         batch: list[Question] = []
         longest = 0
         for r in (r for key in order for r in tasks[key]):
@@ -156,18 +163,16 @@ class Evaluator:
         return self.artifacts["phi"].cache_tokens if "phi" in self.artifacts else UNTRAINED_TOKENS
 
     def _attached(self, method: Method, run: RunOptions | None = None) -> Attachment:
-        # short contexts are measured sparsely too
-        options: dict[str, Any] = {"dense_below": 0, "sink_size": self.sink_size, "window_size": self.window_size,
-                                   **dict(method.options), **{k: self.artifacts.get(k) for k in method.artifacts}}
+        config, completion = method.config(self.config), method.completion
         if method.budget is not None:
-            options |= {"token_budget": float(method.budget), "accounting": self.accounting}
-        completion: Any = method.completion
+            config = replace(config, options={**config.options, "accounting": self.accounting})
+        own: Any = completion
         if completion == "centroid":
-            completion = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
+            own = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
         elif completion == "uniform":
-            completion = UniformEstimator(max(1, round(self._cache_tokens(method))))
-        return attach(self.model, selector="dense" if method.selector == "full" else method.selector,
-                      completion=completion, run=run, **options)
+            own = UniformEstimator(max(1, round(self._cache_tokens(method))))
+        trained = {kind: self.artifacts.get(kind) for kind in method.artifacts}
+        return attach(self.model, config=config, completion=own, run=run, **trained)
 
     def _measure(self, batch: AnswerBatch, requests: list[Question], method: Method, goes_on: bool) -> None:
         """Measure a batch and write one line a task; infeasible tasks are written as such. `goes_on`: with the next

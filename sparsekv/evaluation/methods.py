@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, FULL, NONE, SELECTOR_ROWS, method_names, row_of
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.errors import SparseKVError, check_choice
 
 
@@ -28,6 +29,15 @@ class Method:
                                         for name, value in self.options)
         return shown if self.completion == NONE else f"{shown}+{self.completion}"
 
+    def config(self, base: SparseConfig) -> SparseConfig:
+        """How it decodes. base: what all methods share; full attention has only the regions of it."""
+        budget = None if self.budget is None else float(self.budget)
+        if self.selector == FULL:
+            kept = ("sink_size", "window_size", "dense_below")
+            return SparseConfig(selector="dense", **{name: getattr(base, name) for name in kept})
+        return replace(base, selector=self.selector, token_budget=budget, completion=self.completion, candidates=None,
+                       options=dict(self.options))
+
     def alike(self, other: Method | None) -> bool:
         """Whether the other differs in its budget alone, and what is built over a prompt serves both."""
         return other is not None and self.budget is not None and replace(self, budget=None) == replace(
@@ -40,22 +50,32 @@ class Method:
         return [kind for row in rows if row is not None for kind in row.needs if kind != "sketches"]
 
 
-def parse_methods(names: Sequence[str], budgets: Sequence[float]) -> list[Method]:
+def parse_methods(
+    names: Sequence[str], budgets: Sequence[float], base: SparseConfig | None = None,
+) -> list[Method]:
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
-    budget (`full`, `streaming`) once. Raises SparseKVError."""
+    budget (`full`, `streaming`) once. base: its completion and candidates are those of the methods that name none and
+    can have them. Raises SparseKVError."""
     from sparsekv.core.selectors import Selector
 
     shared = Selector.option_names()  # the evaluation's own: budget and accounting
+    candidates = None if base is None else base.candidates
     methods: list[Method] = []
     for name in names:
         words, _, completion = name.partition("+")
         selector, *given = words.split(":")
         found = _selector(selector)
+        if base is not None and selector != FULL:
+            completion = completion or base.completion or NONE
         check_choice("completion", completion or NONE, (*ESTIMATOR_ROWS, NONE))
         own = [n for n in found.option_names() if n not in shared]
-        options = tuple(_option(word, selector, own) for word in given)
-        methods += [Method(selector, completion or NONE, b, options)
+        options = [_option(word, selector, own) for word in given]
+        if candidates is not None and "candidates" in own and "candidates" not in dict(options):
+            options.append(("candidates", candidates))
+        methods += [Method(selector, completion or NONE, b, tuple(options))
                     for b in ((None,) if found.spends.name == "NOTHING" else budgets)]
+    if candidates is not None and not any("candidates" in dict(m.options) for m in methods):
+        raise SparseKVError("--candidates is an option of selector sketch, and no method has it; leave it out")
     return list(dict.fromkeys(methods))
 
 
@@ -67,13 +87,12 @@ def usual_methods(trained: Collection[str]) -> list[str]:
             for completion in completions]
 
 
-def check_methods(methods: Sequence[Method], router: Any) -> None:
+def check_methods(methods: Sequence[Method], router: Any, base: SparseConfig) -> None:
     """Refuse options that their selector does not take, before a model is loaded. Raises SparseKVError."""
     from sparsekv.runtime.decoding import choose_selector
 
     for method in methods:
-        choose_selector("dense" if method.selector == FULL else method.selector, router, method.budget,
-                        dict(method.options))
+        choose_selector(method.config(base), router)
 
 
 def label(name: str, budget: float | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from sparsekv.evaluation.requests import (
     score_answers,
     task_names,
 )
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import MOST, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.util.errors import SparseKVError, check_choice
@@ -35,19 +36,27 @@ OWN = "needle,perplexity"
 REPORTED = ("results.json", "table.md", "report.html")
 
 
-@dataclass(frozen=True)
-class EvalConfig:
+def of_methods(value: Any = None) -> Any:
+    """A field that methods have, or that the evaluation decides."""
+    return field(default=value, init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(SparseConfig):
+    """What all methods share is as in `SparseConfig`: completion and candidates are those of the methods that name none
+    of their own and can have them."""
+
+    selector: None = of_methods()
+    token_budget: None = of_methods()
+    probes: None = of_methods()
+    dense_below: int = of_methods(0)
+
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
     output: Path = option(help="Folder for results.json, table.md and report.html.")
     tasks: str | None = option(None, help="What is measured, separated by commas: needle, perplexity (and attention "
                                           "error), ruler, ruler-offline (the tasks without downloads), babilong (QA1 "
                                           "to QA5), infinitebench, or any generation task or group of lm-eval, such as "
                                           "longbench; without it needle,perplexity, or all of --requests.")
-    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, or a "
-                                              "name on the Hugging Face hub, as user/name or user/name@revision.")
-    router: str | None = option(None, help="Router artifact (folder or name).")
-    phi: str | None = option(None, help="Feature-map artifact (folder or name).")
-
     methods: str | None = option(None, group=METHODS, help=lambda: (
         f"Methods to measure beside full attention, separated by commas: a selector ({', '.join(method_names()[1:])}), "
         f"with {' or '.join(f'+{name}' for name in ESTIMATOR_ROWS)} what completes it, options as lfps:alpha=0.03; "
@@ -98,6 +107,7 @@ class Checked(NamedTuple):
 
     tasks: list[str]
     methods: list[Any]
+    config: SparseConfig
     lengths: list[int]
     depths: list[float] | None
     router: Any
@@ -145,7 +155,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         requests_there = _own(output, "*.jsonl*", REQUESTS)
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
-                          accounting=config.accounting, resume=config.resume,
+                          accounting=config.accounting, resume=config.resume, config=checked.config,
                           header={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
     with progress("eval", len(requests) * len(checked.methods), "answers") as advance:
         evaluator.run(checked.methods, advance)
@@ -247,12 +257,14 @@ def _check(config: EvalConfig) -> Checked:
         sketches = router is not None and router.config.sketch_bytes
         there = {"router": router is not None, "sketches": sketches, "phi": phi is not None}
         names = usual_methods([kind for kind, found in there.items() if found])
-    methods = parse_methods(["full", *names], budgets)
+    shared = SparseConfig.of(config)
+    methods = parse_methods(["full", *names], budgets, shared)
     for kind, given in (("router", router), ("phi", phi)):
         needs = next((m.name for m in methods if kind in m.artifacts), None)
         if needs and given is None:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
-    check_methods(methods, router)
+    shared = replace(shared, artifacts=None, router=None, phi=None, completion=None, candidates=None)
+    check_methods(methods, router, shared)
     if config.requests is None and set(tasks) & set(OWN_TASKS):
         check_corpus(config.corpus, split=config.split)
     if config.save_requests is not None:
@@ -263,7 +275,7 @@ def _check(config: EvalConfig) -> Checked:
     only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
     if config.save_requests is None and (output.is_file() or not (goes_on or only_requests)):
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
-    return Checked(tasks, methods, lengths, depths, router, phi)
+    return Checked(tasks, methods, shared, lengths, depths, router, phi)
 
 
 def _kind(output: Path) -> OutputKind:

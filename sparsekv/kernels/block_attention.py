@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.chunk_attention import Launch
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, on_device, padded, shared_bytes
 
 BLOCK, STRIDE = 128, 8
@@ -53,6 +52,21 @@ class Tiles(NamedTuple):
 SCORES = (Tiles(128, 256, 64, 8, 4), Tiles(128, 256, 64, 8, 3), Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 64, 4, 2),
           Tiles(64, 64, 16, 4, 2))
 """Groups of queries by groups of keys, the first that fits the device."""
+
+
+class Launch(NamedTuple):
+    """How the kernel runs: queries times heads of a program, keys at once, warps, blocks of keys under way."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def bytes(self, row_bytes: int) -> int:
+        """Shared memory for rows of so many bytes."""
+        return row_bytes * (self.rows + 2 * self.stages * self.keys)
+
+
 ATTENTION = (Launch(BLOCK, 128, 8, 2), Launch(BLOCK, 64, 8, 2), Launch(BLOCK, 32, 8, 2), Launch(BLOCK, 16, 8, 1))
 """Queries and keys of a program of `block_kernel`, the first that fits the device."""
 

@@ -7,7 +7,25 @@ dimension, n blocks of queries, m blocks of keys, g groups of queries. Structs a
 import triton
 import triton.language as tl
 
-from sparsekv.kernels.chunk_attention_triton import LOG2_E, take
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def take(query, key, value, hidden, scale, top, mass, out, MASKED: tl.constexpr):
+    """One block of keys joins a running softmax to the base 2; hidden `[ROWS, KEYS]`, if MASKED. scale is above 0, so
+    that the highest score stays the highest."""
+    score = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if MASKED:
+        score = tl.where(hidden, float("-inf"), score)
+    higher = tl.maximum(top, tl.max(score, 1) * scale)
+    safe = higher
+    if MASKED:
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score * scale - safe[:, None])
+    keep = tl.exp2(top - safe)
+    mass = mass * keep + tl.sum(weight, 1)
+    out = tl.dot(weight.to(value.dtype), value, out * keep[:, None], input_precision="ieee")
+    return higher, mass, out
 
 
 @triton.jit

@@ -1,51 +1,21 @@
 """Attention of a chunk of a prompt: to a list of tokens a KV head, all of them before the chunk, and to the chunk
 itself, causally.
 
-All queries of a chunk and of a group share a list, so that a key is fetched once for hundreds of rows. Where cuDNN's
-kernel is there and every place of the lists is a token, the rows that are read are gathered and both parts go through
-it; else one Triton kernel takes rows by their number.
+All queries of a chunk and of a group share a list. Where cuDNN's kernel is there and every place of the lists is a
+token, the rows that are read are gathered and both parts go through it; else plain torch computes both.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsekv.kernels.dense import add_attention, cudnn_attention, splits
 from sparsekv.kernels.gather import anchor_indices, gather_rows
-from sparsekv.kernels.launch import (
-    NEG_INF,
-    acc_dtype,
-    as_heads,
-    as_tokens,
-    dense_last,
-    on_device,
-    overlaps,
-    padded,
-    shared_bytes,
-)
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, on_device
 
 TWIN_QUERIES = 256
-"""Queries that the twin takes at once."""
-
-
-class Launch(NamedTuple):
-    """How the kernel runs: queries times heads of a program, keys at once, warps, blocks of keys under way."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-    def bytes(self, row_bytes: int) -> int:
-        """Shared memory for rows of so many bytes."""
-        return row_bytes * (self.rows + 2 * self.stages * self.keys)
-
-
-LAUNCHES = {True: Launch(128, 64, 8, 2), False: Launch(128, 32, 8, 4)}
-"""From sm_90 on and before it."""
+"""Queries that plain torch takes at once."""
 
 
 def chunk_attention(
@@ -63,8 +33,7 @@ def chunk_attention(
     tokens = torch.cat([chosen.expand(-1, k.shape[1], -1), anchors[:, None].expand(-1, k.shape[1], -1)], dim=2)
     if on_device(q) and starts is None and splits(q.dtype, q.shape[1], k.shape[1], q.shape[3], q.device):
         return gathered_attention(q, k, v, tokens, scale=scale)
-    attend = launch_chunk_attention if on_device(q) else chunk_attention_reference
-    return attend(q, k, v, tokens, scale=scale, starts=starts)
+    return chunk_attention_reference(q, k, v, tokens, scale=scale, starts=starts)
 
 
 def chunk_anchors(
@@ -82,7 +51,8 @@ def chunk_anchors(
 def chunk_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`launch_chunk_attention` in plain torch, some queries at a time."""
+    """`chunk_attention` in plain torch, some queries at a time, with lists of all that is read before the chunk, tokens
+    `[B, Hkv, K]`."""
     batch, _, count, _ = q.shape
     heads_kv, listed, past = k.shape[1], tokens.shape[2], k.shape[2] - q.shape[2]
     acc, index = acc_dtype(q), tokens.clamp(min=0).long()
@@ -107,7 +77,7 @@ def chunk_attention_reference(
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`launch_chunk_attention` without padding through cuDNN's kernel: the chunk itself, the rows of the lists, both
+    """`chunk_attention_reference` without padding through cuDNN's kernel: the chunk itself, the rows of the lists, both
     merged."""
     past = k.shape[2] - q.shape[2]
     out, lse = cudnn_attention(q, k[:, :, past:], v[:, :, past:], scale, causal=True)
@@ -115,37 +85,3 @@ def gathered_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale
         return out, lse
     far, far_lse = cudnn_attention(q, gather_rows(k, tokens), gather_rows(v, tokens), scale, causal=False)
     return add_attention(out, lse, far, far_lse)
-
-
-def launch_chunk_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tensor, *, scale: float, starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`chunk_attention` through Triton, with lists of all that is read before the chunk, tokens `[B, Hkv, K]`."""
-    from sparsekv.kernels.chunk_attention_triton import chunk_kernel
-
-    q, k, v, tokens = (dense_last(x) for x in (q, k, v, tokens))
-    batch, heads_q, count, dim = q.shape
-    heads_kv, listed = k.shape[1], tokens.shape[2]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads_q, count, dtype=torch.float32, device=q.device)
-    if not out.numel():
-        return out, lse
-    group = heads_q // heads_kv
-    room = shared_bytes(q.device) if q.is_cuda else 1 << 30
-    how = fitting(LAUNCHES[overlaps(q.device)], padded(dim) * q.element_size(), room)
-    chunk_kernel[(batch * heads_kv, -(-count * group // how.rows))](
-        as_tokens(q), as_tokens(k), as_tokens(v), as_heads(tokens),
-        tokens if starts is None else starts.contiguous(), as_tokens(out), lse, scale, heads_kv, count,
-        k.shape[2] - count, listed, GROUP=group, DIM=dim, WIDTH=padded(dim), PADDED=starts is not None, ROWS=how.rows,
-        KEYS=how.keys, num_warps=how.warps, num_stages=how.stages)
-    return out, lse
-
-
-def fitting(how: Launch, row_bytes: int, room: int) -> Launch:
-    """The same for keys of `row_bytes` in `room` bytes of shared memory."""
-    while how.stages > 2 and how.bytes(row_bytes) > room:
-        how = how._replace(stages=how.stages - 1)
-    while how.keys > 16 and how.bytes(row_bytes) > room:
-        how = how._replace(rows=how.rows // 2, keys=how.keys // 2, warps=4)
-    return how
-

@@ -1,5 +1,6 @@
-"""From which length on sparse decoding is faster than full attention: both are timed on the device at hand, one layer's
-step at two lengths, for the number of rows, heads and the method that are decoded with.
+"""Dense or sparse: from which length on sparse decoding is faster than full attention. Under `attach` both are timed on
+the device at hand, one layer's step at two lengths, for the number of rows, heads and the method that are decoded with.
+A server's batch has any number of rows and the engine's own attention kernel: there the length is a measured one.
 
 Two lines through these times cross at the length. What was timed is kept for the process and in `crossing.json` of the
 user's cache folder (`$XDG_CACHE_HOME/sparsekv`, else `~/.cache/sparsekv`), by kind of device; where that cannot be
@@ -28,6 +29,10 @@ LENGTHS = {"cuda": (4096, 32_768), "cpu": (1024, 8192)}
 """Tokens at which both are timed, by type of device."""
 MOST_BYTES = 1 << 29
 """Keys and values of a layer that is timed: the longer length is less where they would be more."""
+MEASURED_BYTES = {"cuda": (190_000_000, 4), "cpu": (32_000_000, 1)}
+"""What a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests together,
+where that cannot be timed, and the part of it that a request holds at least: on one H200, beside FlashAttention 3, 32/8
+heads of 128; on a CPU of every request (docs/results/runtime.json, router at 2 %)."""
 NEVER = 1 << 62
 KEPT = Kept("crossing.json")
 
@@ -68,6 +73,36 @@ class Times(NamedTuple):
         first, last = self.lengths
         return (f"a layer's step takes full attention {self.full[0]:.0f} µs at {first} tokens and "
                 f"{self.full[1]:.0f} µs at {last}, {name} {self.sparse[0]:.0f} µs and {self.sparse[1]:.0f} µs")
+
+
+class DenseRule(NamedTuple):
+    """Which caches decode with full attention. shortest: those with fewer tokens; together: all of a batch whose others
+    have fewer tokens; times: what was timed, if that decided."""
+
+    shortest: int
+    together: int
+    why: str
+    times: Times | None = None
+
+
+def dense_rule(
+    given: int | None, *, on_host: bool = False, times: Times | None = None, name: str = "", token_bytes: int = 0,
+    device: str = "cuda",
+) -> DenseRule:
+    """Dense or sparse, by the first that is known: a length that was given [tokens], keys on the host, times of this
+    device, and else what was measured on another. name: the method that was timed. token_bytes: a token's keys and
+    values in a layer. device: its type."""
+    if given is not None:
+        return DenseRule(given, 0, f"dense_below={given} was given")
+    if on_host:
+        return DenseRule(0, 0, "keys and values lie in CPU memory")
+    if times is not None:
+        return DenseRule(times.crossing, 0, times.describe(name), times)
+    batch, part = MEASURED_BYTES.get(device, (0, 1))
+    together, least = (-(-batch // (token_bytes * n)) for n in (1, part))
+    return DenseRule(least, together if part > 1 else 0, (
+        f"a layer's sparse step was measured to be faster from {batch / 1e6:.0f} MB of keys and values on, at "
+        f"{token_bytes} bytes a token"))
 
 
 _KNOWN: dict[str, Times] = {}

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from sparsekv.util.errors import SparseKVError
 
 FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT, errno.ENOTDIR,
@@ -26,8 +28,8 @@ FAILS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, err
 """Errors of a place, which another place, or room in it, would not have."""
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-EMPTY_SECONDS = 1.0
-"""How long a lock file may have no holder's name in it [s]."""
+NAMELESS_SECONDS = 1.0
+"""How long a lock that is held may have no holder's name in it [s]."""
 LOCK_BYTES, LONGEST_LOCK, LONGEST_NAME = 512, 4096, 200
 """Of a lock file, what is read of one, and what is kept of a file's name in that of its temporary file [bytes]."""
 
@@ -162,42 +164,68 @@ def only_writer(output: str | Path) -> Iterator[None]:
     Raises SparseKVError, with that host and process, where another command, another thread or another user holds one
     of them, and where something else has the lock file's name, which is left as it is."""
     path = Path(output).resolve()
+    file = path.with_name(f".{path.name}.lock")
     with contextlib.ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_lock_file(path.with_name(f".{path.name}.lock"), path))
-            held.enter_context(_lock_folder(path))
+            if not held.enter_context(_lock_file(file, path)):
+                held.enter_context(_read_only_lock(file, path, _holder(file)))
+            held.enter_context(_read_only_lock(path, path, None))
         except OSError as error:
             raise disk_error(error, path) from error
         yield
 
 
 @contextlib.contextmanager
-def _lock_file(file: Path, folder: Path) -> Iterator[None]:
-    """The lock file, made, or taken over from a holder that is dead; removed when the block ends, where it may be."""
-    handle, own = _locked(file, folder)
+def _lock_file(file: Path, folder: Path) -> Iterator[bool]:
+    """The lock file with this process's name in it, removed when the block ends; whether it could be had. Of one
+    without a name its maker has not written to it yet, for a second at most, or died before."""
+    made: list[os.stat_result] = []
+    ends = time.monotonic() + NAMELESS_SECONDS
+
+    def sign(handle: int) -> None:
+        _record(handle, file)
+        made[:] = [os.fstat(handle)]
+        with contextlib.suppress(OSError):  # a full disk: who comes next is told less
+            os.pwrite(handle, _who(), 0)
+
+    while True:
+        holder, lock = _holder(file), FileLock(file, timeout=0, mode=0o644, thread_local=False, on_acquired=sign)
+        try:
+            lock.acquire()
+            break
+        except Timeout as error:
+            if not holder and time.monotonic() > ends and not os.path.lexists(file):  # it cannot be made
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
+            if holder or time.monotonic() > ends:
+                raise _busy(folder, holder) from error
+        except OSError as error:
+            if error.errno not in (*DENIED, *UNLOCKABLE) or not (os.path.lexists(file) or folder.is_dir()):
+                raise
+            yield False
+            return
+        time.sleep(0.01)
     try:
-        yield
+        yield True
     finally:
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                if own and os.path.samestat(os.fstat(handle), file.lstat()):
-                    file.unlink()
-            os.close(handle)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(made[0], file.lstat()):
+                file.unlink()
+        lock.release()
 
 
 @contextlib.contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """The folder, where it is there, can be opened and its file system locks folders."""
+def _read_only_lock(path: Path, folder: Path, holder: str | None) -> Iterator[None]:
+    """A lock of what cannot be written to, where it is there, can be opened and its file system has locks."""
     handle = None
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if handle is not None:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise _busy(folder, "another command") from error
+                raise _busy(folder, holder) from error
             except OSError as error:
                 if error.errno not in UNLOCKABLE:
                     raise
@@ -207,104 +235,32 @@ def _lock_folder(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _locked(file: Path, folder: Path) -> tuple[int | None, bool]:
-    """The lock file, open and locked, and whether it is this user's to write and remove; None where there is no lock to
-    be had. One that is empty is of a maker that has not written to it yet, for a second at most."""
-    ends = time.monotonic() + EMPTY_SECONDS
-    _sweep(file)  # before the lock: what was left may be a second name of the same file
-    while True:
-        try:
-            handle, own = _open_lock(file, folder)
-        except FileNotFoundError:
-            try:
-                return _new_lock(file), True
-            except FileExistsError:  # another was faster
-                continue
-            except OSError as error:
-                if error.errno in DENIED and folder.is_dir():
-                    return None, False
-                raise
-        kept, record = False, None
-        try:
-            record = _read_lock(handle, file)
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            kept = os.path.samestat(os.fstat(handle), file.lstat()) and _read_lock(handle, file) is not None
-            if kept:
-                if own:
-                    os.pwrite(handle, _who(), 0)
-                return handle, own
-            if time.monotonic() > ends:
-                raise _foreign(file)
-        except BlockingIOError as error:
-            if record or time.monotonic() > ends:
-                raise _busy(folder, _holder(record)) from error
-        except FileNotFoundError:  # its holder removed it just before it let go
-            pass
-        except OSError as error:
-            if error.errno in UNLOCKABLE:
-                kept = own
-                return (handle, own) if own else (None, False)
-            raise
-        finally:
-            if not kept:
-                os.close(handle)
-        time.sleep(0.01)
-
-
 def _who() -> bytes:
     """Host, process and time, always as many bytes: what is written over one another is never half of each."""
     since = datetime.datetime.now().isoformat(" ", "seconds")
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode().ljust(LOCK_BYTES)
 
 
-def _new_lock(file: Path) -> int:
-    """A new lock file, with its holder's name in it and locked when it appears; of a file system without hard links,
-    just after. Raises FileExistsError."""
-    temporary, handle = _new_file(file)
-    made = False
+def _holder(file: Path) -> str | None:
+    """Who wrote the lock file, in words; None where it is not there or has no name yet. Raises SparseKVError for what
+    is no lock of ours."""
     try:
-        os.fchmod(handle, 0o644)  # whatever the umask: who comes next must see whose it is
-        os.pwrite(handle, _who(), 0)
-        try:
-            os.link(temporary, file)
-            made = True
-        except FileExistsError:
-            raise
-        except OSError:
-            other = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-            with contextlib.suppress(OSError):
-                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.pwrite(other, _who(), 0)
-            return other
-        return handle
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if not made:
-            os.close(handle)
-
-
-def _open_lock(file: Path, folder: Path) -> tuple[int, bool]:
-    """A handle of a lock file that is there, and whether it can be written through. Raises FileNotFoundError, and
-    SparseKVError for what is no lock of ours."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        try:
-            return os.open(file, os.O_RDWR | flags), True
-        except OSError as error:
-            if error.errno not in DENIED:
-                raise
-            return os.open(file, os.O_RDONLY | flags), False  # another user's
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise SparseKVError(f"the output may be being written by another user, whose lock {str(file)!r} cannot be "
+                            "read; choose another --output") from error
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise _foreign(file) from error
-        if error.errno in DENIED and os.path.lexists(file):
-            raise SparseKVError(f"the output {str(folder)!r} may be being written by another user, whose lock "
-                                f"{str(file)!r} cannot be read; choose another --output") from error
-        raise
+        raise _foreign(file) from error
+    try:
+        record = _record(handle, file)
+    finally:
+        os.close(handle)
+    return record and f"process {record['pid']} on {record['host']} since {record['since']}"
 
 
-def _read_lock(handle: int, file: Path) -> dict[str, Any] | None:
+def _record(handle: int, file: Path) -> Any:
     """What a lock file says; None where it is empty. Raises SparseKVError for what is no lock of ours."""
     try:
         text = os.pread(handle, LONGEST_LOCK, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b"no file"
@@ -321,13 +277,6 @@ def _foreign(file: Path) -> SparseKVError:
                          "move it away, or choose another --output")
 
 
-def _busy(folder: Path, holder: str) -> SparseKVError:
-    return SparseKVError(f"the output {str(folder)!r} is being written by {holder}; wait for it, or choose another "
-                         "--output")
-
-
-def _holder(record: dict[str, Any] | None) -> str:
-    """In words, from what the lock file says."""
-    if record is None:
-        return "another command"
-    return f"process {record['pid']} on {record['host']} since {record['since']}"
+def _busy(folder: Path, holder: str | None) -> SparseKVError:
+    return SparseKVError(f"the output {str(folder)!r} is being written by {holder or 'another command'}; wait for it, "
+                         "or choose another --output")

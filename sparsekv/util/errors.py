@@ -44,3 +44,9 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
 def first_line(error: BaseException) -> str:
     """What an exception says, its first line; its name where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def brief(value: object) -> str:
+    """A value in a sentence."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

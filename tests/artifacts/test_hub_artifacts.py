@@ -128,7 +128,7 @@ def test_revisions(hub: Hub, trained: Path) -> None:
     phi.push_to_hub("ann/r")
     assert same(RouterArtifact.load("ann/r", revision=first), router)
     assert same(RouterArtifact.load(f"ann/r@{first}"), router)
-    with fails("has no revision 'v9'; expected one of its branches, tags or commits"):
+    with fails("could not fetch 'ann/r' at revision 'v9': .*Revision Not Found"):
         RouterArtifact.load("ann/r@v9")
     with fails("names one revision and revision='b' another"):
         RouterArtifact.load("ann/r@a", revision="b")
@@ -192,9 +192,9 @@ def test_offline_and_unreachable(hub: Hub, trained: Path, monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     assert same(RouterArtifact.load("ann/tiny"), RouterArtifact.load(trained / "router"))
-    with fails("could not fetch 'ann/tiny': HF_HUB_OFFLINE is set and it is not in the cache"):
+    with fails("could not fetch 'ann/tiny' .*offline mode is enabled.*unset the `HF_HUB_OFFLINE`"):
         PhiArtifact.load("ann/tiny")
-    with fails("could not fetch 'ann/other': HF_HUB_OFFLINE is set"):
+    with fails("could not fetch 'ann/other': .*offline mode is enabled"):
         PhiArtifact.load("ann/other")
     with fails("nothing can be pushed while HF_HUB_OFFLINE is set"):
         push(trained, "ann/tiny")
@@ -210,17 +210,17 @@ def test_offline_and_unreachable(hub: Hub, trained: Path, monkeypatch) -> None:
 def test_tokens(hub: Hub, trained: Path, monkeypatch) -> None:
     push(trained, "ann/secret", private=True)
     hub.repositories["ann/gated"] = Repository(gated=True)
-    with fails("'ann/gated' is gated: accept its terms at .*/ann/gated"):
+    with fails("could not fetch 'ann/gated': .*Cannot access gated repo"):
         RouterArtifact.load("ann/gated")
     monkeypatch.delenv("HF_TOKEN")
-    with fails("no folder at 'ann/secret' and no such repository on .*; check the name, a private one needs a token"):
+    with fails("'ann/secret', which is no folder here and no repository there: .*make sure you are authenticated"):
         RouterArtifact.load("ann/secret")
     with fails("needs a token: set HF_TOKEN, or run `hf auth login`"):
         push(trained, "ann/secret")
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
-    with fails("refuses to push to 'ann/secret' .status 401.: check your token"):
+    with fails("could not push to 'ann/secret'.*401"):
         push(trained, "ann/secret")
-    with fails("check the name, or your token may not see it"):
+    with fails("no folder here and no repository there"):
         RouterArtifact.load("ann/none")
 
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_pushed(hub: Hub, trained: Path, tmp_path) -> None:
     with fails("is damaged: its checksum"):
         push(tmp_path / "damaged", "ann/tiny")
     hub.broken = 418
-    with fails("could not push to 'ann/tiny' .*418"):
+    with fails("could not push to 'ann/tiny': .*418"):
         push(trained, "ann/tiny")
 
 
@@ -300,4 +300,5 @@ def test_commands_of_a_shell(hub: Hub, trained: Path, tmp_path) -> None:
     assert done.returncode == 0 and "sketch + phi read" in done.stderr, done.stderr
     assert run(*words, HF_HUB_OFFLINE="1").stdout == done.stdout
     refused = run(*words, HF_TOKEN="", HF_HOME=str(tmp_path / "other"))
-    assert refused.returncode == 1 and "no such repository" in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 1 and "no repository there" in " ".join(refused.stderr.split()), refused.stderr
+    assert "Traceback" not in refused.stderr

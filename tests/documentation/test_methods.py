@@ -1,4 +1,4 @@
-"""What pages say of methods is what their rows say, and tables, pages and drawings are those of the rows."""
+"""What pages say of methods is what their rows say, and tables and pages are those of the rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _drawings_page, tables
+from benchmarks import tables
 from benchmarks._methods import PLACES, ROOT, written
 from sparsekv.core.registry import SELECTOR_ROWS
 
@@ -26,12 +26,6 @@ def test_tables_of_results_are_drawn_from_their_rows(page: str) -> None:
 @pytest.mark.parametrize("name", tables.PAGES)
 def test_pages_of_results_are_drawn_from_their_rows(name: str) -> None:
     assert (tables.RESULTS / f"{name}.md").read_text(encoding="utf-8") == tables.PAGES[name](), AGAIN
-
-
-@pytest.mark.parametrize("name", _drawings_page.DRAWINGS)
-def test_drawings_are_those_of_their_script(name: str) -> None:
-    kept = (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8")
-    assert kept == _drawings_page.DRAWINGS[name](), AGAIN
 
 
 def test_every_paper_has_its_page() -> None:

@@ -1,5 +1,6 @@
 import json
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from benchmarks._lanes import lanes_markdown, targets
-from sparsekv import attach
+from sparsekv import SparseConfig, attach
+from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.step import LayerState
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
 from sparsekv.evaluation.cells import FORMAT, collect
@@ -489,13 +491,12 @@ def test_help_names_every_task_and_the_units(cli, monkeypatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
     text = " ".join(cli("eval", "--help").out.replace("│", " ").split())
     for word in ("needle", "perplexity", "ruler-offline", "babilong", "infinitebench", "longbench", "[tokens]",
-                 "[prompts]", "--skip-missing", "--needle-depths", "--resume", "Methods", "Prompts", "Running"):
+                 "[prompts]", "--skip-missing", "--needle-depths", "--resume", "Methods", "Prompts", "Running",
+                 "Sparse decoding", "--completion", "--placement", "--prefill", "--candidates"):
         assert word in text, word
-    from dataclasses import fields
-
     from sparsekv.evaluation.run import EvalConfig
 
-    assert len(fields(EvalConfig)) <= 22
+    assert len(vars(EvalConfig)["__annotations__"]) <= 23
 
 
 def test_past_its_time_nothing_is_begun_and_what_is_there_is_kept(tmp_path, tokenizer) -> None:
@@ -516,3 +517,25 @@ def test_scores_are_drawn_over_bytes() -> None:
                                                ("sketch+phi", 0.05, 0.06), ("topk", 0.01, None)))]
     drawn = score_by_bytes(rows, "ruler@1")
     assert "sketch + φ" in drawn and "full attention" in drawn and "exact top-k" not in drawn and drawn.png
+
+
+def test_options_that_methods_share(tmp_path, tokenizer) -> None:
+    """Placement and prompts of a run reach the methods that are no full attention, and are in the header."""
+    model = make_model()
+    router, phi = artifacts(model, space="rot")
+    base = SparseConfig(completion="phi", candidates=0.5, sink_size=2, window_size=8, placement="cpu",
+                        prefill=SparsePrompts(shortest=10**6))
+    methods = parse_methods(["full", "sketch", "topk+none"], [0.3], base)
+    assert [m.name for m in methods] == ["full", "sketch:candidates=0.5+phi", "topk"]
+    text = tokenizer(TEXT * 6)["input_ids"]
+    asked = [*continuations([text[:200]]), *make_needles(tokenizer, text, length=220, count=2)]
+    made = {}
+    for name, config in (("gpu", replace(base, placement="gpu", prefill="dense")), ("cpu", base)):
+        Evaluator(model, tokenizer, asked, router=router, phi=phi, output=tmp_path / name, config=config).run(methods)
+        made[name] = {(c["case"], c["method"], i): ((c.get("answers") or c["likeliest"])[at], c["read"])
+                      for c in collect(tmp_path / name) for at, i in enumerate(c["indices"])}
+    assert len(made["gpu"]) == 9 and made["gpu"] == made["cpu"]
+    header = json.loads((tmp_path / "cpu" / "cells.jsonl").read_text().split("\n")[0])
+    assert header["decoding"]["placement"] == "cpu" and header["decoding"]["sink_size"] == 2
+    with pytest.raises(SparseKVError, match="measured with other decoding"):
+        Evaluator(model, tokenizer, asked, router=router, phi=phi, output=tmp_path / "cpu", resume=True)

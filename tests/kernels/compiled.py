@@ -41,9 +41,7 @@ from sparsekv.kernels import between_triton as be
 from sparsekv.kernels import block_attention_triton as ba
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_sums_triton as bs
-from sparsekv.kernels import chunk_attention_triton as ca
 from sparsekv.kernels import codes_triton as ec
-from sparsekv.kernels import collisions_triton as co
 from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import dense_triton as da
 from sparsekv.kernels import features as ft
@@ -59,8 +57,6 @@ from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
-from sparsekv.kernels.chunk_attention import LAUNCHES, fitting
-from sparsekv.kernels.collisions import PAIRS, WARPS, WIDTH
 from sparsekv.kernels.dense import ADD_WARPS, ADDED_AT_ONCE
 from sparsekv.kernels.few_rows import DOT, DOT_JOINT, SUM, SUM_JOINT, SUM_MANY, SUMMED_ROWS
 from sparsekv.kernels.few_rows import fitting as fitting_rows
@@ -96,7 +92,7 @@ OWN: dict[Any, dict[str, str]] = {
     **{kernel: {**dict.fromkeys("x w0 w1 w2 b0 b1 b2 out".split(), "half"),
                 **dict.fromkeys("n0 n1 n2 dim ROWS".split(), "i32")} for kernel in (fr.sum_kernel, fr.dot_kernel)},
     **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
-    co.collision_kernel: {"out": "*i1"}, bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
+    bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     am.merge_kernel: {"out": "*fp32"}, ba.score_kernel: {"out": "*fp32"},
     **{kernel: {"lists": "*i32"} for kernel in (ba.list_kernel, ba.block_kernel)},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
@@ -135,7 +131,6 @@ STRUCTS: dict[Any, dict[str, Any]] = {
                       "cache": PhiCache(*["*fp32"] * 3)},
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     ftt.join_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("parts", "found")},
-    ca.chunk_kernel: {**{n: tokens("half") for n in ("q", "k", "v", "o")}, "tokens": heads("*i32")},
     ba.score_kernel: {n: tokens("half") for n in ("q", "k")},
     ba.block_kernel: {n: tokens("half") for n in ("q", "k", "v", "o")},
     da.add_kernel: {**{n: tokens("half") for n in ("o", "more")}, "more_lse": "*fp32"},
@@ -310,10 +305,6 @@ def builds() -> list[Build]:
         build(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)
     for dim, capability in ((64, 89), (128, 80), (128, 89), (128, 90), (256, 80), (256, 90)):
-        room = min(SHARED[80], SHARED[89]) if capability == 80 else SHARED[capability]
-        how = fitting(LAUNCHES[capability >= 90], 2 * dim, room)
-        build(ca.chunk_kernel, {"GROUP": 4, "DIM": dim, "WIDTH": dim, "PADDED": dim == 64, "ROWS": how.rows,
-                                "KEYS": how.keys}, how.warps, "bf16", (capability,), stages=how.stages)
         build(da.add_kernel, {"DIM": dim, "WIDTH": dim, "ROWS": ADDED_AT_ONCE}, ADD_WARPS, "bf16", (capability,))
     for dim in (64, 128, 256):
         for capability in (89, 80, 90):
@@ -359,9 +350,6 @@ def builds() -> list[Build]:
     for dim in (32, 128):
         build(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": dim, "WIDTH": dim, "BLOCK": 64}, 4,
               "bf16", (80,) if dim == 32 else (80, 90))
-    build(co.collision_kernel, {
-        "C_TOKEN": 150, "STEP": 2, "GROUP": 4, "TABLES": 150, "ROWS": 4, "BLOCK": PAIRS // 4,
-        "WIDTH": WIDTH, "c_table": 1, "q_table": 1, "count": 1}, WARPS, "bf16")
     small = {"RANK": 60, "BYTES": 32, "WIDTH": 32, "GROUP": 4, "ROWS": 4, "DIM": 64, "PADDED": 64}
     build(sk.prepare_kernel, small, routing.RANK_WARPS, "bf16", (90,))
     for rank, width in ((60, 32), (96, 96)):

@@ -1,11 +1,11 @@
-"""Shared hash tables: the twin against a literal loop. The kernel against the twin: test_interpreted.py."""
+"""Shared hash tables, against a literal loop."""
 
 import torch
 
 from sparsekv.kernels import collisions
 
 
-def test_twin_against_a_literal_loop() -> None:
+def test_against_a_literal_loop() -> None:
     for batch, heads, group, count, length, tables in ((1, 1, 1, 1, 1, 2), (2, 2, 3, 1, 37, 40), (2, 1, 4, 5, 13, 16),
                                                        (2, 2, 2, 1, 0, 5), (2, 2, 2, 0, 6, 5)):
         torch.manual_seed(length)

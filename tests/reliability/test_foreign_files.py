@@ -37,10 +37,6 @@ def own_json(place: Path, _: Path) -> None:
     place.write_text('{"pid": 1}')
 
 
-def empty(place: Path, _: Path) -> None:
-    place.touch()
-
-
 def folder(place: Path, _: Path) -> None:
     place.mkdir()
 
@@ -49,7 +45,7 @@ def pipe(place: Path, _: Path) -> None:
     os.mkfifo(place)
 
 
-@pytest.mark.parametrize("plant", [link, hard_link, own_file, own_json, empty, folder, pipe])
+@pytest.mark.parametrize("plant", [link, hard_link, own_file, own_json, folder, pipe])
 def test_what_lies_where_the_lock_would_be_stays(plant: Callable[[Path, Path], None], tmp_path) -> None:
     thesis, lock = tmp_path / "thesis.tex", tmp_path / ".out.lock"
     thesis.write_text(MINE)
@@ -78,6 +74,13 @@ def test_a_lock_whose_holder_is_dead_is_taken_over(tmp_path) -> None:
             with only_writer(tmp_path / "out"):
                 pass
     assert not lock.exists()
+
+
+def test_a_lock_without_a_name_is_of_a_holder_that_died(tmp_path) -> None:
+    (tmp_path / ".out.lock").touch()
+    with only_writer(tmp_path / "out"):
+        assert json.loads((tmp_path / ".out.lock").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_planted_temporary_names_are_not_followed(tmp_path) -> None:

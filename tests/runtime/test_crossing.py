@@ -11,7 +11,7 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.runtime import crossing
-from sparsekv.runtime.crossing import NEVER, Times
+from sparsekv.runtime.crossing import NEVER, Times, dense_rule
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
 
@@ -110,7 +110,7 @@ def test_both_are_timed_whatever_decodes(options: dict, space: str) -> None:
     state = torch.get_rng_state()
     with sparsekv.attach(model, **trained, **options) as attachment:
         model.generate(prompt(60, 2), **GREEDY)
-        report, times = attachment.report(), attachment.decoding.crossing
+        report, times = attachment.report(), attachment.decoding.rule.times
     assert torch.equal(torch.get_rng_state(), state)
     assert times is not None and min(*times.full, *times.sparse) > 0 and times.lengths == (50, 200)
     sparse = 16 if times.crossing <= 61 else 0 if times.crossing > 68 else report["sparse_calls"]
@@ -123,9 +123,17 @@ def test_what_is_given_is_not_timed(timer) -> None:
     calls = timer(lambda tokens: 1.0, lambda tokens: 1.0)
     for options, said, found in (
             ({"router": router, "dense_below": 70}, "dense_below=70 was given", 70),
-            ({"router": router, "placement": "cpu"}, "keys and values lie in CPU memory", None),
+            ({"router": router, "placement": "cpu"}, "keys and values lie in CPU memory", 0),
             ({"selector": "dense"}, "no layer decodes sparsely", None)):
         with sparsekv.attach(model, **options) as attachment:
             model.generate(prompt(80), **GREEDY)
             report = attachment.report()
         assert (report["sparse_why"], report["sparse_from"], calls) == (said, found, [])
+
+
+def test_a_served_batch_has_a_measured_length() -> None:
+    token = 2 * 8 * 128 * 2
+    rule = dense_rule(None, token_bytes=token, device="cuda")
+    assert (rule.shortest, rule.together) == (11_597, 46_387) and "190 MB" in rule.why and "4096 bytes" in rule.why
+    assert dense_rule(None, token_bytes=token, device="cpu")[:2] == (7813, 0)
+    assert dense_rule(9, token_bytes=token)[:3] == (9, 0, "dense_below=9 was given")

@@ -106,18 +106,21 @@ def test_how_prompts_are_read(folder: Path) -> None:
     ({}, "names no router"),
     ({"router": "router", "completion": "centroid"}, "completion 'centroid'; expected phi or none"),
     ({"router": "router", "budget": 1}, "an entry 'budget'"),
-    ({"router": 3}, "router is 3"),
+    ({"router": 3}, "router must be a name or a RouterArtifact, found 3"),
     ({"router": "router", "token_budget": 1.5}, "share of the context"),
-    ({"router": "router", "candidates": 2.0}, "candidates 2.0"),
-    ({"router": "router", "decode_window": 0}, "decode_window 0"),
-    ({"router": "router", "requests": 0}, "requests 0"),
-    ({"router": "router", "selector": "quest"}, "selector 'quest'"),
+    ({"router": "router", "candidates": "many"}, "candidates must be a finite number, found 'many'"),
+    ({"router": "router", "decode_window": 0}, "decode_window must be a whole number from 1 to .*, found 0"),
+    ({"router": "router", "requests": 0}, "requests must be a whole number from 1 to .*, found 0"),
+    ({"router": "router", "memory_share": 1}, "memory_share must be a finite number from 0.001 to 0.999, found 1"),
+    ({"router": "router", "selector": "quest"}, "selector 'quest'; expected router or sketch"),
+    ({"router": "router", "placement": "cpu"}, "placement 'cpu'; expected gpu"),
+    ({"router": "router", "probes": 3}, "probes 3; expected none"),
     ({"recommended": "recommended.json", "token_budget": 0.1}, "recommended and token_budget"),
-    ({"router": "router", "prefill": "half"}, "prefill 'half'; expected dense, sparse, or an object with"),
-    ({"router": "router", "prefill": True}, "prefill is True"),
-    ({"router": "router", "prefill": {"chunk": 3}}, "'chunk' in its prefill; expected some of share, least, exact"),
-    ({"router": "router", "prefill": {"share": 2}}, "--share must be a finite number from 0.0 to 1.0, found 2"),
-    ({"router": "router", "prefill": {"exact": None}}, "exact None in its prefill; expected a number"),
+    ({"router": "router", "prefill": "half"}, "prefill is 'half'; expected dense, sparse, or a SparsePrompts"),
+    ({"router": "router", "prefill": True}, "prefill must be .*, found True"),
+    ({"router": "router", "prefill": {"chunk": 3}}, "'chunk': 3.*object with some of share, least, exact"),
+    ({"router": "router", "prefill": {"share": 2}}, "share must be a finite number from 0.0 to 1.0, found 2"),
+    ({"router": "router", "prefill": {"exact": None}}, "exact must be a whole number from 0 .*, found None"),
 ])
 def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):
@@ -133,6 +136,7 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     ({"recommended": "recommended.json", "phi": "phi", "completion": "phi"}, "completes with none and has no gates"),
     ({"artifacts": "phi"}, "hold no router"),
     ({"router": "router", "phi": "phi"}, "different sink_size"),
+    ({"router": "router", "candidates": 2.0}, "candidates of selector sketch must be .* from 0.0 to 1.0, found 2.0"),
 ])
 def test_settings_that_do_not_fit(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):

@@ -1,8 +1,9 @@
-"""Requests to a hub have a time limit, and each way in which a hub can fail has a sentence of its own."""
+"""Requests to a hub have a time limit, which huggingface_hub's client has not; what fails is said in its words."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from sparsekv.util.errors import SparseKVError
 WRITING, SILENCE = 6, 3
 """How many times as long as for a question is waited for an answer to what was sent; and for any answer at all, over
 all tries."""
+
+_REQUEST = re.compile(r" \(Request ID:[^)]*\)|For more information check: \S+")
 
 
 @contextlib.contextmanager
@@ -48,55 +51,26 @@ def in_time() -> Iterator[None]:
 
 
 def refused(error: BaseException, repo: str, revision: str | None, verb: str) -> SparseKVError:
-    """What a hub's error means, in one sentence."""
-    from huggingface_hub import constants, get_token
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    """A hub's error in one sentence, in huggingface_hub's words."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    hub = constants.ENDPOINT
-    token = "your token" if get_token() else "a token (HF_TOKEN, or `hf auth login`)"
-    chain = _chain(error)
-    if any(isinstance(e, GatedRepoError) for e in chain):
-        return SparseKVError(f"{repo!r} is gated: accept its terms at {hub}/{repo} and use {token} of that account")
-    if any(isinstance(e, RevisionNotFoundError) for e in chain):
-        return SparseKVError(f"{repo!r} on {hub} has no revision {revision!r}; expected one of its branches, tags or "
-                             "commits")
-    if any(isinstance(e, RepositoryNotFoundError) for e in chain):
-        need = ("a private one needs a token (HF_TOKEN, or `hf auth login`)" if token != "your token" else
-                "or your token may not see it")
-        return SparseKVError(f"no folder at {repo!r} and no such repository on {hub}; check the name, {need}")
-    if constants.HF_HUB_OFFLINE or any(isinstance(e, OfflineModeIsEnabled) for e in chain):
-        return SparseKVError(f"could not {verb} {repo!r}: HF_HUB_OFFLINE is set and it is not in the cache "
-                             f"({constants.HF_HUB_CACHE}); fetch it once while online, or give a folder")
-    return failed_request(chain, f"{verb} {repo!r}", hub, token) or SparseKVError(
-        f"could not {verb} {repo!r} ({hub}: {reason(error)})")
+    what = f"{verb} {repo!r}" + ("" if revision is None else f" at revision {revision!r}")
+    if any(isinstance(e, RepositoryNotFoundError) and not isinstance(e, GatedRepoError) for e in _chain(error)):
+        what += ", which is no folder here and no repository there"
+    return failed_request(error, what, constants.ENDPOINT) or SparseKVError(f"could not {what}: {reason(error)}")
 
 
-def failed_request(error: BaseException | list[BaseException], what: str, hub: str, token: str = "your token",
-                   ) -> SparseKVError | None:
-    """By the status that a hub answered with, or by how it could not be reached; None for an error of another kind."""
+def failed_request(error: BaseException, what: str, hub: str) -> SparseKVError | None:
+    """What huggingface_hub says of a request that failed, or how the hub could not be reached; None for an error of
+    another kind."""
     import httpx
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    chain = error if isinstance(error, list) else _chain(error)
-    responses: list[Any] = [getattr(e, "response", None) for e in chain]
-    status = next((response.status_code for response in responses if response is not None), None)
-    if status in (401, 403):
-        return SparseKVError(f"{hub} refuses to {what} (status {status}): check {token}, and that its account may do "
-                             "that")
-    if status == 404:
-        return SparseKVError(f"could not {what}: {hub} knows no such thing (status 404); check the name, and that "
-                             "HF_ENDPOINT is a hub")
-    if status == 429:
-        return SparseKVError(f"could not {what}: {hub} takes no more requests for now (status 429); wait some minutes, "
-                             "or use a token (HF_TOKEN), for which it takes more")
-    if status is not None and status >= 500:
-        return SparseKVError(f"could not {what}: {hub} has a fault of its own (status {status}); try again later")
-    if status is not None and status >= 400:
-        return SparseKVError(f"could not {what} ({hub} answered with status {status}: {reason(chain[0])})")
+    chain = _chain(error)
+    said = next((e for e in chain if isinstance(e, HfHubHTTPError | OfflineModeIsEnabled)), None)
+    if said is not None:
+        return SparseKVError(f"could not {what}: {' '.join(_REQUEST.sub('', str(said)).split())}")
     if any(isinstance(e, httpx.TimeoutException) for e in chain):
         return SparseKVError(f"could not {what}: {hub} did not answer in time; try again, or give it longer by "
                              "HF_HUB_DOWNLOAD_TIMEOUT [s]")

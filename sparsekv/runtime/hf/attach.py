@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
-from sparsekv.core.estimators import Estimator
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.core.selectors import Selector
+from sparsekv.runtime.config import SIZES, SparseConfig
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
@@ -35,46 +35,29 @@ from sparsekv.runtime.hf.prompts import (
     pad_token,
     vocabulary_of,
 )
-from sparsekv.runtime.hf.supported import check_cache, check_model, load_artifacts
-from sparsekv.runtime.numbers import whole
+from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, check_model, load_artifacts
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.settings import load_settings
+from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError, first_line
 
-__all__ = ["Attachment", "RunOptions", "SparsePrompts", "attach", "writing"]
+__all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
 
 
 def attach(
-    model: Any, artifacts: Any = None, *, router: Any = None, phi: Any = None,
-    selector: str | Selector | None = None, token_budget: int | float | None = None,
-    completion: str | Estimator | None = None,
-    sink_size: int | None = None, window_size: int | None = None, decode_window: int = 1024,
-    dense_layers: Sequence[int] | None = None, dense_below: int | None = None, placement: str = "gpu",
-    settings: Any = None, run: RunOptions | None = None, prefill: str | SparsePrompts = "dense", **options: Any,
+    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *, settings: Any = None,
+    run: RunOptions | None = None, **overrides: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
     - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
       lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
       or `user/name@revision`.
-    - router, phi: artifacts, their folders or names, for these two.
-    - selector: a name of `sparsekv.core.selectors.SELECTORS` or a Selector. By default `sketch` if a router is given
-      (`router` if it has no sketches, or with probes), else `dense`. `options` are the selector's own.
-    - token_budget: tokens retrieved per query and KV head: an int counts tokens, a float is a share of the context.
-    - completion: phi, centroid, uniform or none, or an Estimator; by default phi if one is given.
-    - sink_size, window_size: tokens that are always read; by default the artifact's, else 4 and 16.
-    - decode_window: generated tokens stay exact until there are more; then the older half joins the mid region.
-    - dense_layers: layers that decode with full attention; by default layer 0.
-    - dense_below: shorter caches are decoded with full attention [tokens]. By default, with placement gpu, those for
-      which that was timed to be faster (`runtime/crossing.py`); 0 always decodes sparsely.
-    - placement of keys and values: gpu (the model's device), offload (CPU memory; index, anchors and decode window on
-      the device, which reads the selected rows over the bus) or cpu (CPU memory, sparse layers' attention too).
+    - config: a `SparseConfig`, or a settings file with some of its fields.
+    - overrides: fields of `SparseConfig` instead of the config's; other names are options of the selector.
     - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
       of every head, and the artifacts' folders where router and phi are not given.
     - run: how steps are run (`RunOptions`).
-    - prefill: prompts are read `dense` or `sparse`, by blocks that read a list of the blocks before them; a
-      `SparsePrompts` says how. Short prompts, dense_layers, batches with padding and a prompt's last tokens are read
-      densely all the same. A completion stands for what steps do not read, never for what a prompt does not.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
@@ -82,22 +65,20 @@ def attach(
         raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
     check_model(model)
     modules = attention_modules(model)
+    config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
+    config.check()
     layers = None
     if settings is not None:
-        given = {"selector": selector, "token_budget": token_budget, "completion": completion, "sink_size": sink_size,
-                 "window_size": window_size, "dense_layers": dense_layers, **options}
-        settings = load_settings(settings, model, [k for k, v in given.items() if v is not None])
-        if artifacts is None:
-            # what settings name is a path, never a name on the hub
-            router, phi = (x or (path and Path(path)) for x, path in ((router, settings.router), (phi, settings.phi)))
-        selector, completion, layers = settings.selector, settings.completion, settings.layers
-        sink_size, window_size, dense_layers = settings.sink_size, settings.window_size, ()
-    router, phi = load_artifacts(artifacts, router, phi)
-    decoding = make_decoding(
-        model, modules, router=router, phi=phi, selector=selector, token_budget=token_budget, completion=completion,
-        sink_size=sink_size, window_size=window_size, decode_window=decode_window,
-        dense_layers=(0,) if dense_layers is None else dense_layers, placement=placement,
-        dense_below=dense_below, options=options, layers=layers, prefill=prefill)
+        own = {*SIZES, "selector", "token_budget", "completion", "dense_layers", *config.selector_options()}
+        settings = load_settings(settings, model, sorted(own & {*config.given(), *config.selector_options()}))
+        layers = settings.layers
+        config = replace(config, selector=settings.selector, completion=settings.completion, dense_layers=[],
+                         **{name: getattr(settings, name) for name in SIZES})
+        if config.artifacts is None:  # what settings name is a path, never a name on the hub
+            beside = {kind: path and Path(path) for kind in ARTIFACTS if (path := getattr(settings, kind)) is not None}
+            config = SparseConfig.of(config, **{k: x for k, x in beside.items() if getattr(config, k) is None})
+    router, phi = load_artifacts(config.artifacts, config.router, config.phi)
+    decoding = make_decoding(model, modules, config, router=router, phi=phi, layers=layers)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
 
@@ -160,8 +141,8 @@ class Attachment:
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
         or it is not known yet; sparse_why: what decided that."""
-        times, given = self.decoding.crossing, self.decoding.dense_below
-        known = given if times is None else None if times.crossing == NEVER else times.crossing
+        rule = self.decoding.rule
+        known = None if rule is None or rule.shortest == NEVER else rule.shortest
         return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:

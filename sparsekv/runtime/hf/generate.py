@@ -8,36 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekv.core.registry import SELECTOR_ROWS
+from sparsekv.core.registry import NONE
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, first_line
 
 
-@dataclass(frozen=True)
-class GenerateConfig:
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SparseConfig):
     model: str = option(help="Frozen model: Hugging Face name, folder, .gguf file, or package:NAME.")
     prompt_file: Path | None = option(None, help="File with the prompt, instead of --prompt.")
     prompt: str | None = option(None, help="Prompt text; '-' reads standard input.")
-    artifacts: str | None = option(None, help="What `sparsekv train` made, router and feature maps: a folder, "
-                                              "smollm2-135m (which ships), or a name on the Hugging Face hub, as "
-                                              "user/name or user/name@revision.")
-    router: str | None = option(None, help="Router artifact (folder or name): tokens are chosen by its sketches, or by "
-                                           "its buckets alone.")
-    phi: str | None = option(None, help="Feature-map artifact (folder or name); switches completion on.")
-    token_budget: float | None = option(None, help="Tokens retrieved per query and KV head: below 1 a fraction of the "
-                                                   "prompt, from 1 on a count [tokens].", min=0)
-    selector: str | None = option(None, group="What is read", help=lambda: (
-        f"What is read exactly: {', '.join(SELECTOR_ROWS)}. Without it: sketch if a router is given (router if it has "
-        "none, or with --probes), else dense."))
-    probes: int | None = option(None, help="Buckets read per query and KV head [buckets]; router only.", min=1,
-                                group="What is read")
-    sink_size: int | None = option(None, help="First tokens always read [tokens]; without it the artifact's, else 4.",
-                                   min=0, group="What is read")
-    window_size: int | None = option(None, help="Last prompt tokens always read [tokens]; without it the artifact's, "
-                                                "else 16.", min=0, group="What is read")
-    dense_below: int | None = option(None, help="Decode caches shorter than this with full attention [tokens]; without "
-                                                "it the length is timed on this device; 0 never.", min=0,
-                                       group="What is read")
     max_new_tokens: int = option(128, help="Longest answer [tokens].", min=1, group="Answer")
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
     seed: int = option(0, help="Seed of sampling.", group="Answer", **SEEDS)
@@ -59,24 +40,22 @@ def generate(config: GenerateConfig) -> None:
 
     check_ranges(config)
     text = read_prompt(config)
-    tokens = budget(config.token_budget)
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
-    choose_selector(config.selector, router, tokens, {"probes": config.probes})
+    sparse = SparseConfig.of(config, artifacts=None, router=router, phi=phi, token_budget=budget(config.token_budget))
+    choose_selector(sparse, router)
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
-    with attach(model, router=router, phi=phi, selector=config.selector, probes=config.probes,
-                token_budget=tokens, sink_size=config.sink_size,
-                window_size=config.window_size, dense_below=config.dense_below) as attachment:
+    with attach(model, config=sparse) as attachment:
         started = time.perf_counter()
         out = attachment.generate(
             inputs["input_ids"], max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
         seconds = time.perf_counter() - started
-        report, selector = attachment.report(), attachment.decoding.selector.name
+        report, decoding = attachment.report(), attachment.decoding
     prompt_tokens = inputs["input_ids"].shape[1]
     made = out.shape[1] - prompt_tokens
-    method = selector + (" + phi" if phi else "")
-    if selector != "dense" and not report["sparse_calls"]:
+    method = decoding.selector.name + ("" if decoding.completion == NONE else f" + {decoding.completion}")
+    if decoding.first_sparse is not None and not report["sparse_calls"]:
         method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
     print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
           f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)

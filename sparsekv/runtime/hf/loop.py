@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
-from sparsekv.runtime.numbers import whole
+from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
 LIKELIEST = 1e-4

@@ -6,6 +6,7 @@ sparsely it sees none of theirs."""
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
+from sparsekv.runtime.crossing import dense_rule
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
 from sparsekv.runtime.vllm.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
@@ -35,11 +37,6 @@ from sparsekv.runtime.vllm.stock import (
     workers,
 )
 from sparsekv.util.errors import SparseKVError
-
-SERVED_BYTES, ALONE, CPU_BYTES = 190_000_000, 4, 32_000_000
-"""On CUDA: what a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests
-together (one H200, beside FlashAttention 3, 32/8 heads of 128); a request decodes sparsely then if it holds one part in
-ALONE of that. On a CPU CPU_BYTES, of every request (docs/results/runtime.json, router at 2 %)."""
 
 
 @dataclass
@@ -119,12 +116,11 @@ class SparseBuilder(AttentionMetadataBuilder):
         serving, longest = self.plan.serving, vllm_config.model_config.max_model_len
         centroids, size = self.homes[0].selector.trained.centroids, kv_cache_spec.dtype.itemsize
         token = 2 * centroids.shape[0] * centroids.shape[2] * size
-        below, together = serving.dense_below, 0
-        if below is None and device.type == "cuda":
-            below, together = (-(-SERVED_BYTES // (token * part)) for part in (ALONE, 1))
-        elif below is None:
-            below = -(-(CPU_BYTES if device.type == "cpu" else 0) // token)
-        places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, below,
+        rule = dense_rule(serving.dense_below, token_bytes=token, device=device.type)
+        logging.getLogger("vllm.sparsekv").info(
+            "requests decode sparsely from %d tokens on, %d of a batch together: %s", rule.shortest, rule.together,
+            rule.why)
+        places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, rule.shortest,
                         kv_cache_spec.block_size)
         self.kept = kept_beside(vllm_config, self.plan)
         self.room = Room(seats_of(vllm_config, self.plan, self.kept), longest)
@@ -137,7 +133,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         # a full graph that was captured with sparse steps needs to know which rows are sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
         self.eager = mode is None or not mode.has_full_cudagraphs()
-        TURN.lowest(below, together)
+        TURN.lowest(rule.shortest, rule.together)
         manager = graph_manager()
         if manager is not None:
             capture_twice(manager, full_graphs())

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sparsekv.artifacts.checks import brief, check_types, is_number, parse_object, reason
-from sparsekv.artifacts.hub.named import REPOSITORY
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.core.regions import check_budget
 from sparsekv.core.registry import NONE, served
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.selectors.sketch import SketchRouter
-from sparsekv.runtime.decoding import choose_selector, chosen_size, dense_by_number, for_layer, gated_maps
+from sparsekv.runtime.config import SparseConfig
+from sparsekv.runtime.decoding import choose_selector, dense_by_number, for_layer, gated_maps
 from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.runtime.settings import FORMAT as RECOMMENDED
 from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError
 
 VARIABLE = "SPARSEKV_SETTINGS"
@@ -36,59 +34,34 @@ class ServedShape(NamedTuple):
     head_dim: int
 
 
-@dataclass(frozen=True)
-class Serving:
-    """How a model is served. artifacts: what one training made, a folder with `router/`, `phi/` or both, or its name on
-    the hub; router, phi: folders or names of these two; recommended: a file of `sparsekv eval recommend`, whose
-    selector, completion, layers, budgets, gates, sink and window are taken; all relative to the settings file.
-    selector: sketch (if the artifact has sketches) or router. completion: phi, where there are feature maps, or none.
-    token_budget and candidates: the selector's. dense_below: the length from which a request decodes sparsely; without
-    it where that was measured to be faster. requests: how many decode sparsely at once, each with an index; others are
-    attended to fully; without it as many as the engine runs, within `memory_share` of the memory that vLLM may take.
-    prefill: how prompts are read, dense, sparse, or an object with some fields of `SparsePrompts`."""
+@dataclass(frozen=True, kw_only=True)
+class Serving(SparseConfig):
+    """How a model is served: the options of `attach`, and what only an engine of many requests has. Paths are relative
+    to the settings file."""
 
-    artifacts: str | None = None
-    router: str | None = None
-    phi: str | None = None
-    selector: str | None = None
-    completion: str | None = None
-    recommended: str | None = None
-    token_budget: int | float | None = None
-    candidates: float | None = None
-    sink_size: int | None = None
-    window_size: int | None = None
-    decode_window: int = 1024
-    dense_layers: list[int] | None = None
-    dense_below: int | None = None
-    requests: int | None = None
-    memory_share: float = 0.1
-    prefill: str | dict[str, Any] = "dense"
+    requests: int | None = option(None, min=1, help=(
+        "Requests that decode sparsely at once, each with an index; others are attended to fully. Without it as many "
+        "as the engine runs, within memory_share."))
+    memory_share: float = option(0.1, min=0.001, max=0.999, help=(
+        "Share of the memory that vLLM may take which indices and summaries may take of it."))
+    recommended: str | None = option(None, help=(
+        "A file of `sparsekv eval recommend`, whose selector, completion, layers, budgets, gates, sink and window are "
+        "taken."))
 
     @classmethod
-    def load(cls, path: str | Path) -> Serving:
-        """Of a settings file, or of what `sparsekv eval recommend` wrote. Raises SparseKVError in one sentence."""
-        path = Path(path)
-        where = f"the settings file {str(path)!r} ({VARIABLE})"
-        try:
-            raw = parse_object(path.read_bytes(), where)
-        except OSError as error:
-            raise SparseKVError(f"{where} could not be read ({reason(error)}); expected a JSON file with the router's "
-                                "folder, or one of `sparsekv eval recommend`") from error
-        if raw.get("format") == RECOMMENDED:
-            raw = {"recommended": path.name}
-        names = [f.name for f in fields(cls)]
-        for name in raw:
-            if name not in names:
-                raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
-        made = cls(**raw)
-        check_types(made, where)
-        made._check(where)
-        beside = {name: str(path.parent / x) for name in ("artifacts", "router", "phi", "recommended")
-                  if (x := getattr(made, name)) is not None
-                  and (name == "recommended" or (path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
-        return replace(made, **beside)  # type: ignore[arg-type]
+    def load(cls, path: str | Path, where: str | None = None) -> Serving:
+        made = super().load(path, where or f"the settings file {str(path)!r} ({VARIABLE})")
+        if made.recommended is None:
+            return made
+        return replace(made, recommended=str(Path(path).parent / made.recommended))
 
-    def _check(self, where: str) -> None:
+    @classmethod
+    def _entries(cls, raw: dict[str, Any], path: Path) -> dict[str, Any]:
+        return {"recommended": path.name} if raw.get("format") == RECOMMENDED else raw
+
+    def check(self, where: str | None = None) -> None:
+        """As of `SparseConfig`, and what is served."""
+        super().check(where)
         if self.router is None and self.artifacts is None and self.recommended is None:
             raise SparseKVError(f"{where} names no router; expected an entry router with the folder of an artifact, or "
                                 "recommended with a file of `sparsekv eval recommend`")
@@ -97,25 +70,13 @@ class Serving:
                 if getattr(self, name) is not None:
                     raise SparseKVError(f"{where} has recommended and {name}; expected one of them, since the "
                                         f"recommended file brings its own {name}")
-        if self.selector not in (None, *served()):
-            raise SparseKVError(f"{where} has selector {self.selector!r}; expected {' or '.join(served())}, which are "
-                                "what is served")
-        if self.completion not in (None, "phi", NONE):
-            raise SparseKVError(f"{where} has completion {self.completion!r}; expected phi or {NONE}, which are "
-                                "what is served")
-        check_budget(self.token_budget)
-        if self.candidates is not None and not 0 <= self.candidates <= 1:
-            raise SparseKVError(f"{where} has candidates {self.candidates}; expected a share of the context between 0 "
-                                "and 1")
-        if not 0 < self.memory_share < 1:
-            raise SparseKVError(f"{where} has memory_share {self.memory_share}; expected a share of the memory between "
-                                "0 and 1, which indices and summaries may take")
-        _reads(self.prefill, where)
-        for name, least in (("sink_size", 0), ("window_size", 0), ("decode_window", 1), ("dense_below", 0),
-                            ("requests", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SparseKVError(f"{where} has {name} {value}; expected at least {least}")
+        known: dict[str, tuple[Any, ...]] = {
+            "selector": (None, *served()), "completion": (None, "phi", NONE), "probes": (None,),
+            "placement": ("gpu",), "options": ({},)}
+        for name, values in known.items():
+            if (value := getattr(self, name)) not in values:
+                expected = " or ".join(str(x) for x in values if x) or "none"
+                raise SparseKVError(f"{where} has {name} {value!r}; expected {expected}, which is what is served")
 
 
 @dataclass(frozen=True)
@@ -136,7 +97,7 @@ class ServedModel:
     @cached_property
     def reads(self) -> SparsePrompts | None:
         """How prompts are read in the layers that decode sparsely, None: by full attention."""
-        return _reads(self.serving.prefill, "prefill")
+        return self.serving.prompts()
 
     def layer(self, layer_idx: int) -> Router | None:
         """The selector that a layer is served with, None: full attention."""
@@ -149,25 +110,6 @@ class ServedModel:
     def maps(self, layer_idx: int) -> PhiLayer | None:
         """The feature maps that complete a layer that decodes sparsely, None: nothing does."""
         return None if self.phi is None else gated_maps(self.phi, layer_idx, self.layers)
-
-
-def _reads(prefill: str | dict[str, Any], where: str) -> SparsePrompts | None:
-    """What an entry `prefill` says. Raises SparseKVError."""
-    names = [f.name for f in fields(SparsePrompts)]
-    if isinstance(prefill, str):
-        if prefill not in ("dense", "sparse"):
-            raise SparseKVError(f"{where} has prefill {prefill!r}; expected dense, sparse, or an object with some of "
-                                f"{', '.join(names)}")
-        return SparsePrompts() if prefill == "sparse" else None
-    for name, value in prefill.items():
-        if name not in names:
-            raise SparseKVError(f"{where} has {name!r} in its prefill; expected some of {', '.join(names)}")
-        if not is_number(value):
-            raise SparseKVError(f"{where} has {name} {brief(value)} in its prefill; expected a number")
-    try:
-        return SparsePrompts(**prefill)
-    except SparseKVError as error:
-        raise SparseKVError(f"{where}: of prefill, {error}") from error
 
 
 def settings_path() -> str | None:
@@ -192,10 +134,8 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     budget = serving.token_budget
     if recommended is not None:
         budget = max((s.budget for s in recommended.layers.values()), default=0.0)
-    selector = choose_selector(name, router, budget, {})
+    selector = choose_selector(replace(SparseConfig.of(serving), selector=name, token_budget=budget), router)
     assert isinstance(selector, Router)
-    if isinstance(selector, SketchRouter):
-        selector.candidates = serving.candidates
     if recommended is not None:
         budgets: dict[int, int | float | None] = {layer: s.budget for layer, s in recommended.layers.items()}
         missing = [layer for layer in budgets if router.layer(layer) is None]
@@ -204,10 +144,9 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
                                 "have; recommend again with this router")
         return ServedModel(serving, router, selector, budgets, recommended.sink_size, recommended.window_size, phi,
                            recommended.layers)
-    dense = dense_by_number((0,) if serving.dense_layers is None else serving.dense_layers, shape.num_layers)
+    dense = dense_by_number(serving.dense_layers, shape.num_layers)
     budgets = {layer: serving.token_budget for layer in router.config.layers if layer not in dense}
-    sink, window = (chosen_size(n, getattr(serving, n), (router, phi)) for n in ("sink_size", "window_size"))
-    return ServedModel(serving, router, selector, budgets, sink, window, phi)
+    return ServedModel(serving, router, selector, budgets, *serving.sizes(router, phi), phi)
 
 
 def _artifacts(serving: Serving, recommended: Settings | None) -> tuple[RouterArtifact, PhiArtifact | None]:
