@@ -89,7 +89,7 @@ class PromptEvaluator(Evaluator):
             how["prefill"] = method.prompts
         layers = len(attention_modules(self.model))
         rule: Any = XAttention(method.prompts, layers) if method.rule == "xattention" else dense_attention
-        with (patch("sparsekv.runtime.hf.layerwise.dense_attention", rule), hidden_states(self.model) as kept,
+        with (patch("sparsekv.runtime.hf.runner.dense_attention", rule), hidden_states(self.model) as kept,
               sparsekv.attach(self.model, selector="dense", **how) as attachment):
             found = prefill_batch(attachment, prompts, room=room)
         if len(prompts) == 1:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 
 
 def read_shares(
-    view: LayerView, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
+    view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
 ) -> Tensor:
     """What a step reads of every layer, over what is in sight, `[2, layers, Q]` float64: tokens, mean over lists, and
     bytes, every query taken as a step of its own: the selected rows (for every list that has them) and the anchors, and
@@ -40,13 +40,12 @@ def read_shares(
     return torch.stack(found, 1)
 
 
-def extra_tokens(view: LayerView, selector: Selector, estimator: Estimator | None) -> Tensor | float:
+def extra_tokens(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> Tensor | float:
     """What a step reads to choose and to complete, of one row, in tokens of the layer."""
     more = selector.cost_bytes(view) + (0.0 if estimator is None else estimator.cost_bytes(view))
     return (more.double() if isinstance(more, Tensor) else more) / token_bytes(view)
 
 
-def token_bytes(view: LayerView) -> int:
+def token_bytes(view: CacheLayer) -> int:
     """Bytes of one token's key and value in all heads of a layer."""
-    return view.num_kv_heads * (view.keys.shape[-1] * view.keys.element_size()
-                                + view.values.shape[-1] * view.values.element_size())
+    return view.num_kv_heads * 2 * view.head_dim * view.dtype.itemsize

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, Moves, fit_buckets
-from sparsekv.core.layer import choose_rows
+from sparsekv.core.layer import CacheLayer, choose_rows
 from sparsekv.core.moments import all_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
@@ -38,34 +38,6 @@ from sparsekv.kernels import (
 
 FITTED_KEYS = 16_384
 """Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
-
-
-class Keys(Protocol):
-    """The keys of a layer and its B requests, by place: the token's number in its row, padding included."""
-
-    regions: Regions
-    scale: float
-    recent_queries: Tensor | None
-    recent_end: int
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
-        """Keys with RoPE of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]`."""
-
-    def keys_pre(self, first: int, last: int) -> Tensor:
-        """The same of all of them with RoPE removed. Raises SparseKVError where that is not known."""
-
-    def numbers(self, first: int, last: int) -> Tensor | None:
-        """What tokens are read by, `[B, n]` int; None where it is their place."""
-
-    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
-        """Codes of `width` bytes by number, `[B or 1, Hkv, N, w]`, with those of all tokens before `last`; known: those
-        of the same sketch that were given last."""
-
-    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
-        """Of such codes those of every `step`-th token of `first … last − 1`, `[B, Hkv, n, w]`."""
 
 
 class TrainedBuckets(Protocol):
@@ -138,7 +110,7 @@ class Index(NamedTuple):
     first: Tensor | None = None
 
 
-def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: Moves | None) -> Buckets:
+def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, moves: Moves | None) -> Buckets:
     """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
     and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
     regions, heads = keys.regions, keys.num_kv_heads
@@ -163,7 +135,7 @@ def make_buckets(keys: Keys, trained: TrainedBuckets, *, by_means: bool, moves: 
     return _summed(made, keys, bucket, regions.mid_first, 0, end) if by_means else made
 
 
-def grow_buckets(buckets: Buckets, keys: Keys, trained: TrainedBuckets, old: Regions) -> Buckets:
+def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: TrainedBuckets, old: Regions) -> Buckets:
     """The same buckets with the tokens that joined the mid region after `old`."""
     regions = keys.regions
     first = torch.maximum(old.mid_last, regions.mid_first)
@@ -178,27 +150,16 @@ def grow_buckets(buckets: Buckets, keys: Keys, trained: TrainedBuckets, old: Reg
     return grown if buckets.sums is None else _summed(grown, keys, bucket, first, low, end)
 
 
-def one_bucket(keys: Keys, like: Buckets) -> Buckets:
-    """All tokens of the mid region in the first bucket, the others empty: how a request without buckets stands among
-    others that have some (`like`), with as many candidates as tokens."""
-    first, last = int(keys.regions.mid_first.max()), int(keys.regions.mid_last.max())
-    heads, ends = like.offsets.shape[1:]
-    numbers = keys.numbers(first, last)
-    assert numbers is not None and numbers.shape[0] == 1, "one request at a time"
-    order = numbers.to(torch.int32)[:, None].expand(-1, heads, -1)
-    offsets = torch.full((1, heads, ends), last - first, dtype=torch.int32, device=order.device)
-    offsets[..., 0] = 0
-    rest = [None if x is None else torch.zeros_like(x[:1]) for x in like[3:]]
-    return Buckets(torch.zeros_like(like.centroids[:1]), order, offsets, *rest)
-
-
-def list_whole(buckets: Buckets, regions: Regions, rows: Tensor) -> Buckets:
+def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
     """The same with all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others
-    empty: with as many candidates as tokens they choose as without buckets. Of keys that are read by their place."""
-    order, offsets = buckets.order, buckets.offsets
+    empty: with as many candidates as tokens they choose as without buckets."""
+    order, offsets, regions = buckets.order, buckets.offsets, view.regions
     places = torch.arange(order.shape[2], device=order.device)
     first, sizes, rows = (x.to(order.device)[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
-    listed = torch.where(places < sizes, first + places, -1).to(order.dtype)
+    listed, numbers = first + places, view.numbers(0, regions.edges[3])
+    if numbers is not None and numbers.shape[1]:
+        listed = numbers.gather(1, listed.clamp(max=numbers.shape[1] - 1))
+    listed = torch.where(places < sizes, listed, -1).to(order.dtype)
     begins = sizes.to(offsets.dtype) * (torch.arange(offsets.shape[2], device=order.device) > 0)
     return buckets._replace(order=torch.where(rows[..., None], listed[:, None], order),
                             offsets=torch.where(rows[..., None], begins[:, None].to(offsets.dtype), offsets))
@@ -213,12 +174,12 @@ def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
     return made
 
 
-def _held(keys: Keys, trained: TrainedBuckets, first: int, last: int) -> Tensor:
+def _held(keys: CacheLayer, trained: TrainedBuckets, first: int, last: int) -> Tensor:
     """Keys in the space of the buckets."""
     return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
 
 
-def _summed(buckets: Buckets, keys: Keys, bucket: Tensor, first: Tensor, low: int, end: int) -> Buckets:
+def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, first: Tensor, low: int, end: int) -> Buckets:
     """The rotated keys of the tokens from `first[b]` on, which lie in bucket `[B, Hkv, end − low]`, added to the sums,
     and what scores the buckets then."""
     columns = torch.arange(low, end, device=bucket.device)
@@ -284,7 +245,7 @@ def fitted_spacing(tokens: Any) -> Any:
     return -(-tokens // FITTED_KEYS)
 
 
-def fit_basis(keys: Keys, fixed: Sketch, width: int) -> Sketch | None:
+def fit_basis(keys: CacheLayer, fixed: Sketch, width: int) -> Sketch | None:
     """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
     artifact's `fixed` has; None where no such query is known."""
     moment = recent_moment(keys)
@@ -296,23 +257,23 @@ def fit_basis(keys: Keys, fixed: Sketch, width: int) -> Sketch | None:
     return fit_sketch(moment, mean, key_covariance(some, first, last, mean), width, 2 * width - fixed.rank)
 
 
-def fit_side(keys: Keys, fixed: Sketch, codes: Tensor) -> Tensor:
+def fit_side(keys: CacheLayer, fixed: Sketch, codes: Tensor | None) -> Tensor:
     """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
     spaced = spaced_by(keys.regions, fitted_spacing)
     if spaced.places is None:
         some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)
     else:
         some = spaced.take(keys.codes_at(codes, 0, spaced.end, 1))
-    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions).to(codes.device))
+    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions).to(some.device))
 
 
-def _some_keys(keys: Keys, spaced: Spaced) -> Tensor:
+def _some_keys(keys: CacheLayer, spaced: Spaced) -> Tensor:
     if spaced.places is None:
         return keys.keys_at(spaced.low, spaced.end, spaced.stride)
     return spaced.take(keys.keys_at(0, spaced.end))
 
 
-def recent_moment(keys: Keys) -> Tensor | None:
+def recent_moment(keys: CacheLayer) -> Tensor | None:
     """The second moment of the prompt's last queries, `[B, Hkv, d, d]`; None where they are not known."""
     recent = keys.recent_queries
     if recent is None or not recent.shape[2]:

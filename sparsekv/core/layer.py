@@ -1,9 +1,10 @@
-"""What a step sees of one layer: its keys, values and regions, the queries, and what was selected for them."""
+"""What a step sees of one layer: its keys and values, wherever they lie, its regions, the queries, and what was
+selected for them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -36,11 +37,18 @@ OBSERVED = 64
 @dataclass
 class Queries:
     """T queries of every row. `rot [B, Hq, T, d]` with RoPE; `lengths [B·T]`: tokens each of them sees, itself
-    included, all queries of row 0 first and the same columns of the cache in every row. `Q = B·T` below."""
+    included, all queries of row 0 first and the same columns of the cache in every row. `Q = B·T` below.
+
+    seats `[Q]` int64: rows of the selector's and the estimator's state that are the queries', where requests come and
+    go between steps (a server's batch is one row of Q queries); None: row b of the state has the queries of row b.
+    columns `[T]`: the queries' columns of the rotary table, lengths − 1 where not given.
+    """
 
     rot: Tensor
     lengths: Tensor
     rope: RopeTable | None = None
+    seats: Tensor | None = None
+    columns: Tensor | None = None
 
     @classmethod
     def last(cls, rot: Tensor, length: int, rope: RopeTable | None = None) -> Queries:
@@ -57,7 +65,8 @@ class Queries:
     @cached_property
     def pre(self) -> Tensor:
         """The same with RoPE removed, `[B, Hq, T, d]`. Raises SparseKVError where the model's rotation is unknown."""
-        return needed(self.rope).unrotate(self.rot, self.lengths[:self.count] - 1)
+        columns = self.lengths[:self.count] - 1 if self.columns is None else self.columns
+        return needed(self.rope).unrotate(self.rot, columns)
 
     @property
     def folded(self) -> Tensor:
@@ -70,8 +79,8 @@ class Queries:
         return fold_heads(self.pre)
 
     def per_query(self, x: Tensor) -> Tensor:
-        """`[B, …] -> [Q, …]`: every row once a query; a view where B = 1 or T = 1."""
-        if self.count == 1:
+        """`[B, …] -> [Q, …]`: every row once a query; a view where B = 1 or T = 1. By seat, x as it is."""
+        if self.count == 1 or self.seats is not None:
             return x
         if x.shape[0] == 1:
             return x.expand(self.count, *x.shape[1:])
@@ -117,17 +126,19 @@ class Selection:
         return (self.as_tokens() >= 0).sum(-1)
 
 
-@dataclass
-class LayerView:
-    """One layer of one cache, made once and grown with it. `keys, values [B, Hkv, N, d]`, keys with RoPE.
+class CacheLayer:
+    """One layer of a cache: keys and values of B requests, wherever they lie, as selectors, estimators and the step ask
+    for them. Tokens `first … last − 1` are places in a row, padding included.
+
+    A storage has the attributes below and implements `shape`, `dtype`, `keys_at`, `values_at` and `gather`. It
+    overrides `attend` (and `anchors`) where it attends by kernels of its own, and `numbers`, `encoded` and `codes_at`
+    where it keeps codes beside its keys.
 
     recent_queries `[B, Hq, w, d]`: the last queries of the prefill, w up to 64; recent_end: the position after them.
     completion_tokens: what the estimator's cache costs, in tokens. sinks `[Hq]`: the model's learned sinks, one more
     term of the normalisation.
     """
 
-    keys: Tensor
-    values: Tensor
     regions: Regions
     scale: float
     num_query_heads: int
@@ -139,11 +150,62 @@ class LayerView:
     completion_tokens: float = 0.0
     sinks: Tensor | None = None
 
-    keys_on_device = True
-    """Whether keys lie where decoding happens: a kernel may read any of them."""
-    stacks_as: ClassVar[Any] = None
-    """What layers with such views are seen as side by side (`core/stacked.py: StackedView`, and for these alone
-    without a word); None: a layer is built by itself."""
+    in_place: ClassVar[bool] = False
+    """Whether kernels read any key where it lies: a completion is then part of `attend`."""
+    keeps_codes: ClassVar[bool] = False
+    """Whether the storage keeps codes of keys beside them."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Rows, KV heads, tokens that `keys_at` gives, and head dimension."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values as they are given."""
+        raise NotImplementedError
+
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        """Keys with RoPE of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]`."""
+        raise NotImplementedError
+
+    def values_at(self, first: int, last: int) -> Tensor:
+        """Values of tokens `first … last − 1`, `[B, Hkv, n, d]`."""
+        raise NotImplementedError
+
+    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of any token where the list has -1."""
+        raise NotImplementedError
+
+    def numbers(self, first: int, last: int) -> Tensor | None:
+        """By which tokens are listed and read, `[B, n]` int; None: by their place."""
+        return None
+
+    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor | None:
+        """Codes of `width` bytes by number, `[B or 1, Hkv, N, w]`, with those of all tokens before `last`; None of
+        layers side by side whose storage keeps them. known: what was given last for the same sketch."""
+        new = encode_keys(self.keys_at(0 if known is None else known.shape[2], last), sketch, width)
+        return new if known is None else torch.cat([known, new], dim=2)
+
+    def codes_at(self, codes: Tensor | None, first: int, last: int, step: int) -> Tensor:
+        """Codes of every `step`-th token of `first … last − 1`, `[B, Hkv, n, w]`; codes: of `encoded`."""
+        assert codes is not None
+        return codes[:, :, first:last:step]
+
+    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+        """Attention over the anchors, for an `attend` that a map of keys of these units and features completes; None
+        where `attend` reads them itself."""
+        return None
+
+    def attend(
+        self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
+        anchored: Anchored | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Exact attention over anchors and selection, completed if asked for: `(out [Q, Hq, d], lse [Q, Hq])`."""
+        assert completion is None and anchored is None, "an estimate of gathered keys is a part of its own"
+        tokens, used, weights = self._with_anchors(queries, selection)
+        keys, values = self.gather(tokens)
+        return attend_gathered(queries.folded, keys, values, used, self.scale, weights)
 
     @property
     def device(self) -> torch.device:
@@ -152,47 +214,30 @@ class LayerView:
 
     @property
     def num_kv_heads(self) -> int:
-        return self.keys.shape[1]
+        return self.shape[1]
+
+    @property
+    def stored(self) -> int:
+        """Tokens whose keys `keys_at` gives."""
+        return self.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape[3]
 
     @property
     def group(self) -> int:
-        return self.num_query_heads // self.keys.shape[1]
+        return self.num_query_heads // self.num_kv_heads
 
     @property
     def length(self) -> int:
         return self.regions.length
 
-    @property
-    def stored(self) -> int:
-        """Tokens whose keys `keys_at` gives."""
-        return self.keys.shape[2]
-
-    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
-        """Keys of every `step`-th token of `first … last − 1`, `[B, Hkv, n, d]` (this and what follows:
-        `core/index.py: Keys`)."""
-        return self.keys[:, :, first:last:step]
-
-    def values_at(self, first: int, last: int) -> Tensor:
-        """Values of tokens `first … last − 1`, `[B, Hkv, n, d]`."""
-        return self.values[:, :, first:last]
-
     def keys_pre(self, first: int, last: int) -> Tensor:
-        """Keys `first..last` with RoPE removed, `[B, Hkv, last − first, d]`."""
-        columns = torch.arange(first, last, device=self.keys.device)
-        return needed(self.rope).unrotate(self.keys[:, :, first:last], columns)
-
-    def numbers(self, first: int, last: int) -> Tensor | None:
-        """None: a token is read by its place."""
-        return None
-
-    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor:
-        """Codes of the tokens before `last`, `[B, Hkv, last, w]`."""
-        new = encode_keys(self.keys[:, :, 0 if known is None else known.shape[2]:last], sketch, width)
-        return new if known is None else torch.cat([known, new], dim=2)
-
-    def codes_at(self, codes: Tensor, first: int, last: int, step: int) -> Tensor:
-        """Codes of every `step`-th token of `first … last − 1`, `[B, Hkv, n, w]`."""
-        return codes[:, :, first:last:step]
+        """Keys `first … last − 1` with RoPE removed, `[B, Hkv, n, d]`. Raises SparseKVError where the model's rotation
+        is unknown."""
+        keys = self.keys_at(first, last)
+        return needed(self.rope).unrotate(keys, torch.arange(first, last, device=keys.device))
 
     def bounds(self, queries: Queries) -> dict[str, Any]:
         """Scale and anchors of every query, as the kernels take them."""
@@ -205,37 +250,10 @@ class LayerView:
         tokens = selection.as_tokens()
         return tokens.expand(-1, self.num_kv_heads, -1) if tokens.shape[1] == 1 else tokens
 
-    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of listed tokens `[Q, H, K]`, each `[Q, H, K, d]`; of token 0 where the list has -1."""
-        index = self.by_head(tokens)
-        return tuple(gather_rows(x, index).reshape(*tokens.shape, x.shape[-1])  # type: ignore[return-value]
-                     for x in (self.keys, self.values))
-
     def by_head(self, tokens: Tensor) -> Tensor:
         """All that the lists `[Q, H, K]` of a KV head name, `[Q, Hkv, H / Hkv · K]`; 0 where a list has -1."""
         count, heads, width = tokens.shape
         return tokens.clamp(min=0).reshape(count, self.num_kv_heads, heads // self.num_kv_heads * width)
-
-    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
-        """Attention over the anchors, for an `attend` that a map of keys of these units and features completes; None
-        where `attend` reads them itself."""
-        return attend_anchors(queries.folded, self.keys, self.values, sizes=sizes, **self.bounds(queries))
-
-    def attend(
-        self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
-        anchored: Anchored | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Exact attention over anchors and selection, completed if asked for: `(out [Q, Hq, d], lse [Q, Hq])`."""
-        if selection.contiguous:
-            assert completion is None, "an estimate is of keys at their own positions"
-            return self._attend_contiguous(queries, selection)
-        given: dict[str, Any] = {**self.bounds(queries), "completion": completion, "anchored": anchored}
-        if selection.buckets is not None:
-            assert selection.order is not None and selection.offsets is not None
-            return attend_buckets(queries.folded, self.keys, self.values, selection.order, selection.offsets,
-                                  selection.buckets, **given)
-        return attend_tokens(queries.folded, self.keys, self.values, selection.as_tokens(),
-                             log_weights=selection.log_weights, **given)
 
     def moved(self) -> None:
         """The mid region has grown: let go of what was kept of the tokens that joined it."""
@@ -254,14 +272,80 @@ class LayerView:
         """An independent copy that shares tensors."""
         return copy.copy(self)
 
+    def _with_anchors(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Selection and anchors as one list `[Q, H, K + A]`, which of it counts, and the selection's weights."""
+        bounds, tokens, weights = self.bounds(queries), self.listed(selection), selection.log_weights
+        anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
+        if weights is not None:
+            weights = torch.nn.functional.pad(weights.expand(tokens.shape), (0, anchors.shape[1]))
+        both = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1).to(tokens.dtype)], dim=-1)
+        return both, both >= 0, weights
+
+
+@dataclass
+class LayerView(CacheLayer):
+    """A layer whose keys and values lie in a tensor each, `[B, Hkv, N, d]`, keys with RoPE; made once and grown with
+    its cache."""
+
+    keys: Tensor
+    values: Tensor
+    regions: Regions
+    scale: float
+    num_query_heads: int
+    layer_idx: int = 0
+    num_layers: int = 1
+    rope: RopeTable | None = None
+    recent_queries: Tensor | None = None
+    recent_end: int = 0
+    completion_tokens: float = 0.0
+    sinks: Tensor | None = None
+
+    in_place: ClassVar[bool] = True
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, heads, stored, dim = self.keys.shape
+        return rows, heads, stored, dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        return self.keys[:, :, first:last:step]
+
+    def values_at(self, first: int, last: int) -> Tensor:
+        return self.values[:, :, first:last]
+
+    def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        index = self.by_head(tokens)
+        return tuple(gather_rows(x, index).reshape(*tokens.shape, x.shape[-1])  # type: ignore[return-value]
+                     for x in (self.keys, self.values))
+
+    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+        return attend_anchors(queries.folded, self.keys, self.values, sizes=sizes, **self.bounds(queries))
+
+    def attend(
+        self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
+        anchored: Anchored | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if selection.contiguous:
+            assert completion is None, "an estimate is of keys at their own positions"
+            return self._attend_contiguous(queries, selection)
+        given: dict[str, Any] = {**self.bounds(queries), "completion": completion, "anchored": anchored}
+        if selection.buckets is not None:
+            assert selection.order is not None and selection.offsets is not None
+            return attend_buckets(queries.folded, self.keys, self.values, selection.order, selection.offsets,
+                                  selection.buckets, **given)
+        return attend_tokens(queries.folded, self.keys, self.values, selection.as_tokens(),
+                             log_weights=selection.log_weights, **given)
+
     def _attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """As `attend`, with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
         (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
-        q, rope, bounds = queries.folded, needed(self.rope), self.bounds(queries)
-        anchors = anchor_indices(bounds["starts"], bounds["sink_size"], bounds["tail_starts"], bounds["lengths"])
-        tokens = self.listed(selection)
-        tokens = torch.cat([tokens, anchors[:, None].expand(-1, tokens.shape[1], -1)], dim=-1)
-        tokens = torch.where(tokens < 0, self.length, tokens).sort(dim=-1).values
+        q, rope = queries.folded, needed(self.rope)
+        tokens, used, _ = self._with_anchors(queries, selection)
+        tokens = torch.where(used, tokens, self.length).sort(dim=-1).values
         used = tokens < self.length
         tokens = tokens.clamp(max=self.length - 1)
         keys, values = self.gather(tokens)
@@ -291,10 +375,12 @@ def choose_rows(rows: Tensor, new: Any, old: Any) -> Any:
 
 
 class RowState:
-    """State of a batch that is replaced and never changed in place, so that `fork` is a shallow copy."""
+    """State of a batch that is replaced and never changed in place, so that `fork` is a shallow copy. A view is a
+    `CacheLayer`, and a `LayerView` for methods that read `keys` as a tensor."""
 
     row_state: ClassVar[tuple[str, ...]] = ()
-    """Attributes whose tensors, or tuples of tensors, have the batch as first dimension."""
+    """Attributes whose tensors, or tuples of tensors, have the batch as first dimension, and KV heads, if they have
+    any, as the second."""
 
     def fork(self) -> Self:
         """An independent copy that shares tensors."""
@@ -305,6 +391,25 @@ class RowState:
         for name in self.row_state:
             setattr(self, name, take_rows(getattr(self, name), index))
 
+    def prepare(self, view: Any) -> None:
+        """Called before `build` and `extend`."""
+
+    def build(self, view: Any) -> None:
+        """Prepare for the mid region of `view`, at the end of the prefill."""
+
+    def stacks_by(self, view: Any) -> Hashable | None:
+        """What layers have in common that are built at once, as heads of one layer (`core/stacked.py`); None where a
+        layer is built by itself."""
+        return None
+
+    def of_heads(self, others: Sequence[Any], views: Sequence[CacheLayer]) -> Self:
+        """A fresh one of all heads of layers that stack: this one's, the first, then those of `others`."""
+        raise NotImplementedError
+
+    def take_heads(self, whole: Self, state: dict[str, Any]) -> None:
+        """What `whole`, built of several layers' heads, has of this layer: `state`, its part of `row_state`."""
+        self.__dict__.update(state)
+
 
 def take_rows(value: Any, index: Tensor) -> Any:
     """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
@@ -313,44 +418,23 @@ def take_rows(value: Any, index: Tensor) -> Any:
     return None if value is None else value[index.to(value.device)]
 
 
-def row_part(value: Any, index: int, count: int) -> Any:
-    """The rows at `index` of `count` equal parts, of a tensor or of a named tuple of tensors and tuples; None stays
-    None. A part that does not begin at a multiple of 16 bytes is copied, since kernels are compiled again for such."""
-    if isinstance(value, tuple):
-        return type(value)(*(row_part(x, index, count) for x in value))
-    if value is None:
-        return None
-    rows = value.shape[0] // count
-    part = value[index * rows:(index + 1) * rows]
-    return part.clone() if part.storage_offset() * part.element_size() % 16 else part
-
-
 def heads_apart(value: Any, count: int) -> list[Any]:
     """Of a tensor `[B, count·H, ...]`, or a named tuple of tensors and tuples, the parts `[B, H, ...]` of every layer;
-    what has no heads, `[B]` or None, is that of every layer."""
+    what has no heads, `[B]` or None, is that of every layer. A part that does not begin at a multiple of 16 bytes is
+    copied, since kernels are compiled again for such."""
     if isinstance(value, tuple):
         parts = [heads_apart(x, count) for x in value]
         return [type(value)(*part) for part in zip(*parts, strict=True)]
     if value is None or value.dim() < 2:
         return [value] * count
-    return list(value.unflatten(1, (count, -1)).transpose(0, 1).contiguous())
+    return [part.clone() if part.storage_offset() * part.element_size() % 16 else part
+            for part in value.unflatten(1, (count, -1)).transpose(0, 1).contiguous()]
 
 
-def heads_side_by_side(views: Sequence[LayerView]) -> LayerView:
-    """Views of layers with the same regions, shapes and scale as one layer of all their heads, in that order."""
-    one, count = views[0], len(views)
-    keys, values = (joined(part, count, 1) for part in (
-        (v.keys_at(0, v.stored) for v in views), (v.values_at(0, v.stored) for v in views)))
-    return LayerView(keys, values, one.regions, one.scale, count * one.num_query_heads, one.layer_idx, one.num_layers,
-                     one.rope)
-
-
-def joined(parts: Iterable[Tensor], count: int, dim: int) -> Tensor:
-    """So many tensors of one shape side by side; each is made when its place is written, and let go then."""
-    whole: list[Tensor] = []
-    for i, part in enumerate(parts):
-        if not i:
-            size = part.shape[dim]
-            whole.append(part.new_empty(*part.shape[:dim], count * size, *part.shape[dim + 1:]))
-        whole[0].narrow(dim, i * size, size).copy_(part)
-    return whole[0]
+def heads_joined(values: Sequence[Any]) -> Any:
+    """Of tensors `[H, ...]` of several layers, or named tuples of tensors and tuples, those of all heads; what is no
+    tensor is the first's."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return type(first)(*(heads_joined(x) for x in zip(*values, strict=True)))
+    return torch.cat(list(values)) if isinstance(first, Tensor) else first

@@ -17,7 +17,9 @@ BLOCK, DEVICE_BLOCK = 4096, 32_768
 
 
 def edges_of(first: Tensor, last: Tensor) -> list[int]:
-    """Smallest and largest `first`, smallest and largest `last` of all rows: one wait for the device."""
+    """Smallest and largest `first`, smallest and largest `last` of all rows, 0 without rows; waits for the device."""
+    if not first.numel():
+        return [0, 0, 0, 0]
     return torch.stack([first.min(), first.max(), last.min(), last.max()]).tolist()
 
 

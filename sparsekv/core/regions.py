@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from sparsekv.util.errors import SparseKVError
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
 AMORTISE_OVER = 256
 """Generated tokens that share the completion's cache when accounting is amortised."""
+
+
+class TailRule(NamedTuple):
+    """When the oldest tokens of a tail join the mid region [tokens]: `window_size` of them stay, and generated ones
+    until there are more than `decode_window`; then all but half of those join."""
+
+    window_size: int
+    decode_window: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest tail."""
+        return self.window_size + self.decode_window + 1
+
+    def moved_to(self, past: int) -> int:
+        """Where the tail begins once its oldest tokens have joined, of a cache whose first `past` tokens may."""
+        return past - self.window_size - self.decode_window // 2
 
 
 @dataclass(frozen=True)
@@ -43,12 +61,6 @@ class Regions:
         last = max(length - window_size, 0)
         first = min(sink_size, last)
         made.__dict__["edges"], made.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
-        return made
-
-    def repeated(self, count: int) -> Regions:
-        """Of so many batches of these rows, one behind the other; what is known without a wait stays known."""
-        made = replace(self, starts=self.starts.repeat(count), tail_starts=self.tail_starts.repeat(count))
-        made.__dict__.update({name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__})
         return made
 
     @property
@@ -97,8 +109,10 @@ class Regions:
         return (positions >= self.mid_first[:, None]) & (positions < self.mid_last[:, None])
 
     def grown(self, length: int) -> Regions:
-        """The same mid region in a longer (or cropped) cache."""
-        return replace(self, length=length)
+        """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
+        made = replace(self, length=length)
+        made.__dict__.update({name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__})
+        return made
 
     def moved(self, tail_start: int) -> Regions:
         """Let the mid region grow up to `tail_start`."""

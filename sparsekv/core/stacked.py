@@ -1,19 +1,16 @@
-"""Several layers' selectors and estimators built at once: layers that are built alike stand side by side, as rows of
-one batch or as heads of one layer, since a row and a head are what they are by themselves. A short prompt is a few
-hundred launches then, and not that many a layer."""
+"""Several layers' selectors and estimators built at once: layers that are built alike stand side by side as heads of
+one layer, since a head is what it is by itself. A short prompt is some hundred launches then, not that many a layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import LayerView, joined, needed
-from sparsekv.core.selectors.base import Selector
+from sparsekv.core.layer import CacheLayer, RowState, heads_apart
+from sparsekv.kernels import Sketch
 
 STACKED_BYTES = 1 << 30
 """Keys that stand side by side at once: they are copied there. A layer with as many is built by itself."""
@@ -21,74 +18,77 @@ SUMMED_BYTES = 1 << 28
 """The same of estimators, for which values are copied too."""
 
 
-@dataclass
-class StackedView(LayerView):
-    """Layers with the same regions as rows of one batch, all rows of the first layer first. keys `[L·B, Hkv, N, d]`;
-    there are no values to choose by. rope: of the B rows of a layer; views: those of the layers."""
+class SideBySide(CacheLayer):
+    """Layers with the same regions, shapes and scale as one layer of all their heads, in that order. Keys are copied
+    once; values a span at a time."""
 
-    views: Sequence[LayerView] = ()
+    def __init__(self, layers: Sequence[CacheLayer]):
+        self.layers = layers
+        one, count = layers[0], len(layers)
+        self.regions, self.scale, self.rope = one.regions, one.scale, one.rope
+        self.num_query_heads = count * one.num_query_heads
+        self.layer_idx, self.num_layers = one.layer_idx, one.num_layers
+        self.recent_end, self.completion_tokens = one.recent_end, one.completion_tokens
+        queries = [layer.recent_queries for layer in layers if layer.recent_queries is not None]
+        self.recent_queries = torch.cat(queries, dim=1) if queries else None
+        self.keys = joined((layer.keys_at(0, layer.stored) for layer in layers), count)
+        self.in_place = one.in_place  # type: ignore[misc]
 
-    def keys_pre(self, first: int, last: int) -> Tensor:
-        columns = torch.arange(first, last, device=self.keys.device)
-        return torch.cat([needed(self.rope).unrotate(x, columns)
-                          for x in self.keys[:, :, first:last].chunk(len(self.views))])
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, heads, stored, dim = self.keys.shape
+        return rows, heads, stored, dim
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
 
-def side_by_side(views: Sequence[LayerView]) -> StackedView:
-    """Views of layers with the same regions, shapes and scale as one."""
-    one, count = views[0], len(views)
-    recent = None if one.recent_queries is None else torch.cat([queries_of(view) for view in views])
-    keys = joined((view.keys_at(0, view.stored) for view in views), count, 0)
-    made: StackedView = (one.stacks_as or StackedView)(
-        keys, keys[..., :0], one.regions.repeated(count), one.scale, one.num_query_heads, one.layer_idx, one.num_layers,
-        one.rope, recent, one.recent_end, one.completion_tokens, views=views)
-    return made
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        return self.keys[:, :, first:last:step]
 
+    def values_at(self, first: int, last: int) -> Tensor:
+        return joined((layer.values_at(first, last) for layer in self.layers), len(self.layers))
 
-def queries_of(view: LayerView) -> Tensor:
-    assert view.recent_queries is not None
-    return view.recent_queries
+    def numbers(self, first: int, last: int) -> Tensor | None:
+        return self.layers[0].numbers(first, last)
 
+    def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor | None:
+        return None if self.layers[0].keeps_codes else super().encoded(known, sketch, width, last)
 
-def build_selectors(views: Sequence[LayerView], selectors: Sequence[Selector]) -> None:
-    """The state of every layer's selector over its view, of layers that are built alike in one go."""
-    for group in alike(views, selectors, STACKED_BYTES):
-        some, chosen = [views[i] for i in group], [selectors[i] for i in group]
-        view, selector = some[0], chosen[0]
-        if len(group) > 1:
-            view, selector = side_by_side(some), selector.stacked(chosen, some[0].regions.starts.shape[0])
-        selector.prepare(view)
-        selector.build(view)
-        if len(group) > 1:
-            for i, one in enumerate(chosen):
-                one.take_layer(selector, i, len(group))
-
-
-def build_estimators(views: Sequence[LayerView], estimators: Sequence[Estimator]) -> None:
-    """The same of every layer's estimator."""
-    for group in alike(views, estimators, SUMMED_BYTES):
-        first, *others = (estimators[i] for i in group)
-        if others:
-            first.build_together([views[i] for i in group], others)
-        else:
-            first.build(views[group[0]])
+    def codes_at(self, codes: Tensor | None, first: int, last: int, step: int) -> Tensor:
+        if codes is not None:
+            return super().codes_at(codes, first, last, step)
+        return joined((layer.codes_at(None, first, last, step) for layer in self.layers), len(self.layers))
 
 
-def alike(
-    views: Sequence[LayerView], parts: Sequence[Selector | Estimator], at_once: int,
-) -> Iterator[list[int]]:
+def build_alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once: int) -> None:
+    """Build every layer's selector, or estimator, over it; of layers that are built alike in one go."""
+    for group in alike(layers, parts, at_once):
+        some, (first, *others) = [layers[i] for i in group], [parts[i] for i in group]
+        if not others:
+            first.prepare(some[0])
+            first.build(some[0])
+            continue
+        view, whole = SideBySide(some), first.of_heads(others, some)
+        whole.prepare(view)
+        whole.build(view)
+        states = [heads_apart(getattr(whole, name), len(group)) for name in whole.row_state]
+        for one, *values in zip((first, *others), *states, strict=True):
+            one.take_heads(whole, dict(zip(whole.row_state, values, strict=True)))
+
+
+def alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once: int) -> Iterator[list[int]]:
     """Which layers are built together: those of one kind, as many as `at_once` bytes of keys."""
     groups: dict[object, list[int]] = {}
-    for i, (view, part) in enumerate(zip(views, parts, strict=True)):
-        kind = part.stacks_by(view) if len(views) > 1 else None
-        stacks = type(view) is LayerView or view.stacks_as is not None
-        same = (i,) if kind is None or not stacks else (
-            kind, type(view), id(view.regions), view.stored, view.keys.shape, view.keys.dtype, view.keys.device,
-            view.scale, view.num_query_heads, id(view.rope), view.recent_end, view.completion_tokens,
-            None if view.recent_queries is None else view.recent_queries.shape)
+    for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
+        kind = part.stacks_by(layer) if len(layers) > 1 else None
+        same = (i,) if kind is None else (
+            kind, type(layer), id(layer.regions), layer.shape, layer.dtype, layer.device, layer.scale,
+            layer.num_query_heads, id(layer.rope), layer.recent_end, layer.completion_tokens,
+            None if layer.recent_queries is None else layer.recent_queries.shape)
         groups.setdefault(same, []).append(i)
     for group in groups.values():
-        yield from in_pieces(group, bytes_of(views[group[0]]), at_once)
+        yield from in_pieces(group, key_bytes(layers[group[0]]), at_once)
 
 
 def in_pieces(layers: Sequence[Any], size: int, at_once: int) -> Iterator[Any]:
@@ -98,7 +98,18 @@ def in_pieces(layers: Sequence[Any], size: int, at_once: int) -> Iterator[Any]:
         yield layers[first * len(layers) // pieces:(first + 1) * len(layers) // pieces]
 
 
-def bytes_of(view: LayerView) -> int:
+def key_bytes(layer: CacheLayer) -> int:
     """Bytes of a layer's keys."""
-    rows, heads, _, dim = view.keys.shape
-    return rows * heads * view.stored * dim * view.keys.element_size()
+    rows, heads, stored, dim = layer.shape
+    return rows * heads * stored * dim * layer.dtype.itemsize
+
+
+def joined(parts: Iterable[Tensor], count: int) -> Tensor:
+    """So many tensors `[B, H, ...]` as one of all heads; each is made when its place is written, and let go then."""
+    whole: list[Tensor] = []
+    for i, part in enumerate(parts):
+        heads = part.shape[1]
+        if not i:
+            whole.append(part.new_empty(part.shape[0], count * heads, *part.shape[2:]))
+        whole[0].narrow(1, i * heads, heads).copy_(part)
+    return whole[0]

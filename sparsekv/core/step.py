@@ -10,11 +10,11 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from sparsekv.core import stacked
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.regions import Regions
+from sparsekv.core.layer import CacheLayer, Queries, Selection
+from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.core.stacked import build_estimators, build_selectors
 from sparsekv.core.streams import beside
 from sparsekv.kernels import add_sinks, merge
 
@@ -37,20 +37,29 @@ class Parts(NamedTuple):
     selection: Selection
 
 
-def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
-    """Select, attend exactly to the selection and the anchors, complete with the estimate of the rest, normalise once
-    (completion paper §4.4, §4.5). Waits for no device unless the selector does."""
-    rest = None
+def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
+    """A decode step of one layer: exact attention to what is selected and to the anchors, completed with an estimate of
+    the rest, normalised once (completion paper §4.4, §4.5). Waits for no device unless the selector does.
+
+    view: keys and values of the layer, wherever they lie; selector, estimator: built over it, their rows those of the
+    queries, or by seat. Returns out `[B, Hq, T, d]`, lse `[Q, Hq]` and the selection.
+    """
+    completion = anchored = rest = None
     if estimator is not None and estimator.in_kernel:
-        with beside(view.device) as join:  # what needs no list, beside the selection
+        # 1. beside the selection: what needs no list, the anchors and the queries' side of the estimate
+        with beside(view.device) as join:
             anchored = view.anchors(queries, estimator.key_sizes)
-            query = estimator.query(view, queries)
+            completion = estimator.query(view, queries)
+        # 2. select the tokens to read
         selection = selector.select(view, queries)
         join()
-        out, lse = view.attend(queries, selection, query, anchored)
     else:
         selection = selector.select(view, queries)
-        out, lse, rest = _apart(view, queries, selection, estimator)
+    # 3. attend to anchors and selection, less their estimates where the kernel completes
+    out, lse = view.attend(queries, selection, completion, anchored)
+    # 4. merge what the kernel has not: an estimate that is a part of its own, and learned sinks
+    if completion is None:
+        rest = selection.rest if estimator is None else estimator.partial(view, queries, selection)
     if rest is not None:
         out, lse = merge(torch.stack([out, rest[0].to(out.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
     if view.sinks is not None:
@@ -59,39 +68,27 @@ def sparse_step(view: LayerView, queries: Queries, selector: Selector, estimator
     return Step(out.reshape(batch, count, heads, dim).transpose(1, 2), lse, selection)
 
 
-def two_parts(view: LayerView, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
+def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
     """The same step, exact part and estimate apart and without learned sinks: what calibration shifts against each
     other."""
     selection = selector.select(view, queries)
-    out, lse, rest = _apart(view, queries, selection, estimator)
-    return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)
-
-
-def _apart(
-    view: LayerView, queries: Queries, selection: Selection, estimator: Estimator | None,
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Exact part, its log mass, and the estimate of the rest if there is one."""
     out, lse = view.attend(queries, selection)
-    return out, lse, selection.rest if estimator is None else estimator.partial(view, queries, selection)
+    rest = selection.rest if estimator is None else estimator.partial(view, queries, selection)
+    return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)
 
 
 class LayerState:
     """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator, which were built
-    when decoding began (`build_layers`); grown with the cache, forked and reordered with it.
-
-    `decode_window`: generated tokens stay exact until there are more than this; then all but half of them, and the
-    local window of `window_size`, join the mid region.
-    """
+    when decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
 
     def __init__(
-        self, view: LayerView, selector: Selector, estimator: Estimator | None, *, window_size: int,
+        self, view: CacheLayer, selector: Selector, estimator: Estimator | None, *, window_size: int,
         decode_window: int, owner: object = None,
     ):
         self.owner = owner
         """Who made it: another attachment makes its own."""
         self.view, self.selector, self.estimator = view, selector, estimator
-        self.window_size, self.decode_window = window_size, decode_window
-        self._read_borders()
+        self.tails = TailRule(window_size, decode_window)
 
     def outgrown(self, past: int) -> bool:
         """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
@@ -100,7 +97,7 @@ class LayerState:
     @property
     def room(self) -> int:
         """The length of a cache whose next step moves the region's border."""
-        return self._earliest + self.window_size + self.decode_window + 1
+        return self.view.regions.edges[2] + self.tails.longest
 
     @property
     def replayable(self) -> bool:
@@ -115,10 +112,9 @@ class LayerState:
         view.regions = view.regions.grown(length)
         if not self.outgrown(past):
             return
-        view.regions = view.regions.moved(past - self.window_size - self.decode_window // 2)
+        view.regions = view.regions.moved(self.tails.moved_to(past))
         grow(view, old, self.selector, self.estimator)
         view.moved()
-        self._read_borders()
 
     def step(self, queries: Queries) -> Step:
         return sparse_step(self.view, queries, self.selector, self.estimator)
@@ -137,7 +133,7 @@ class LayerState:
     def cropped(self, length: int) -> LayerState | None:
         """The state of a cache cut to `length` tokens; None where the cut reaches the mid region, which is built
         anew."""
-        if length < self._latest:
+        if length < self.view.regions.edges[3]:
             return None
         self.view.crop(length)
         return self
@@ -149,7 +145,6 @@ class LayerState:
         self.selector.take_rows(index)
         if self.estimator is not None:
             self.estimator.take_rows(index)
-        self._read_borders()
 
     def fork(self) -> Self:
         other = copy.copy(self)
@@ -158,32 +153,27 @@ class LayerState:
         other.estimator = None if self.estimator is None else self.estimator.fork()
         return other
 
-    def _read_borders(self) -> None:
-        """Where the tail begins, read once a mid region: a step must not wait for the device."""
-        tails = self.view.regions.tail_starts
-        self._earliest, self._latest = (int(tails.min()), int(tails.max())) if tails.numel() else (0, 0)
 
-
-def build(view: LayerView, selector: Selector, estimator: Estimator | None) -> None:
+def build(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> None:
     """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
     build_layers([view], [selector], [estimator])
 
 
 def build_layers(
-    views: Sequence[LayerView], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
+    views: Sequence[CacheLayer], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
 ) -> None:
     """The same of several layers, which are built at once where they are alike (`core/stacked.py`)."""
     completed = [(view, e) for view, e in zip(views, estimators, strict=True) if e is not None]
-    build_estimators([view for view, _ in completed], [e for _, e in completed])
+    stacked.build_alike([view for view, _ in completed], [e for _, e in completed], stacked.SUMMED_BYTES)
     for view, one in completed:
         view.completion_tokens = one.cost_tokens(view)
-    build_selectors(views, selectors)
+    stacked.build_alike(views, selectors, stacked.STACKED_BYTES)
     for view, selector, estimator in zip(views, selectors, estimators, strict=True):
         if estimator is not None:
             estimator.reads(view, selector.read_share(view))
 
 
-def grow(view: LayerView, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
+def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
     """The mid region has grown from `old` to that of the view: so do state and estimate."""
     selector.prepare(view)
     selector.extend(view, old)

@@ -19,7 +19,7 @@ from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.hf.offload import HostView
 
 
-class Called(NamedTuple):
+class AttentionSpec(NamedTuple):
     """How a model calls the attention of a layer: number of query heads, where queries lie, scale, kind of rotary
     table, learned sinks `[Hq]` or None."""
 
@@ -30,23 +30,28 @@ class Called(NamedTuple):
     sinks: Tensor | None
 
 
+def decodes_sparsely(decoding: Decoding, index: int, keys: Any, length: int) -> bool:
+    """Whether a layer with such keys does, in a cache of `length` tokens: the one rule of dense or sparse."""
+    return index not in decoding.dense_layers and length >= decoding.short_until(keys, length)
+
+
 def to_begin(
-    decoding: Decoding, cache: SparseCache, called: dict[int, Called], past: int, first: int | None = None,
+    decoding: Decoding, cache: SparseCache, called: dict[int, AttentionSpec], past: int, first: int | None = None,
 ) -> list[int]:
     """The layers of which decoding can begin after `past` tokens and has not. first: the layer that is asked for; those
     whose keys lie in CPU memory begin one by one, as they are."""
     layers: list[Any] = cache.layers
     if first is not None and isinstance(layers[first], HostLayer):
         return [first]
-    return [i for i in sorted(called) if i not in decoding.dense_layers and i < len(layers)
-            and type(layers[i]) is SparseLayer and layers[i].keys is not None
-            and past <= layers[i].keys.shape[2] and past + 1 >= decoding.short_until(layers[i].keys, past + 1)
-            and (layers[i].state is None or layers[i].state.owner is not decoding)]
+    return [i for i in sorted(called) if i < len(layers)
+            and type(layers[i]) is SparseLayer and layers[i].keys is not None and past <= layers[i].keys.shape[2]
+            and (layers[i].state is None or layers[i].state.owner is not decoding)
+            and decodes_sparsely(decoding, i, layers[i].keys, past + 1)]
 
 
 def begin(
-    decoding: Decoding, cache: SparseCache, which: Sequence[int], called: dict[int, Called], starts: Tensor, past: int,
-    counters: Counters,
+    decoding: Decoding, cache: SparseCache, which: Sequence[int], called: dict[int, AttentionSpec], starts: Tensor,
+    past: int, counters: Counters,
 ) -> None:
     """States of these layers over the first `past` tokens of the cache; starts `[B]`: the first real token of every
     row."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekv.kernels import few_rows, few_rows_gated, fits_few_rows, rms_norm, rotate_pair, silu_product
+from sparsekv.runtime import process
 from sparsekv.runtime.process import NOW
 from sparsekv.runtime.timing import device_words, quicker
 
@@ -29,7 +29,6 @@ NORMS: tuple[dict[str, Any], ...] = ({}, {"rounds": False}, {"rounds": False, "s
 """Ways in which models multiply by the weight of a norm."""
 QUERIES, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 """Linear layers of the same rows, as the models of transformers name them."""
-_GATE = threading.Lock()
 
 
 class Fused:
@@ -54,7 +53,16 @@ class Fused:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
         """Of a linear layer by its id: the rows it will be asked for, and its product with them."""
         self._loaded: set[int] = set()
-        wrap_rotation(type(attention))
+        self._module = sys.modules[type(attention).__module__]
+        """Of transformers, which has the models' rotation."""
+
+    def enter(self) -> None:
+        """For the time of an attachment: the rotation of the model's module, which is a function and no module."""
+        process.replace(self._module, ROTATION, _asking_the_plan, self)
+
+    def leave(self) -> None:
+        """That function as it was; any number of times."""
+        process.give_back(self._module, ROTATION, self)
 
     def put(self) -> None:
         """For the time of a pass."""
@@ -201,24 +209,16 @@ def few_gated(parts: list[Any], x: Tensor) -> Tensor:
     return few_rows_gated(x, [p.weight for p in parts], [p.bias for p in parts])
 
 
-def wrap_rotation(attention: type) -> None:
-    """Let the rotation of this attention class's module ask the plan that runs in its thread; elsewhere it is what it
-    was. Once a process, as with attention functions that are registered."""
-    space = vars(sys.modules[attention.__module__])
-    with _GATE:
-        own = space.get(ROTATION)
-        if own is None or hasattr(own, "without_plan"):
-            return
+def _asking_the_plan(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's rotation that asks the plan that runs in its thread; without one it is what it was."""
+    @functools.wraps(own)
+    def rotation(*args: Any, **kwargs: Any) -> Any:
+        plan = NOW.plan
+        if plan is None or len(args) != 4 or kwargs:
+            return own(*args, **kwargs)
+        return plan.layers.fused.rotation(own, *args)
 
-        @functools.wraps(own)
-        def rotation(*args: Any, **kwargs: Any) -> Any:
-            plan = NOW.plan
-            if plan is None or len(args) != 4 or kwargs:
-                return own(*args, **kwargs)
-            return plan.layers.fused.rotation(own, *args)
-
-        rotation.without_plan = own  # type: ignore[attr-defined]
-        space[ROTATION] = rotation
+    return rotation
 
 
 def _is_gated(mlp: Any) -> bool:

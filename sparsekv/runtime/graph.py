@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
+import traceback
 import warnings
 from typing import Any
 
@@ -41,7 +41,8 @@ def _capture(plan: Plan) -> Tensor:
         try:
             graph, logits = _graph_of(plan)
         except Exception as error:  # whatever the driver raises; this step's answer is there
-            _raise_the_users(error)
+            if raised_by_user(error):
+                raise
             plan.layers.not_captured = f"its step could not be captured: {first_line(error)}"
             warnings.warn(f"this model decodes without CUDA graphs, {plan.layers.not_captured}", stacklevel=2)
             here.wait_stream(stream)
@@ -69,42 +70,12 @@ def _graph_of(plan: Plan) -> tuple[Any, Tensor]:
             gc.enable()
 
 
-def _raise_the_users(error: Exception) -> None:
-    """Raise what a user raised inside a step: an error, or one that torch has wrapped."""
-    raised = raised_by_user(error)
-    if raised is not None:
-        raise raised
-
-
-def raised_by_user(error: BaseException) -> BaseException | None:
-    """The exception by which somebody wanted to stop a step, where that is what ended it: a signal handler's, also one
-    that torch has wrapped; one of a class of the user's own; one of Python's raised in code of the user's own. None for
-    failures of the step itself: torch's errors, such as of what a capture does not permit, wherever they are raised."""
-    handlers = {_code(h) for h in map(signal.getsignal, signal.valid_signals()) if callable(h)} - {None}
-    inner: BaseException | None = error
-    seen: set[int] = set()
-    while inner is not None and id(inner) not in seen:
-        seen.add(id(inner))
-        if handlers.intersection(frame.f_code for frame in _frames(inner)):
-            return inner
-        inner = inner.__cause__ or inner.__context__
-    frames, kind = _frames(error), type(error).__module__.partition(".")[0]
-    ours = not frames or str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] in PACKAGES
+def raised_by_user(error: BaseException) -> bool:
+    """Whether somebody wanted to stop a step with it: an error of a class of their own, or one of Python's raised in
+    code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are failures
+    of the step, wherever they are raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
     if isinstance(error, SparseKVError | OSError):
-        return error
-    return None if kind in PACKAGES or (kind == "builtins" and ours) else error
-
-
-def _code(handler: Any) -> Any:
-    """Of a function, a method, or an object that is called; None of what is not written in Python."""
-    found = getattr(handler, "func", handler)
-    return getattr(found, "__code__", None) or getattr(getattr(type(found), "__call__", None), "__code__", None)  # noqa: B004
-
-
-def _frames(error: BaseException) -> list[Any]:
-    """From the outermost to the one that raised it."""
-    trace, found = error.__traceback__, []
-    while trace is not None:
-        found.append(trace.tb_frame)
-        trace = trace.tb_next
-    return found
+        return True
+    return (place if kind == "builtins" else kind).partition(".")[0] not in PACKAGES

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.core.cost import extra_tokens, read_shares
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.cost import extra_tokens
+from sparsekv.core.layer import Queries, Selection
 from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_attention
@@ -112,8 +112,7 @@ class Plan:
         logits = self.layers.run(self)
         if self._read:
             view: Any = self.views[self.sparse[0]]
-            shares = read_shares(view, self._read[0][0], [s for _, s in self._read], self.more)
-            self.counters.add(shares, self.where)
+            self.counters.read(view, self._read[0][0], [s for _, s in self._read], self.more, self.where)
         return logits
 
     def finish(self) -> Tensor:
@@ -124,7 +123,8 @@ class Plan:
         for rope, _ in self.ropes.values():
             rope.grown_to(self.length)
         self.taken, self.steady = self.taken + 1, True
-        self.counters.planned(len(self.ids), self.sparse, self.dense)
+        self.counters.replayed_steps += 1
+        self.counters.took(self.sparse, self.dense, 1, len(self.ids))
         assert self.logits is not None
         return self.logits
 
@@ -169,13 +169,13 @@ class Plan:
                                key_mask=None if self.real is None else self.real[:, places],
                                sinks=sinks).transpose(1, 2)
 
-    def _whole(self, state: LayerState) -> LayerView:
+    def _whole(self, state: LayerState) -> Any:
         """The layer's view over what this plan may fill of its storage: regions end it, not its length."""
-        view = state.view.fork()
+        view: Any = state.view.fork()
         view.keys, view.values = (x[:, :, :self.end] for x in self.stores[view.layer_idx].whole)
         view.regions = view.regions.grown(self.end)
         if any(view.rope is table for table, _ in self.ropes.values()):
-            view.rope = view.rope.whole()  # type: ignore[union-attr]
+            view.rope = view.rope.whole()
         return view
 
     def _more(self, state: LayerState, rows: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""What the process keeps beside the objects of a call; nothing else of the runtime is process-wide but times of steps
-(`crossing.py`) and which kernels are loaded (`warm.py`).
+"""What the process keeps beside the objects of a call, and nothing else of the runtime but what was timed and loaded
+once: times of steps (`crossing.py`, `timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
+its settings, sizes and graphs (`vllm/parts.py`, `vllm/summaries.py`, `vllm/graphs.py`).
 
 Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first. Of a
-thread: which attention comes next, since transformers hands an attention function its tensors and no cache.
+thread: which attention comes next, since transformers hands an attention function its tensors and no cache. Of
+somebody else's module: functions that are replaced while a model is attached to.
 """
 
 from __future__ import annotations
@@ -10,36 +12,47 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 
 @dataclass
-class Known:
+class ModelRecord:
     """Of one model. seat: what it carries while attached (`hooks.Seat`)."""
 
     seat: Any = None
 
 
-class Now(threading.local):
-    """What this thread is doing. plan: the plan that runs; seen: attention module whose forward has begun, the model's
-    seat, and the cache of the pass."""
+class ThreadContext(threading.local):
+    """What this thread is doing. plan: the plan that runs; passing: the seat whose pass runs; seen: attention module
+    whose forward has begun, the model's seat, and the cache of the pass."""
 
     plan: Any = None
+    passing: Any = None
     seen: tuple[Any, Any, Any] | None = None
 
 
-NOW = Now()
-_MODELS: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+@dataclass
+class Replaced:
+    """A function of somebody else's module, ours in its place, and who wants it."""
+
+    own: Callable[..., Any]
+    ours: Callable[..., Any]
+    users: set[int] = field(default_factory=set)
+
+
+NOW = ThreadContext()
+_MODELS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
+_REPLACED: dict[tuple[str, str], Replaced] = {}
 _GATE = threading.RLock()
 
 
-def known(model: nn.Module) -> Known:
+def known(model: nn.Module) -> ModelRecord:
     """What is known of a model."""
     with _GATE:
-        return _MODELS.setdefault(model, Known())
+        return _MODELS.setdefault(model, ModelRecord())
 
 
 def seat_for(model: nn.Module, make: Callable[[], Any]) -> Any:
@@ -55,3 +68,28 @@ def seats() -> list[Any]:
     """Of all models that are attached to."""
     with _GATE:
         return [k.seat for k in _MODELS.values() if k.seat is not None]
+
+
+def replace(module: Any, name: str, make: Callable[[Any], Any], user: object) -> None:
+    """Put `make(own)` in the place of a module's function for as long as it has users; nothing where it has none of
+    that name."""
+    with _GATE:
+        own, place = getattr(module, name, None), (module.__name__, name)
+        if own is None:
+            return
+        _REPLACED.setdefault(place, Replaced(own, make(own))).users.add(id(user))
+        setattr(module, name, _REPLACED[place].ours)
+
+
+def give_back(module: Any, name: str, user: object) -> None:
+    """The module's own function again, when its last user leaves; any number of times."""
+    with _GATE:
+        place = module.__name__, name
+        replaced = _REPLACED.get(place)
+        if replaced is None:
+            return
+        replaced.users.discard(id(user))
+        if not replaced.users:
+            if getattr(module, name, None) is replaced.ours:
+                setattr(module, name, replaced.own)
+            del _REPLACED[place]

@@ -8,14 +8,15 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import Selection
-from sparsekv.core.selectors import Selector
-from sparsekv.core.step import build
+from sparsekv.core.layer import CacheLayer, Queries, Selection
+from sparsekv.core.selectors.base import Selector, Spends
+from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
 from sparsekv.util.memory import free_memory
@@ -91,28 +92,32 @@ def _longest(shape: Shape) -> int:
     return most
 
 
+@dataclass(eq=False)
+class Listed(Selector):
+    """The same tokens for every query: what is selected in a step that only loads kernels."""
+
+    name: ClassVar[str] = "listed"
+    spends: ClassVar[Spends] = Spends.NOTHING
+
+    def select(self, view: CacheLayer, queries: Queries) -> Selection:
+        tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
+        return Selection(tokens=tokens.expand(len(queries.lengths), view.num_kv_heads, -1).contiguous())
+
+
 def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[..., Any]]:
-    """What a step is made of, each by itself: functions of a layer and its query."""
-    def chosen(view: Any, queries: Any) -> None:
+    """Functions of a layer and its query that load a step's kernels, each by itself: a selection, a step of tokens that
+    need no selecting, and full attention."""
+    def selected(view: CacheLayer, queries: Queries) -> None:
         own = selector.fork()
         build(view, own, None)
         own.select(view, queries)
 
-    def attended(view: Any, queries: Any) -> None:
-        query = anchored = None
-        if estimator is not None:
-            own = estimator.fork()
-            own.build(view)
-            own.reads(view, selector.read_share(view))
-            if own.in_kernel:
-                anchored = view.anchors(queries, own.key_sizes)
-                query = own.query(view, queries)
-        count = view.keys.shape[0] * queries.count
-        tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
-        view.attend(queries, Selection(tokens=tokens.expand(count, view.num_kv_heads, -1).contiguous()), query,
-                    anchored)
+    def stepped(view: CacheLayer, queries: Queries) -> None:
+        own, listed = None if estimator is None else estimator.fork(), Listed()
+        build(view, listed, own)
+        sparse_step(view, queries, listed, own)
 
-    return [chosen, attended, full_step]
+    return [selected, stepped, full_step]
 
 
 def full_token(shape: Shape) -> None:

@@ -21,7 +21,8 @@ from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import dense_attention, slots_at
-from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import LayerIndex, Room, build_seat, extend_seat
+from sparsekv.runtime.vllm.paged import DecodeMetadata, UncodedSlots
 
 
 def in_turn(cases: Sequence[str], completions: Sequence[str]) -> Any:
@@ -106,7 +107,7 @@ def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, gr
     pool[0] = 0.0  # nobody's
     router, phi = trained(model)
     selector = SELECTORS[name](layer=router.layer(1), **options)
-    index = LayerIndex(selector, pool.transpose(1, 2), Room(2, total), Unsorted(pool.shape[0] * PAGE, keys.device),
+    index = LayerIndex(selector, pool.transpose(1, 2), Room(2, total), UncodedSlots(pool.shape[0] * PAGE, keys.device),
                        scale=first.scale, rope=first.rope, maps=None if completion == "none" else phi.layer(1))
     regions = first.regions.grown(PROMPT)
     build_seat([index], 1, slots[:int(regions.mid_last)], regions)
@@ -116,7 +117,7 @@ def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, gr
             extend_seat([index], 1, slots[:int(now.mid_last)], regions, now)
         regions = now
         anchors = torch.cat([slots[:now.sink_size], slots[int(now.tail_starts):length]])[None].int()
-        lanes = Lanes(torch.tensor([False, True]), torch.tensor([2, 1]), anchors.expand(2, -1),
+        lanes = DecodeMetadata(torch.tensor([False, True]), torch.tensor([2, 1]), anchors.expand(2, -1),
                       torch.tensor([length - 1] * 2), torch.tensor([length, 0], dtype=torch.int32),
                       torch.tensor([0, anchors.shape[1]]))
         q = x.queries.rot[:, :, 0].expand(2, -1, -1)

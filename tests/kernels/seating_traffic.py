@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sparsekv.runtime.vllm.index import Unsorted
+from sparsekv.runtime.vllm.paged import UncodedSlots
 from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows
 
 PAGE, BLOCKS, LONGEST = 4, 400, 120
@@ -106,7 +106,7 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
     one, two = (Asking(count, places, LONGEST, torch.device(d), most + 5) for d in ("cpu", device))
     two.launches = True
     for seats in (one, two):
-        seats.unsorted = Unsorted(BLOCKS * PAGE, seats.device)
+        seats.uncoded = UncodedSlots(BLOCKS * PAGE, seats.device)
     traffic, sparse, many = Traffic(seed, most), 0, 0
     for step in range(steps):
         batch = traffic.batch(width)
@@ -116,7 +116,7 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
             x.fill_(junk(x))
         if step % 7 == 0:
             for seats in (one, two):
-                seats.unsorted.at.fill_(False)
+                seats.uncoded.at.fill_(False)
         # the host serves many steps or few, and does not see some
         serves = traffic.random.random() < (0.2 if seed % 2 else 0.8)
         new = batch.slots[:0] if step % 10 == 9 else batch.slots
@@ -133,7 +133,7 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
         for name in ("length", "last", "tail", "table"):
             same(getattr(two, name), getattr(one, name), f"step {step}, {name} of the seats")
         same(two.used[:-1], one.used[:-1], f"step {step}, used")
-        same(two.unsorted.at, one.unsorted.at, f"step {step}, unsorted")
+        same(two.uncoded.at, one.uncoded.at, f"step {step}, unsorted")
         assert not two.arrived.any()
         rows = batch.lengths.shape[0]
         assert all(bool((x[rows:] == junk(x)).all()) for x in written(two)), "rows behind the batch's"
@@ -154,7 +154,7 @@ def empty_batch(device: str) -> None:
 def usual_steps() -> Iterator[tuple[Seats, StepRows]]:
     """Six steps of one request on a CUDA device, with its seats."""
     seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device("cuda"), 4)
-    seats.unsorted = Unsorted(BLOCKS * PAGE, seats.device)
+    seats.uncoded = UncodedSlots(BLOCKS * PAGE, seats.device)
     table = torch.arange(1, 31, dtype=torch.int32, device="cuda")[None]
     batches = [StepRows(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([n], [0, 1])), table,
                         torch.tensor([PAGE + n - 1], device="cuda")) for n in range(30, 36)]

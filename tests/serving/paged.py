@@ -15,7 +15,8 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
+from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
+from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
 from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows, rows_of
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
@@ -119,17 +120,17 @@ class Engine:
         if scales is not None:
             self.pool = self.pool.transpose(1, 2).to(torch.float8_e4m3fn).transpose(1, 2)
         made = made or router()
-        self.unsorted = Unsorted(blocks * PAGE, torch.device("cpu"))
-        self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.unsorted,
+        self.uncoded = UncodedSlots(blocks * PAGE, torch.device("cpu"))
+        self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.uncoded,
                                 scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
                                 kind=torch.float32, scales=scales)
         self.seats = Host(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), launches=launches)
-        self.seats.unsorted = self.unsorted
+        self.seats.uncoded = self.uncoded
         warm([self.index], SINK)
         self.width = width
         self.free = list(range(1, blocks))
         self.found: Found | None = None
-        self.given: tuple[torch.Tensor, Lanes, torch.Tensor] | None = None
+        self.given: tuple[torch.Tensor, DecodeMetadata, torch.Tensor] | None = None
 
     def take(self, request: Request, length: int) -> None:
         while len(request.pages) * PAGE < length:
@@ -165,7 +166,7 @@ class Engine:
         flat = self.pool.transpose(1, 2).flatten(0, 1)
         ks, vs = self.scales or Scales()
         flat[batch.slots] = torch.cat([torch.cat(keys) / ks, torch.cat(values) / vs], -1).to(flat.dtype)
-        self.index.write(torch.cat(keys), batch.slots)
+        self.index.pages.write(torch.cat(keys), batch.slots)
         outs: list[torch.Tensor | None] = [None] * len(work)
         if not rows.numel():
             return outs
@@ -181,7 +182,7 @@ class Engine:
         return outs
 
 
-def step(index: LayerIndex, q: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> torch.Tensor:
+def step(index: LayerIndex, q: torch.Tensor, lanes: DecodeMetadata, table: torch.Tensor) -> torch.Tensor:
     """A layer's sparse step."""
     return index.step(q, lanes, table, torch.full_like(q, float("nan")))
 

@@ -34,7 +34,7 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     def add(name: str, number: int = 1) -> None:
         seen[name] += number
 
-    counted(LayerIndex, "choose", lambda q, lanes: (add("steps"), add("sparse_rows", int(lanes.sparse.sum()))))
+    counted(LayerIndex, "step", lambda q, rows, *_: (add("steps"), add("sparse_rows", int(rows.sparse.sum()))))
     counted(LayerIndex, "read", lambda *_: add("pieces"))
     counted(seats, "build_seat", lambda *_: add("built"))
     counted(seats, "extend_seat", lambda *_: add("moved"))

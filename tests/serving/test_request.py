@@ -13,7 +13,8 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
 from sparsekv.runtime.vllm import index as served
-from sparsekv.runtime.vllm.index import LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import LayerIndex, Room, build_seat, extend_seat
+from sparsekv.runtime.vllm.paged import Scales, UncodedSlots
 from sparsekv.runtime.vllm.summaries import leaves
 
 LAYERS, BLOCKS, LENGTH, MORE = 5, 24, 180, 200
@@ -26,7 +27,7 @@ def layers_of(
     """Layers over pages in any order, and the slots of a request of MORE tokens."""
     table = torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(2))[None].int() + 1
     slots = slots_at(table, torch.arange(MORE)[None], PAGE)[0]
-    unsorted, turned = Unsorted(BLOCKS * PAGE, torch.device("cpu")), rope()
+    uncoded, turned = UncodedSlots(BLOCKS * PAGE, torch.device("cpu")), rope()
     made = []
     for layer in range(count):
         scales = Scales(0.3 + layer / 10, 0.07) if rounded else Scales()
@@ -36,16 +37,17 @@ def layers_of(
         pool = pool.to(torch.float8_e4m3fn) if rounded else pool
         made.append(LayerIndex(
             selector(router("mean_key", space, sketched), 0.1, 0.5 if sketched else None), pool.transpose(1, 2),
-            Room(2, LONGEST), unsorted, scale=SCALE, rope=turned, maps=completes, kind=torch.float32,
+            Room(2, LONGEST), uncoded, scale=SCALE, rope=turned, maps=completes, kind=torch.float32,
             scales=scales if rounded else None))
     return made, slots
 
 
 def kept(index: LayerIndex) -> list[torch.Tensor]:
     """All that a step reads of a layer."""
-    made = [index.buckets, index.spent, index.codes, index.index.sketch]
-    if index.summaries is not None:
-        made += [*index.summaries.kept.values(), index.summaries.summary.offset]
+    made = [index.by_seat.buckets, index.spent, index.pages.codes, index.by_seat.side]
+    if index.completes is not None:
+        made += [getattr(index.completes, name) for name in index.completes.row_state]
+        made.append(index.completes.layer.offset)
     return leaves(tuple(made))
 
 
@@ -65,7 +67,7 @@ def test_layers_made_together_are_each_by_itself(
     kind, own = type(together[0].selector), type(together[0].selector).build
     monkeypatch.setattr(kind, "build", lambda self, view: (builds.append(view), own(self, view))[1])
     build_seat(together, 1, first, old)
-    assert [len(view.regions.starts) for view in builds] == [2, 3]
+    assert [view.num_kv_heads for view in builds] == [2 * HEADS, 3 * HEADS]
     for index in alone:
         build_seat([index], 1, first, old)
     for grows in (False, True):
@@ -77,7 +79,7 @@ def test_layers_made_together_are_each_by_itself(
             found, wanted = kept(one), kept(other)
             assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
             made = one.made[1][0]
-            assert made is not None and (made.codes is one.codes if sketched else made.buckets is not None)
+            assert made is not None and (made.codes is one.pages.codes if sketched else made.buckets is not None)
     assert any(bool((x != y).any()) for x, y in zip(kept(together[0]), kept(together[1]), strict=True))
 
 

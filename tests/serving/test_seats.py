@@ -10,7 +10,7 @@ import torch
 from paged import DECODE_WINDOW, DIM, GROUP, HEADS, PAGE, Engine, Request, full, step
 
 from sparsekv.kernels import slots_at
-from sparsekv.runtime.vllm.index import LATER
+from sparsekv.runtime.vllm.paged import LATER
 from sparsekv.runtime.vllm.seats import IDLE, PATIENCE, SLACK, StepRows
 
 Make = Callable[..., Engine]
@@ -151,7 +151,8 @@ def test_borders_move_at_once_although_the_host_sees_nothing(make: Make) -> None
         for which, requests in zip((engine, exact), both, strict=True):
             decode(which, requests, 1)
         assert torch.equal(engine.seats.tail, exact.seats.tail), now
-    assert int(exact.seats.tail[0]) > 100 + 4 * engine.seats.places.stride - engine.seats.places.window_size
+    joins = DECODE_WINDOW - DECODE_WINDOW // 2 + 1
+    assert int(exact.seats.tail[0]) > 100 + 4 * joins - engine.seats.places.window_size
     assert 8 < engine.seats.looks < 3 * DECODE_WINDOW
 
 
@@ -201,17 +202,17 @@ def test_what_waits_for_its_code(make: Make) -> None:
     request = Request(0, 400, [])
     engine.step([(request, LATER + 6)])
     slots = slots_at(torch.tensor([request.pages]), torch.arange(LATER + 6)[None], PAGE)[0]
-    assert not engine.unsorted.at[slots].any()
+    assert not engine.uncoded.at[slots].any()
     engine.step([(request, 40)])
-    assert int(engine.unsorted.at[PAGE:-1].sum()) == engine.unsorted.at.shape[0] - 1 - PAGE - slots.shape[0]
+    assert int(engine.uncoded.at[PAGE:-1].sum()) == engine.uncoded.at.shape[0] - 1 - PAGE - slots.shape[0]
     decode(engine, [request], 1)
-    taken = engine.index.buckets.order[0, 0, :int(engine.index.buckets.offsets[0, 0, -1])].long()
-    assert taken.shape[0] > slots.shape[0] and not engine.unsorted.at[taken].any()
-    engine.unsorted.note(taken[:3], decode=True)
-    assert engine.unsorted.at[taken[:3]].all() and not engine.unsorted.now
-    engine.unsorted.note(torch.full((5,), -1), decode=True)
-    assert not engine.unsorted.at[taken[3:]].any()
-    before = engine.unsorted.at[:-1].clone()
+    taken = engine.index.by_seat.buckets.order[0, 0, :int(engine.index.by_seat.buckets.offsets[0, 0, -1])].long()
+    assert taken.shape[0] > slots.shape[0] and not engine.uncoded.at[taken].any()
+    engine.uncoded.note(taken[:3], decode=True)
+    assert engine.uncoded.at[taken[:3]].all() and not engine.uncoded.now
+    engine.uncoded.note(torch.full((5,), -1), decode=True)
+    assert not engine.uncoded.at[taken[3:]].any()
+    before = engine.uncoded.at[:-1].clone()
     for decode_step in (True, False):  # what has no slot is the last entry's, which is nobody's
-        engine.unsorted.note(torch.full((LATER + 1,), -1), decode=decode_step)
-        assert bool(engine.unsorted.at[-1]) is decode_step and engine.unsorted.at[:-1].equal(before)
+        engine.uncoded.note(torch.full((LATER + 1,), -1), decode=decode_step)
+        assert bool(engine.uncoded.at[-1]) is decode_step and engine.uncoded.at[:-1].equal(before)

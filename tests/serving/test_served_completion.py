@@ -10,9 +10,11 @@ import pytest
 import torch
 from paged import HEADS, LONGEST, PAGE, SCALE, SINK, maps, router, selector, tokens
 
+from sparsekv.core.layer import Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
-from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import LayerIndex, Room, build_seat, extend_seat
+from sparsekv.runtime.vllm.paged import DecodeMetadata, PagedView, Scales, UncodedSlots
 
 LENGTHS, WINDOW, GROWN = (150, 121, 90), 16, 20
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -34,7 +36,7 @@ class Served:
         # scores differ by so little that what is not read has weight
         self.q = torch.stack([q[n - 1] for (q, _, _), n in zip(made, LENGTHS, strict=True)]) / 8
         self.index = LayerIndex(selector(router(), 12, 0.5), pool.to(device).transpose(1, 2), Room(2, LONGEST),
-                                Unsorted(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps(),
+                                UncodedSlots(blocks * PAGE, torch.device(device)), scale=SCALE, maps=maps(),
                                 kind=torch.float32, scales=scales)
         self.regions = [Regions.at_prefill_end(torch.zeros(1, dtype=torch.long, device=device), n - GROWN, SINK, WINDOW)
                         for n in LENGTHS[:2]]
@@ -46,7 +48,7 @@ class Served:
         self.regions[row] = new = old.grown(length).moved(length - WINDOW)
         extend_seat([self.index], 1 - row, self._slots(row, int(new.mid_last)).to(self.device), old, new)
 
-    def lanes(self) -> Lanes:
+    def lanes(self) -> DecodeMetadata:
         """Of all rows as they are now."""
         anchors, used = torch.full((3, 64), -1, dtype=torch.int32), torch.zeros(3, dtype=torch.long)
         for row, regions in enumerate(self.regions):
@@ -54,18 +56,31 @@ class Served:
             own = torch.cat([slots[:SINK], slots[int(regions.tail_starts):]])
             anchors[row, :len(own)], used[row] = own.int(), len(own)
         lengths = torch.tensor(LENGTHS)
-        return Lanes(*(x.to(self.device) for x in (
+        return DecodeMetadata(*(x.to(self.device) for x in (
             torch.tensor([True, True, False]), torch.tensor([1, 0, 2]), anchors, lengths - 1,
             torch.where(torch.arange(3) == 2, lengths, 0).int(), used)))
 
     def inputs(self) -> tuple[Any, ...]:
         return self.q.to(self.device), self.lanes(), self.table.to(self.device)
 
-    def attend(self, q: torch.Tensor, chosen: torch.Tensor, lanes: Lanes, table: torch.Tensor) -> list[torch.Tensor]:
+    def attend(
+        self, q: torch.Tensor, chosen: torch.Tensor, lanes: DecodeMetadata, table: torch.Tensor,
+    ) -> list[torch.Tensor]:
         """Attention over chosen tokens, completed and not."""
-        assert self.index.summaries is not None
-        return [self.index.attend(q, chosen, lanes, table, torch.empty_like(q), completion)
-                for completion in (self.index.summaries.asked(q, lanes.seat), None)]
+        found, index = [], self.index
+        for completes in (index.completes, None):
+            out = torch.empty_like(q)
+            view = PagedView(pages=index.pages, regions=index.none, scale=SCALE, num_query_heads=q.shape[1],
+                             metadata=lanes, table=table, out=out)
+            queries = Queries(q.transpose(0, 1)[None], lanes.anchored, seats=lanes.seat)
+            view.attend(queries, Selection(chosen), completes and completes.query(view, queries))
+            found.append(out)
+        return found
+
+    def choose(self, q: torch.Tensor, lanes: DecodeMetadata) -> torch.Tensor:
+        """The slots that the budget buys."""
+        queries = Queries(q.transpose(0, 1)[None], lanes.anchored, seats=lanes.seat)
+        return self.index.by_seat.select(self.index.request(None, self.index.none), queries).tokens
 
     def _slots(self, row: int, count: int) -> torch.Tensor:
         return slots_at(self.table[row:row + 1], torch.arange(count)[None], PAGE)[0]
@@ -107,7 +122,7 @@ def test_a_step_in_a_graph_reads_what_lies_in_the_seats(device: str, scales: Sca
                 kept.copy_(new)
         out.fill_(float("nan"))
         replay()
-        chosen = there.index.choose(q, lanes)
+        chosen = there.choose(q, lanes)
         torch.testing.assert_close(out, there.attend(q, chosen, lanes, table)[0], rtol=1e-5, atol=1e-5)
         own, mine, pages = here.inputs()
         expected, plain = here.attend(own, chosen.cpu(), mine, pages)

@@ -27,7 +27,7 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build
-from sparsekv.runtime.vllm.index import Scales
+from sparsekv.runtime.vllm.paged import Scales
 
 
 class Attached:
@@ -111,10 +111,11 @@ def test_codes_of_a_prompt_are_of_keys_before_they_are_rounded() -> None:
     engine, exact = Engine(scales=scales), Engine()
     for which in (engine, exact):
         which.step([(Request(1, 300, []), 120)])
-    assert torch.equal(engine.index.codes, exact.index.codes)
-    engine.unsorted.at.fill_(True)
-    engine.index.encode_in(torch.arange(PAGE, 120))
-    assert 0.001 < (engine.index.codes != exact.index.codes).float().mean() < 0.3, "of rounded ones some differ"
+    assert torch.equal(engine.index.pages.codes, exact.index.pages.codes)
+    engine.uncoded.at.fill_(True)
+    engine.index.pages.encode_in(torch.arange(PAGE, 120))
+    differ = (engine.index.pages.codes != exact.index.pages.codes).float().mean()
+    assert 0.001 < differ < 0.3, "of rounded ones some differ"
 
 
 def test_borders_lie_where_those_of_attach_do() -> None:

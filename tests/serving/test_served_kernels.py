@@ -9,7 +9,7 @@ import torch
 from paged import Engine, Request, maps, router, step
 
 from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
-from sparsekv.runtime.vllm.index import Scales
+from sparsekv.runtime.vllm.paged import Scales
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
@@ -43,16 +43,16 @@ def test_kernels_read_the_pages(
     q, lanes, table = engine.given
     keys = torch.cat([r.k[:25] for r in requests])
     slots = torch.arange(75) + 16
-    engine.unsorted.note(slots, decode=False)
-    engine.index.write(keys, slots)
+    engine.uncoded.note(slots, decode=False)
+    engine.index.pages.write(keys, slots)
     expected = step(engine.index, q, lanes, table)
-    written = engine.index.codes.clone()
+    written = engine.index.pages.codes.clone()
     with monkeypatch.context() as kernels:
         for module, name, value in ALWAYS + FEW_PROGRAMS * few:
             kernels.setattr(module, name, value)
-        engine.index.codes[:, :, 16:91] = 99
-        engine.index.write(keys, slots)
-        assert (written != engine.index.codes).float().mean() < 1e-3, "a rounding at most"
+        engine.index.pages.codes[:, :, 16:91] = 99
+        engine.index.pages.write(keys, slots)
+        assert (written != engine.index.pages.codes).float().mean() < 1e-3, "a rounding at most"
         found = step(engine.index, q, lanes, table)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert lanes.sparse.tolist() == [True, True, False]

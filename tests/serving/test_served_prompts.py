@@ -17,7 +17,8 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import slots_at
 from sparsekv.kernels.block_attention import BLOCK, score_bytes
-from sparsekv.runtime.vllm.index import LayerIndex, Room, Scales, Unsorted
+from sparsekv.runtime.vllm.index import LayerIndex, Room
+from sparsekv.runtime.vllm.paged import Scales, UncodedSlots
 from sparsekv.runtime.vllm.pages import write
 from sparsekv.runtime.vllm.prompts import hold, pieces_of, prompt_bytes, without
 
@@ -72,10 +73,10 @@ def test_a_piece_reads_what_the_core_reads(count: int, scales: Scales | None) ->
     if scales is not None:
         pool = pool.transpose(1, 2).to(torch.float8_e4m3fn).transpose(1, 2)
         k, v = ((x / s).to(pool.dtype).float() * s for x, s in zip((k, v), scales, strict=True))
-    index = LayerIndex(selector(router(), 8, 0.5), pool, Room(1, LONG), Unsorted(63 * PAGE, torch.device("cpu")),
+    index = LayerIndex(selector(router(), 8, 0.5), pool, Room(1, LONG), UncodedSlots(63 * PAGE, torch.device("cpu")),
                        scale=SCALE, kind=torch.float32, scales=scales)
     piece, = pieces_of(step, FEW, PAGE)
-    write(pool, k / index.scales.key, v / index.scales.value, piece.slots)
+    write(pool, k / index.pages.scales.key, v / index.pages.scales.value, piece.slots)
     keys, values, query = (x.transpose(0, 1)[None] for x in (k, v, q[-count:]))
     regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), LONG, 0, 0)
     expected = FEW.read(LayerView(keys, values, regions, SCALE, HEADS * GROUP), query)
@@ -151,7 +152,7 @@ def test_keys_and_values_of_a_prompt_fit_what_is_counted(rounded: bool, monkeypa
     """Those of a float8 cache are there twice for a while, as bytes too."""
     pool = torch.zeros(63, PAGE, HEADS, 2 * DIM, dtype=torch.float8_e4m3fn if rounded else torch.bfloat16)
     index = LayerIndex(selector(router(), 8, 0.5), pool.transpose(1, 2), Room(1, LONG),
-                       Unsorted(63 * PAGE, torch.device("cpu")), scale=SCALE, kind=torch.bfloat16,
+                       UncodedSlots(63 * PAGE, torch.device("cpu")), scale=SCALE, kind=torch.bfloat16,
                        scales=Scales(0.3, 0.07) if rounded else None)
     monkeypatch.setattr(SparsePrompts, "bytes_beside", staticmethod(lambda *_: 0))
     slots, q = torch.arange(LONG), torch.zeros(1, HEADS, DIM, dtype=torch.bfloat16)

@@ -10,8 +10,9 @@ import torch
 from paged import HEADS, LONGEST, PAGE, SCALE, maps, rope, router, selector
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.runtime.vllm.index import LayerIndex, Room, Unsorted
-from sparsekv.runtime.vllm.share import Beside, Counted, beside, count, count_in, seats_within
+from sparsekv.runtime.vllm.index import LayerIndex, Room
+from sparsekv.runtime.vllm.paged import UncodedSlots
+from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, count_in, memory_plan, seats_within
 from sparsekv.util.errors import SparseKVError
 
 
@@ -23,9 +24,9 @@ def test_what_a_layer_keeps_is_what_was_foretold(
 ) -> None:
     made, blocks = router(*kind), 7
     pool = torch.zeros(blocks, PAGE, HEADS, 2 * made.centroids.shape[-1]).transpose(1, 2)
-    layer = LayerIndex(selector(made, 8, 0.5), pool, Room(seats, LONGEST), Unsorted(blocks * PAGE, pool.device),
+    layer = LayerIndex(selector(made, 8, 0.5), pool, Room(seats, LONGEST), UncodedSlots(blocks * PAGE, pool.device),
                        scale=SCALE, rope=rope(), maps=completes)
-    kept = beside([(selector(made, 8, 0.5), completes)], LONGEST, pool.dtype)
+    kept = memory_plan([(selector(made, 8, 0.5), completes)], LONGEST, pool.dtype)
     expected = kept.of(blocks * PAGE + 1, seats)  # one more, of what has no slot
     counters = layer.spent.nbytes
     assert (kept.slot > 0) == kind[2]
@@ -33,14 +34,14 @@ def test_what_a_layer_keeps_is_what_was_foretold(
 
 
 def test_as_many_seats_as_the_share_holds() -> None:
-    kept = Beside(slot=3, once=1000, seat=500)
+    kept = MemoryPlan(slot=3, once=1000, seat=500)
     assert [seats_within(kept, memory, 8) for memory in (0, 1999, 2000, 2999, 1e9)] == [1, 1, 2, 3, 8]
     assert kept.of(10, 2) == 2030
 
 
 def test_what_a_prompt_needs_costs_pages_and_no_seats() -> None:
     """The share is of indices and summaries alone; a refusal says what prompts take."""
-    kept = Beside(slot=3, once=1000, seat=500, prompts=700)
+    kept = MemoryPlan(slot=3, once=1000, seat=500, prompts=700)
     assert seats_within(kept, 2999, 8) == 3
     assert kept.of(10, 2) == 2730
     assert count(kept, 5_000, 400, 4).pages == count(kept._replace(prompts=0), 4_300, 400, 4).pages
@@ -50,7 +51,7 @@ def test_what_a_prompt_needs_costs_pages_and_no_seats() -> None:
 
 @pytest.mark.parametrize("available", [5_000, 123_457])
 def test_pages_and_what_lies_beside_them_fit(available: int) -> None:
-    kept = Beside(slot=24, once=1000, seat=500)
+    kept = MemoryPlan(slot=24, once=1000, seat=500)
     found = count(kept, available, 400, 4)
     slots = found.pages // 400
     assert found.seats == 4 and slots * 400 + kept.of(slots, 4) <= available < (slots + 2) * 400 + kept.of(slots + 2, 4)

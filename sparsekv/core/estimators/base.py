@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, RowState, Selection
+from sparsekv.core.layer import Queries, RowState, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import CompletionQuery
 
@@ -16,24 +15,11 @@ from sparsekv.kernels import CompletionQuery
 class Estimator(RowState):
     """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it."""
 
-    def build(self, view: LayerView) -> None:
-        """Summarise the mid region."""
-        raise NotImplementedError
-
-    def stacks_by(self, view: LayerView) -> Hashable | None:
-        """What layers have in common that are summarised at once, as heads of one layer (`core/stacked.py`); None where
-        a layer is summarised by itself."""
-        return None
-
-    def build_together(self, views: Sequence[LayerView], others: Sequence[Any]) -> None:
-        """Summarise the mid regions of layers that stack at once: of this one, the first, and those of `others`."""
-        raise NotImplementedError
-
-    def extend(self, view: LayerView, old: Regions) -> None:
+    def extend(self, view: Any, old: Regions) -> None:
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
 
-    def reads(self, view: LayerView, share: float | Tensor) -> None:
+    def reads(self, view: Any, share: float | Tensor) -> None:
         """The steps that follow read this share of the context beside the anchors: one number, or one a row `[B]`."""
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -51,20 +37,20 @@ class Estimator(RowState):
         """Units and features of the map of keys that the kernel takes in."""
         raise NotImplementedError
 
-    def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
+    def query(self, view: Any, queries: Queries) -> CompletionQuery:
         """The queries' side of the estimate."""
         raise NotImplementedError
 
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+    def partial(self, view: Any, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         """`(out [Q, Hq, d], lse [Q, Hq])` over what was not selected, lse its log mass; -inf where it estimates
         nothing."""
         raise NotImplementedError
 
-    def cost_tokens(self, view: LayerView) -> float:
+    def cost_tokens(self, view: Any) -> float:
         """What a step fetches of the summary, per KV head, in tokens of `2d` elements (completion paper, appendix
         D)."""
         raise NotImplementedError
 
-    def cost_bytes(self, view: LayerView) -> Tensor | float:
+    def cost_bytes(self, view: Any) -> Tensor | float:
         """Bytes that a step of a layer reads for it, of one row, in the precision of the keys. Waits for no device."""
-        return self.cost_tokens(view) * 2 * view.keys.shape[-1] * view.keys.element_size() * view.num_kv_heads
+        return self.cost_tokens(view) * 2 * view.head_dim * view.dtype.itemsize * view.num_kv_heads

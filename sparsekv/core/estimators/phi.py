@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from sparsekv.core.estimators.base import Estimator
 from sparsekv.core.layer import (
-    LayerView,
+    CacheLayer,
     Queries,
     Selection,
     choose_rows,
-    heads_apart,
-    heads_side_by_side,
+    heads_joined,
     take_rows,
 )
 from sparsekv.core.moments import blocks, key_covariance, key_mean
@@ -75,15 +74,6 @@ def phi_tokens(features: int, dim: int, *, moments: bool = False) -> float:
     return (features * (dim + 2) + described) / (2 * dim)
 
 
-class Summary(NamedTuple):
-    """All that completing reads of B requests: the state, the bias `[B, Hkv, u]` of their map of keys, and offset
-    `[B, Hq]`, their calibration."""
-
-    state: PhiState
-    bias: Tensor
-    offset: Tensor
-
-
 class PhiEstimator(Estimator):
     """The stable cache of feature sums `(m, z, S)`, minus the selection (completion paper §4.4, appendix C).
 
@@ -113,7 +103,7 @@ class PhiEstimator(Estimator):
         self.key_map: KeyMap | None = None
         self.in_place = False
 
-    def build(self, view: LayerView) -> None:
+    def build(self, view: CacheLayer) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
         edges = view.regions.edges
         self.mean = mean = key_mean(view.keys_at, first, last, edges)
@@ -132,36 +122,33 @@ class PhiEstimator(Estimator):
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         return [*self._map_of_keys(dtype, device), *self._query_maps(dtype)]
 
-    def map_for(self, view: LayerView) -> KeyMap:
+    def map_for(self, view: CacheLayer) -> KeyMap:
         """The map of keys in the precision of a view's and on its device, and whether the kernels run it there."""
         if self.key_map is None:
-            self.key_map = self._map_of_keys(view.keys.dtype, view.device)
-        self._query_maps(view.keys.dtype)  # here, so that the first step does not wait for them
-        self.in_place = view.keys_on_device and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
+            self.key_map = self._map_of_keys(view.dtype, view.device)
+        self._query_maps(view.dtype)  # here, so that the first step does not wait for them
+        self.in_place = view.in_place and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
         return self.key_map
 
-    def stacks_by(self, view: LayerView) -> Hashable | None:
+    def stacks_by(self, view: CacheLayer) -> Hashable | None:
         return self.layer.centred, self.layer.capped, tuple(x.shape for x in self.map_for(view))
 
-    def build_together(self, views: Sequence[LayerView], others: Sequence[PhiEstimator]) -> None:
-        each = self, *others
+    def of_heads(self, others: Sequence[PhiEstimator], views: Sequence[CacheLayer]) -> PhiEstimator:
         whole = PhiEstimator(self.layer)
         whole.of_queries = self.of_queries
-        whole.key_map = KeyMap(*map(torch.cat, zip(*(e.map_for(v) for e, v in zip(each, views, strict=True)),
-                                                   strict=True)))
-        whole.build(heads_side_by_side(views))
-        parts = [heads_apart(getattr(whole, name), len(each)) for name in self.row_state]
-        for one, *values in zip(each, *parts, strict=True):
-            one.built_equal = whole.built_equal
-            for name, value in zip(self.row_state, values, strict=True):
-                setattr(one, name, value)
+        whole.key_map = heads_joined([e.map_for(view) for e, view in zip((self, *others), views, strict=True)])
+        return whole
+
+    def take_heads(self, whole: PhiEstimator, state: dict[str, Any]) -> None:
+        super().take_heads(whole, state)
+        self.built_equal = whole.built_equal
 
     @property
     def centre(self) -> Tensor | None:
         """The mean key `[B, Hkv, d]` that a centred half takes off."""
         return self.mean if self.layer.centred else None
 
-    def extend(self, view: LayerView, old: Regions) -> None:
+    def extend(self, view: CacheLayer, old: Regions) -> None:
         equal = view.regions.equal
         if self.built_size is not None and self.built_equal is not None and equal is not None:
             if equal[1] - equal[0] > 2 * self.built_equal:
@@ -179,7 +166,7 @@ class PhiEstimator(Estimator):
                 for name, value in kept.items():
                     setattr(self, name, choose_rows(doubled, getattr(self, name), value))
 
-    def _extend(self, view: LayerView, old: Regions) -> None:
+    def _extend(self, view: CacheLayer, old: Regions) -> None:
         """The tokens that joined, with the mean key of when the cache was built."""
         first, last = torch.maximum(old.mid_last, view.regions.mid_first), view.regions.mid_last
         before, after = old.equal, view.regions.equal
@@ -197,7 +184,7 @@ class PhiEstimator(Estimator):
         more = self._sum(view, self._maps(), first, last, edges)
         self.state = self.state._replace(**phi_join(PhiCache(*self.state[:3]), more)._asdict())
 
-    def reads(self, view: LayerView, share: float | Tensor) -> None:
+    def reads(self, view: CacheLayer, share: float | Tensor) -> None:
         self.layer, self.share = self.calibrated.at(share), share
         if self.state.moments is not None:
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))
@@ -212,25 +199,12 @@ class PhiEstimator(Estimator):
         units, features = self.key_map.w_out.shape[-2:]
         return units, features
 
-    def query(self, view: LayerView, queries: Queries) -> CompletionQuery:
-        self._query_maps(queries.rot.dtype)
-        offset = self.layer.offset if self.layer.offset.dim() == 1 else queries.per_query(self.layer.offset)
-        return self.asked(queries.folded, Summary(self.state, self.bias, offset))
+    def query(self, view: CacheLayer, queries: Queries) -> CompletionQuery:
+        weights, offset, maps = self._query_maps(queries.rot.dtype), self.layer.offset, self._maps()
+        offset = offset if offset.dim() == 1 else queries.per_query(offset)
+        return phi_query(queries.folded, weights, offset, self.state, queries.seats)._replace(keys=maps)
 
-    @property
-    def summary(self) -> Summary:
-        """All that a step reads."""
-        return Summary(self.state, self.bias, self.layer.offset.expand(self.bias.shape[0], -1))
-
-    def asked(self, q: Tensor, summary: Summary, seats: Tensor | None = None) -> CompletionQuery:
-        """The queries' side of a step, q `[Q, Hq, d]` with RoPE. seats `[Q]` int64: the rows of the summary that are
-        the queries', where requests lie by seat; without them its offset is `[Hq]` or `[Q, Hq]`."""
-        assert self.weights is not None and self.key_map is not None
-        maps = self.key_map
-        keys = KeyFeatures(maps.w_in, summary.bias, maps.w_out, maps.b_out, summary.state.m)
-        return phi_query(q, self.weights, summary.offset, summary.state, seats)._replace(keys=keys)
-
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+    def partial(self, view: CacheLayer, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = view.listed(selection)
         keys, values = view.gather(tokens)
         count, heads, width, dim = keys.shape
@@ -256,8 +230,8 @@ class PhiEstimator(Estimator):
             self.weights = self.of_queries[dtype]
         return self.weights
 
-    def cost_tokens(self, view: LayerView) -> float:
-        return phi_tokens(self.state.m.shape[-1], view.keys.shape[-1], moments=self.layer.capped)
+    def cost_tokens(self, view: CacheLayer) -> float:
+        return phi_tokens(self.state.m.shape[-1], view.head_dim, moments=self.layer.capped)
 
     def _maps(self) -> KeyFeatures:
         """By which the features of keys are made, relative to the cache's shift."""
@@ -271,7 +245,7 @@ class PhiEstimator(Estimator):
             self.layer = self.calibrated.at(self.share)
 
     def _sum(
-        self, view: LayerView, maps: KeyFeatures, first: Tensor, last: Tensor, edges: list[int] | None = None,
+        self, view: CacheLayer, maps: KeyFeatures, first: Tensor, last: Tensor, edges: list[int] | None = None,
     ) -> PhiCache:
         """The cache of the tokens `first[b] <= i < last[b]`, a block at a time."""
         cache: PhiCache | None = None
@@ -282,12 +256,12 @@ class PhiEstimator(Estimator):
         assert cache is not None
         return cache
 
-    def _describe(self, view: LayerView, mean: Tensor, covariance: Tensor) -> None:
+    def _describe(self, view: CacheLayer, mean: Tensor, covariance: Tensor) -> None:
         """The moments of the mid region as it is now."""
         self.covariance = covariance
         moments = ScoreMoments(mean, *factored(covariance), view.regions.mid_sizes.to(mean.dtype), self._bound(view))
         self.state = self.state._replace(moments=moments)
 
-    def _bound(self, view: LayerView) -> Tensor:
+    def _bound(self, view: CacheLayer) -> Tensor:
         """Where the keys that are read begin among those of the mid region."""
         return read_bound(self.share * view.regions.context / view.regions.mid_sizes.clamp(min=1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.estimators.base import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.kernels import attend_gathered
 
 SAMPLES = 256
@@ -23,10 +23,10 @@ class UniformEstimator(Estimator):
     def __init__(self, samples: int = SAMPLES):
         self.samples = samples
 
-    def build(self, view: LayerView) -> None:
+    def build(self, view: CacheLayer) -> None:
         """Nothing is kept."""
 
-    def drawn(self, view: LayerView, queries: Queries) -> Tensor:
+    def drawn(self, view: CacheLayer, queries: Queries) -> Tensor:
         """The tokens drawn, `[Q, Hkv, samples]` int64; 0 where the mid region is empty."""
         first, sizes = (queries.per_query(x)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_sizes))
         places = queries.lengths - queries.per_query(view.regions.starts)
@@ -35,7 +35,7 @@ class UniformEstimator(Estimator):
         share = (mixed(of_head * 2**20 + samples) & (2**24 - 1)).double() / 2**24
         return torch.where(sizes > 0, first + (share * sizes).long(), 0)
 
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+    def partial(self, view: CacheLayer, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         listed = view.listed(selection).long()
         lists = listed.shape[1]
         tokens = self.drawn(view, queries).repeat_interleave(lists // view.num_kv_heads, dim=1)
@@ -44,11 +44,11 @@ class UniformEstimator(Estimator):
         sizes = queries.per_query(view.regions.mid_sizes)[:, None]
         unread = ~read.gather(-1, tokens) & (sizes > 0)[..., None]
         left, kept = sizes - (listed >= 0).sum(-1), unread.sum(-1)
-        each = (left.double() / kept.clamp(min=1)).log().to(torch.promote_types(view.keys.dtype, torch.float32))
+        each = (left.double() / kept.clamp(min=1)).log().to(torch.promote_types(view.dtype, torch.float32))
         return attend_gathered(queries.folded, *view.gather(tokens), unread, view.scale,
                                each[..., None].expand(tokens.shape))
 
-    def cost_tokens(self, view: LayerView) -> float:
+    def cost_tokens(self, view: CacheLayer) -> float:
         return float(self.samples)
 
 

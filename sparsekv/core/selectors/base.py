@@ -4,13 +4,12 @@ and one row of the methods."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, Self
 
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, RowState, Selection, row_part
+from sparsekv.core.layer import LayerView, Queries, RowState, Selection
 from sparsekv.core.regions import ACCOUNTINGS, Regions, check_budget, tokens_of_budget
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
@@ -57,18 +56,15 @@ class Selector(RowState):
                                 "context (a float)")
         check_budget(self.token_budget)
 
-    def build(self, view: LayerView) -> None:
-        """Prepare for the mid region of `view`, at the end of the prefill."""
-
-    def extend(self, view: LayerView, old: Regions) -> None:
+    def extend(self, view: Any, old: Regions) -> None:
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
 
-    def select(self, view: LayerView, queries: Queries) -> Selection:
+    def select(self, view: Any, queries: Queries) -> Selection:
         """The mid tokens to read for each query."""
         raise NotImplementedError
 
-    def cost_bytes(self, view: LayerView) -> Tensor | float:
+    def cost_bytes(self, view: Any) -> Tensor | float:
         """Bytes that a step of a layer reads to choose, of one row: one number, or one a row `[B]`. In the precision of
         the keys, whatever the arithmetic's. Waits for no device."""
         return 0.0
@@ -87,8 +83,8 @@ class Selector(RowState):
         """Whether a layer decodes sparsely with these options; the others keep full attention."""
         return True
 
-    def prepare(self, view: LayerView) -> None:
-        """Called before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
+    def prepare(self, view: Any) -> None:
+        """Before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
         `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
         no device. Raises SparseKVError."""
         self.validate()
@@ -97,27 +93,15 @@ class Selector(RowState):
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
         self.widest = int(self.budget.max()) if self.budget.numel() else 0
 
-    def stacks_by(self, view: LayerView) -> Hashable | None:
-        """What layers have in common that are built side by side, as rows of one batch (`core/stacked.py`); None where
-        a layer is built by itself."""
-        return None
-
-    def stacked(self, selectors: Sequence[Any], rows: int) -> Self:
-        """A fresh selector of layers that stack, `rows` of a batch each, for all of them at once."""
-        raise NotImplementedError
-
-    def take_layer(self, whole: Self, index: int, count: int) -> None:
-        """The state of the layer that stands at `index` among `count` side by side."""
+    def take_heads(self, whole: Self, state: dict[str, Any]) -> None:
         own = {f.name: getattr(self, f.name) for f in fields(self)}
-        self.__dict__.update(whole.__dict__ | own)
-        for name in (*self.row_state, "budget"):
-            setattr(self, name, row_part(getattr(whole, name), index, count))
+        self.__dict__.update(whole.__dict__ | own | state)
 
-    def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
+    def layer_budget(self, view: Any, tokens: Tensor) -> Tensor:
         """This layer's budget `[B]` where the budget is `tokens [B]`."""
         return tokens
 
-    def read_share(self, view: LayerView) -> float | Tensor:
+    def read_share(self, view: Any) -> float | Tensor:
         """About the share of the context that a step reads beside the anchors: one number, or one a row `[B]` float64,
         where a count of tokens is another share of every row's context. Waits for no device."""
         budget = self.spent_budget or 0.0

@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, BEFORE_CODES, Moves
 from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.layer import CacheLayer, Queries, Selection, heads_joined
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.kernels import QueryModel, Sketch, route
+from sparsekv.kernels import QueryModel, route
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
 
 SCORES = ("mlp", "mean_key")
 USUAL_BUDGET = 0.05
 """Share of the context that is read where neither budget nor probes are given."""
-
-
-class Several(NamedTuple):
-    """What was trained of several layers, for rows of one batch: `TrainedBuckets` whose rows have their own."""
-
-    centroids: Tensor
-    weights: QueryModel | None
-    key_space: str
-    scores: str
-    sketch: Sketch | None
-    sketch_bytes: int
 
 
 @dataclass(eq=False)
@@ -88,42 +76,35 @@ class Router(Selector):
     def reads_without_budget(self) -> bool:
         return self.probes is not None
 
-    def read_share(self, view: LayerView) -> float | Tensor:
+    def read_share(self, view: CacheLayer) -> float | Tensor:
         return super().read_share(view) if self.probes is None else self.probes / self.trained.centroids.shape[-2]
 
-    def build(self, view: LayerView) -> None:
+    def build(self, view: CacheLayer) -> None:
         self.weights = self.query_model(view)
         self.buckets: Buckets | None = make_buckets(view, self.trained, by_means=self.weights is None,
                                                     moves=self.moves if self.weights is None and self.adapt else None)
 
-    def stacks_by(self, view: LayerView) -> Hashable | None:
+    def stacks_by(self, view: CacheLayer) -> Hashable | None:
         trained = self.trained
         if (self.scores or trained.scores) == "mlp":
             return None
         options = tuple(getattr(self, f.name) for f in fields(self) if f.name != "layer")
         return type(self), options, trained.key_space, trained.sketch is None, trained.sketch_bytes
 
-    def stacked(self, selectors: Sequence[Any], rows: int) -> Self:
-        made, trained = self.fork(), [one.trained for one in selectors]
-
-        def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-            return torch.stack(list(parts)).repeat_interleave(rows, dim=0)
-
-        sketches = [t.sketch for t in trained if t.sketch is not None]
-        sketch = Sketch(*map(side_by_side, zip(*sketches, strict=True))) if sketches else None
-        made.layer = Several(side_by_side([t.centroids for t in trained]), None, self.trained.key_space, "mean_key",
-                             sketch, self.trained.sketch_bytes)
+    def of_heads(self, others: Sequence[Self], views: Sequence[CacheLayer]) -> Self:
+        made, layers = self.fork(), [one.layer for one in (self, *others)]
+        made.layer = heads_joined([layer._replace(weights=None) for layer in layers])
         return made
 
-    def extend(self, view: LayerView, old: Regions) -> None:
+    def extend(self, view: CacheLayer, old: Regions) -> None:
         assert self.buckets is not None
         self.buckets = grow_buckets(self.buckets, view, self.trained, old)
 
-    def cost_bytes(self, view: LayerView) -> Tensor | float:
+    def cost_bytes(self, view: CacheLayer) -> Tensor | float:
         listed = self.widest if self.probes is None else int(self.read_share(view) * view.length)
         return self._bucket_bytes(view, listed)
 
-    def select(self, view: LayerView, queries: Queries) -> Selection:
+    def select(self, view: CacheLayer, queries: Queries) -> Selection:
         if self.probes is None:
             return Selection(tokens=self._chosen(view, queries))
         assert self.buckets is not None
@@ -153,31 +134,31 @@ class Router(Selector):
         """All that `select` reads."""
         return Index(self.buckets, self.weights, None, None, self.budget, self.budget, self.widest, self.widest)
 
-    def _chosen(self, view: LayerView, queries: Queries) -> Tensor:
+    def _chosen(self, view: CacheLayer, queries: Queries) -> Tensor:
         """The tokens that the budget buys, `[Q, Hkv, widest]`."""
         index = self.index
         where = {} if index.buckets is not None or index.first is None else {
             "first": queries.per_query(index.first), "last": queries.per_query(view.regions.mid_last)}
         return chosen_tokens(
             index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
-            pool=queries.per_query(index.pool), **where)
+            pool=queries.per_query(index.pool), seats=queries.seats, **where)
 
     def _asking(self, queries: Queries) -> Tensor:
         """The queries in the space of the scores, `[Q, Hq, d]`."""
         pre = self.weights is not None and self.trained.key_space == "pre"
         return queries.folded_pre if pre else queries.folded
 
-    def query_model(self, view: LayerView) -> QueryModel | None:
+    def query_model(self, view: CacheLayer) -> QueryModel | None:
         """The query model in the precision of the keys; None where bucket means are the scores."""
         trained = self.trained
         if (self.scores or trained.scores) != "mlp":
             return None
         assert trained.weights is not None
-        return QueryModel(*(w.to(view.device, view.keys.dtype).contiguous() for w in trained.weights))
+        return QueryModel(*(w.to(view.device, view.dtype).contiguous() for w in trained.weights))
 
-    def _bucket_bytes(self, view: LayerView, listed: int) -> float:
+    def _bucket_bytes(self, view: CacheLayer, listed: int) -> float:
         """What scores the buckets, where they begin, and the places of the tokens listed."""
         heads, buckets, dim = self.trained.centroids.shape
-        size = view.keys.element_size()
+        size = view.dtype.itemsize
         scored = heads * buckets * (dim + 8) if self.weights is None else size * sum(w.numel() for w in self.weights)
         return float(scored + 4 * heads * (buckets + 1 + listed))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.index import Index, choose_buckets, fit_basis, fit_side, list_whole
-from sparsekv.core.layer import LayerView, Queries, Selection, choose_rows
+from sparsekv.core.layer import CacheLayer, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
 from sparsekv.kernels import Sketch
@@ -56,7 +56,7 @@ class SketchRouter(Router):
             raise SparseKVError("selector sketch reads tokens and no whole buckets; give token_budget in place of "
                                 "probes, or use selector router")
 
-    def prepare(self, view: LayerView) -> None:
+    def prepare(self, view: CacheLayer) -> None:
         super().prepare(view)
         buckets, dim = self.trained.centroids.shape[-2:]
         self.all_up_to = most_by_codes(self.trained.sketch_bytes, buckets, dim)
@@ -67,7 +67,7 @@ class SketchRouter(Router):
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
         self.first = view.regions.mid_first
 
-    def build(self, view: LayerView) -> None:
+    def build(self, view: CacheLayer) -> None:
         self.buckets, self.weights = None, self.query_model(view)
         self.codes: Tensor | None = None
         self.basis: Sketch | None = None
@@ -80,7 +80,7 @@ class SketchRouter(Router):
         if self.trained.sketch is not None:
             self._fit(view)
 
-    def extend(self, view: LayerView, old: Regions) -> None:
+    def extend(self, view: CacheLayer, old: Regions) -> None:
         grown = self._scores_all(old) & ~self._scores_all(view.regions)
         if self.buckets is not None:
             super().extend(view, old)
@@ -105,7 +105,7 @@ class SketchRouter(Router):
                 for name, value in kept.items():
                     setattr(self, name, choose_rows(doubled, getattr(self, name), value))
 
-    def cost_bytes(self, view: LayerView) -> Tensor | float:
+    def cost_bytes(self, view: CacheLayer) -> Tensor | float:
         """Codes of the candidates beside what chose those."""
         if self.codes is None:
             return super().cost_bytes(view)
@@ -113,7 +113,7 @@ class SketchRouter(Router):
         codes = float(view.num_kv_heads * listed * self.trained.sketch_bytes)
         return codes if self.buckets is None else codes + self._bucket_bytes(view, listed)
 
-    def select(self, view: LayerView, queries: Queries) -> Selection:
+    def select(self, view: CacheLayer, queries: Queries) -> Selection:
         return Selection(tokens=self._chosen(view, queries))
 
     @property
@@ -152,13 +152,13 @@ class SketchRouter(Router):
             return torch.full_like(sizes, self.candidates == 1, dtype=torch.bool)
         return sizes <= self.all_up_to
 
-    def _list_short(self, view: LayerView) -> None:
+    def _list_short(self, view: CacheLayer) -> None:
         """Rows whose codes are all scored beside others' buckets: all of their tokens, in order, are in one bucket."""
         short = self._scores_all(view.regions)
         if self.buckets is not None and bool(short.any()):
-            self.buckets = list_whole(self.buckets, view.regions, short)
+            self.buckets = list_whole(self.buckets, view, short)
 
-    def _fit(self, view: LayerView) -> None:
+    def _fit(self, view: CacheLayer) -> None:
         """Codes of the mid region as it now is, and what queries multiply them by."""
         fixed, width, end = self.trained.sketch, self.trained.sketch_bytes, view.regions.edges[3]
         assert fixed is not None

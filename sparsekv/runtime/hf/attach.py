@@ -19,11 +19,9 @@ from sparsekv.runtime.config import SIZES, SparseConfig
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
-from sparsekv.runtime.graph import raised_by_user, take_step
 from sparsekv.runtime.hf import hooks
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
-from sparsekv.runtime.hf.layerwise import Layerwise
 from sparsekv.runtime.hf.loop import decode_loop
 from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
 from sparsekv.runtime.hf.prompts import (
@@ -35,11 +33,12 @@ from sparsekv.runtime.hf.prompts import (
     pad_token,
     vocabulary_of,
 )
+from sparsekv.runtime.hf.runner import Runner
 from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, check_model, load_artifacts
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.settings import load_settings
 from sparsekv.util.config import whole
-from sparsekv.util.errors import SparseKVError, first_line
+from sparsekv.util.errors import SparseKVError
 
 __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
 
@@ -96,13 +95,13 @@ class Attachment:
 
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding, run: RunOptions):
         self.model, self.modules, self.decoding = model, modules, decoding
-        self.layerwise = Layerwise(decoding, run, max(modules) + 1)
+        self.runner = Runner(decoding, run, max(modules) + 1)
         self._entered = self._was_entered = False
 
     @property
     def counters(self) -> Counters:
         """What was counted so far."""
-        return self.layerwise.counters
+        return self.runner.counters
 
     def __enter__(self) -> Attachment:
         if self._entered:
@@ -129,7 +128,7 @@ class Attachment:
 
     def _leave(self) -> None:
         hooks.leave(self)
-        self.layerwise.forget()
+        self.runner.forget()
         self._entered = False
 
     def report(self) -> dict[str, Any]:
@@ -171,12 +170,12 @@ class Attachment:
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
         cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
-        with seat.lock:
+        with seat.passing():
             cache.belongs_to(self.model)
             past, tokens = cache.get_seq_length(), input_ids.shape[1]
             end = past + tokens
             try:
-                self.layerwise.prefilling, self.layerwise.whole = True, end
+                self.runner.prefilling, self.runner.whole = True, end
                 for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                     past += part.shape[1]
                     mask = None if attention_mask is None else attention_mask[:, :past]
@@ -185,7 +184,7 @@ class Attachment:
                     decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
                                         use_cache=True)
             finally:
-                self.layerwise.prefilling, self.layerwise.whole = False, 0
+                self.runner.prefilling, self.runner.whole = False, 0
         return cache
 
     @torch.no_grad()
@@ -238,25 +237,10 @@ class Attachment:
 
     def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
-        with hooks.seat_of(self).lock:
-            logits = self.planned(token, mask, place, cache)
-            return self._logits(token, mask, place, cache) if logits is None else logits
-
-    def planned(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor | None:
-        """The same by a plan of all layers, or None where there is none. What a user raises in it, a signal handler
-        say, comes out as it was raised; where the model cannot be planned at all its layers decode one by one."""
         seat = hooks.seat_of(self)
-        plan = self.layerwise.plan(cache, seat, mask)
-        if plan is None:
-            return None
-        try:
-            return take_step(plan, token, place)
-        except Exception as error:  # whatever the model raises on its first plan
-            if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error) is not None:
-                raise
-            cache.plan, seat.layers.failed = None, f"its step failed: {first_line(error)}"
-            warnings.warn(f"{type(self.model).__name__} decodes layer by layer, {seat.layers.failed}", stacklevel=2)
-            return None
+        with seat.lock:
+            logits = self.runner.step(seat, cache, token, mask, place)
+            return self._logits(token, mask, place, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
         """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window

@@ -7,13 +7,13 @@ interrupt while entering or leaving leaves it unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
@@ -31,10 +31,7 @@ from sparsekv.util.errors import SparseKVError
 NAME = "sparsekv"
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
                           "logits_to_keep"})
-PATIENCE = 300
-"""How long a thread that enters waits for another's pass [s]."""
 _ABSENT = object()
-_CALL = torch.nn.Module._wrapped_call_impl.__code__
 
 
 class Seat:
@@ -65,7 +62,7 @@ class Seat:
         self.thread = threading.get_ident()
         first = not self.attachments
         self.attachments.append(attachment)
-        attachment.layerwise.fused = self.layers.fused
+        attachment.runner.fused = self.layers.fused
         if first:
             self._take()
 
@@ -79,9 +76,9 @@ class Seat:
     def _take(self) -> None:
         for name in (NAME, PLANNED):
             AttentionInterface.register(name, _attention)
-        AttentionMaskInterface.register(NAME, flash_attention_mask)
+        AttentionMaskInterface.register(NAME, _mask)
+        self.layers.fused.enter()
         self._wrap("forward", self._forward)
-        self._wait()
         handles = [m.register_forward_pre_hook(self._see, with_kwargs=True) for m in self.modules.values()]
         handles += [d.register_forward_pre_hook(self._see_tables, with_kwargs=True)
                     for d in self.layers.first_of_kind]
@@ -91,35 +88,10 @@ class Seat:
         for config, _ in self._names:
             config._attn_implementation = NAME
 
-    def _wait(self) -> None:
-        """Until no other thread is in a pass that began before `forward` was wrapped, which waits for the lock: mask
-        and layers of a pass must come from the same attention function. Raises SparseKVError after `PATIENCE`."""
-        given_up = time.monotonic() + PATIENCE
-        while self._others_pass():
-            if time.monotonic() > given_up:
-                raise SparseKVError(f"another thread has been in a forward pass of this model for {PATIENCE} s; attach "
-                                    "when it has ended, or load the model once a thread")
-            time.sleep(0.0005)
-
-    def _others_pass(self) -> bool:
-        """Whether another thread is in a pass of this model, and not waiting for the lock."""
-        frames, mine = sys._current_frames(), threading.get_ident()
-        for frame in (f for thread, f in frames.items() if thread != mine):
-            at: Any = frame
-            while at is not None and at.f_code not in (_CALL, Seat._forward.__code__):
-                at = at.f_back
-            while at is not None:  # most threads have no such frame, and are not looked into
-                own = at.f_locals.get("self")
-                if at.f_code is Seat._forward.__code__ and own is self:
-                    break
-                if at.f_code is _CALL and (own is self.model or own is self.decoder):
-                    return True
-                at = at.f_back
-        return False
-
     def _give_back(self) -> None:
         """Undo every change to the model."""
         self.layers.restore()
+        self.layers.fused.leave()
         for config, name in self._names:
             config._attn_implementation = name
         for name, own in self._own.items():
@@ -132,7 +104,26 @@ class Seat:
                 if getattr(hook, "__self__", None) is self:
                     module._forward_pre_hooks_with_kwargs.pop(key, None)
                     module._forward_pre_hooks.pop(key, None)
-        NOW.seen = None
+        NOW.seen = NOW.passing = None
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass of this thread that decodes as attached, none other beside it."""
+        with self.lock:
+            before, NOW.passing = NOW.passing, self
+            try:
+                yield
+            finally:
+                NOW.passing = before
+
+    def is_ours(self) -> bool:
+        """Whether what this thread runs decodes as attached. A pass that another thread began before does not: mask and
+        layers of a pass must come from the same attention function."""
+        return bool(self.attachments) and (NOW.passing is self or self.thread == threading.get_ident())
+
+    def own_name(self, config: Any) -> str | None:
+        """The attention function that a configuration of the model named before; None for another's."""
+        return next((name for mine, name in self._names if mine is config), None)
 
     def _wrap(self, name: str, call: Any) -> None:
         """Let `model.name` be `call(own, args, kwargs)`."""
@@ -164,15 +155,17 @@ class Seat:
             kwargs = self._with_cache(attachment, args, kwargs)
             cache = kwargs.get("past_key_values")
             if cache is None:
-                return own(*args, **kwargs)
+                with self.passing():
+                    return own(*args, **kwargs)
             if _is_step(args, kwargs):
-                logits = attachment.planned(kwargs["input_ids"], kwargs.get("attention_mask"),
-                                            kwargs.get("position_ids"), cache)
+                logits = attachment.runner.step(self, cache, kwargs["input_ids"], kwargs.get("attention_mask"),
+                                                kwargs.get("position_ids"))
                 if logits is not None:
                     return CausalLMOutputWithPast(logits=logits.clone(), past_key_values=cache)
-            out = own(*args, **kwargs)
+            with self.passing():
+                out = own(*args, **kwargs)
             if isinstance(cache, SparseCache):
-                attachment.layerwise.prompt_ended(cache, kwargs.get("attention_mask"))
+                attachment.runner.prompt_ended(cache, kwargs.get("attention_mask"))
             cache.settle()
             return out
 
@@ -264,17 +257,25 @@ def _attention(
         return NOW.plan.layer(query, key, value, scale, sinks), None
     seen, NOW.seen = NOW.seen, None
     foreign = attention_mask is not None and attention_mask.dim() != 2
-    if seen is None or seen[0] is not module or not seen[1].attachments or (
+    if seen is None or seen[0] is not module or not seen[1].is_ours() or (
             foreign and not isinstance(seen[2], SparseCache)):
-        # a pass that another thread began before the model was attached to
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                                       sliding_window=sliding_window, softcap=softcap, **kwargs)
     if sinks is not None and softcap is not None:
         raise SparseKVError(f"{type(module).__name__} has learned attention sinks and caps its scores, which sparsekv "
                             "does not support together")
-    out = seen[1].attachments[-1].layerwise.attention(
+    out = seen[1].attachments[-1].runner.attention(
         module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    """The mask of a pass: as FlashAttention takes it, 2-D or none; the model's own for one that is not ours."""
+    seat = next((seat for seat in seats() if seat.own_name(config) is not None), None)
+    if seat is None or seat.is_ours():
+        return flash_attention_mask(*args, **kwargs)
+    make = AttentionMaskInterface().get(seat.own_name(config), flash_attention_mask)
+    return make(*args, config=config, **kwargs)
 
 
 def _own_attention(module: Any) -> Any:
@@ -282,9 +283,8 @@ def _own_attention(module: Any) -> Any:
     no such model."""
     name = module.config._attn_implementation
     if name in (NAME, PLANNED):
-        found = [seat for seat in seats() if module in seat.modules.values()]
-        if not found:
+        name = next((own for seat in seats() if (own := seat.own_name(module.config)) is not None), None)
+        if name is None:
             raise SparseKVError("attention was called on a module that is not attached; attach the whole model")
-        name = next(n for config, n in found[0]._names if config is module.config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return AttentionInterface().get(name, eager)

@@ -43,20 +43,20 @@ def decode_loop(
     place = None if places is None else places[:, -1:] + 1
     ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
     made: list[Tensor] = []
-    late = Late(device)
+    reader = AsyncTokenReader(device)
     while True:
         token = choose(logits[:, -1], temperature, generator)
         token = torch.where(ended, fill, token)
         made.append(token)
         ended = ended | torch.isin(token, ends)
-        stop = late.look(token, ended, streamer)
+        stop = reader.read(token, ended, streamer)
         if stop or len(made) == max_new_tokens:
             break
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
         logits = step(token, mask, place, cache)
         place = None if place is None else place + 1
-    length = late.finish(streamer)
+    length = reader.finish(streamer)
     if length < len(made):
         cache.crop(cache.get_seq_length() - (len(made) - length))
     return torch.cat([ids, *made[:length]], dim=1)
@@ -69,8 +69,8 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator | None
     return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)
 
 
-class Late:
-    """Tokens on their way to the host: on a CUDA device each but the first is looked at when the next has been
+class AsyncTokenReader:
+    """Copies tokens to the host one step behind: on a CUDA device each but the first is read when the next has been
     launched; the first is given out at once."""
 
     def __init__(self, device: torch.device):
@@ -79,7 +79,7 @@ class Late:
         self.count = 0
         self.all_ended = False
 
-    def look(self, token: Tensor, ended: Tensor, streamer: Any) -> bool:
+    def read(self, token: Tensor, ended: Tensor, streamer: Any) -> bool:
         """Hand over a step's tokens `[B, 1]` and which rows have ended; whether every row had with a step before (on a
         CPU: with this one)."""
         both, event = torch.cat([token, ended.long()], dim=1), None

@@ -22,7 +22,7 @@ class HostView(LayerView):
     """A layer whose keys and values lie in CPU memory while it decodes on a device, where its anchors are: the sink
     `[B, Hkv, s, d]`, and everything from the tail on. While it is built or grown, keys and values are on the device."""
 
-    keys_on_device = False
+    in_place = False
     sink: Any = None
     near: Any = None
     first_near: int = 0
@@ -33,7 +33,7 @@ class HostView(LayerView):
 
     def keep_anchors(self, keys: Tensor, values: Tensor) -> None:
         """keys, values: all of the layer so far, on the device."""
-        self.first_near = int(self.regions.tail_starts.min())
+        self.first_near = self.regions.edges[2]
         self._keep_sink(keys, values)
         self.near = Growing(), Growing()
         self.append(*(x[:, :, self.first_near:] for x in (keys, values)))
@@ -49,7 +49,7 @@ class HostView(LayerView):
             store.append(new)
 
     def moved(self) -> None:
-        first = int(self.regions.tail_starts.min())
+        first = self.regions.edges[2]
         if self.sink[0].shape[2] < self.regions.sinks:  # it was longer than the prompt
             self._keep_sink(self.keys, self.values)
         for store in self.near:

@@ -17,7 +17,8 @@ from torch import Tensor
 from sparsekv.core.rope import RopeTable
 from sparsekv.runtime.crossing import dense_rule
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
-from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Room, Scales, Unsorted, warm
+from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
+from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
 from sparsekv.runtime.vllm.parts import counted, kept_beside, layer_number, part_of, plan_for, seats_of
 from sparsekv.runtime.vllm.prompts import Piece, hold, pieces_of, warm_blocks, without
 from sparsekv.runtime.vllm.seats import Places, Seats, StepRows, rows_of
@@ -47,15 +48,15 @@ class SparseMetadata:
     that decode sparsely have one token, and the requests of pieces none."""
 
     full: Any
-    lanes: Lanes | None = None
+    lanes: DecodeMetadata | None = None
     table: Tensor | None = None
     at: Tensor | None = None
     others: Any = None
     pieces: Sequence[Piece] = ()
 
 
-class Home:
-    """What the builder gives a layer that decodes sparsely: all that its index is made of once the pages are there."""
+class ServedLayer:
+    """A layer that decodes sparsely: what its index is made of, once the pages are there."""
 
     def __init__(self, builder: SparseBuilder, layer_idx: int, layer: Any):
         self.builder, self.layer_idx, self.layer, self.impl = builder, layer_idx, layer, layer.impl
@@ -75,12 +76,11 @@ class Home:
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
-            unsorted = self.builder.make_room(pool, again=self.index is not None)
-            self.index = LayerIndex(self.selector, pool, self.builder.room, unsorted, scale=self.impl.scale,
+            uncoded = self.builder.make_room(pool, again=self.index is not None)
+            self.index = LayerIndex(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
                                     rope=self.builder.rope, maps=self.maps, **self._rounded())
             self.pages = (pool.data_ptr(), pool.shape)
         return self.index
-
 
     def _rounded(self) -> dict[str, Any]:
         """What an index must know of a float8 cache."""
@@ -102,19 +102,19 @@ class SparseBuilder(AttentionMetadataBuilder):
         self.full, self.others = (StockBuilder(kv_cache_spec, layer_names, vllm_config, device) for _ in range(2))
         self.plan = plan_for(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        self.homes: list[Home] = []
+        self.sparse_layers: list[ServedLayer] = []
         # chunks of a local attention come as requests of their own, whose lengths on the CPU are the whole requests'
         local = getattr(kv_cache_spec, "attention_chunk_size", None) is not None
         for name in layer_names:
             impl = layers[name].impl
-            impl.home = None
+            impl.served = None
             if impl.may_be_sparse and not local and self.plan.layer(layer_number(name)) is not None:
-                impl.home = Home(self, layer_number(name), layers[name])
-                self.homes.append(impl.home)
-        if not self.homes:
+                impl.served = ServedLayer(self, layer_number(name), layers[name])
+                self.sparse_layers.append(impl.served)
+        if not self.sparse_layers:
             return
         serving, longest = self.plan.serving, vllm_config.model_config.max_model_len
-        centroids, size = self.homes[0].selector.trained.centroids, kv_cache_spec.dtype.itemsize
+        centroids, size = self.sparse_layers[0].selector.trained.centroids, kv_cache_spec.dtype.itemsize
         token = 2 * centroids.shape[0] * centroids.shape[2] * size
         rule = dense_rule(serving.dense_below, token_bytes=token, device=device.type)
         logging.getLogger("vllm.sparsekv").info(
@@ -127,8 +127,8 @@ class SparseBuilder(AttentionMetadataBuilder):
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self.seats = Seats(self.room.seats, places, longest, device,
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
-        self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.homes) else None
-        self.unsorted: Unsorted | None = None
+        self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.sparse_layers) else None
+        self.uncoded: UncodedSlots | None = None
         self.warm = self.held = False
         # a full graph that was captured with sparse steps needs to know which rows are sparse, in every batch
         mode = vllm_config.compilation_config.cudagraph_mode
@@ -144,7 +144,7 @@ class SparseBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         common, reads = common_attn_metadata, self.plan.reads
-        pieces = pieces_of(common, reads, self.seats.places.page) if self.homes and reads is not None else []
+        pieces = pieces_of(common, reads, self.seats.places.page) if self.sparse_layers and reads is not None else []
         if pieces and not self.held:
             hold(self.kept.prompts, self.device)
             self.held = True
@@ -156,20 +156,20 @@ class SparseBuilder(AttentionMetadataBuilder):
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
-    def make_room(self, pool: Tensor, *, again: bool) -> Unsorted:
+    def make_room(self, pool: Tensor, *, again: bool) -> UncodedSlots:
         """What the layers' indices share, made once. Refuses what the device has no memory for: raises SparseKVError
         with the sizes. again: the engine has made new pages, in which nothing is."""
         slots = pool.shape[0] * pool.shape[2]
-        if self.unsorted is not None and self.unsorted.at.shape[0] == slots + 1:
+        if self.uncoded is not None and self.uncoded.at.shape[0] == slots + 1:
             if again:
-                self.unsorted.renew()
+                self.uncoded.renew()
                 self.seats.leave()
-            return self.unsorted
-        self.seats.unsorted = self.unsorted = Unsorted(slots, pool.device)
+            return self.uncoded
+        self.seats.uncoded = self.uncoded = UncodedSlots(slots, pool.device)
         self.seats.leave()
         if pool.device.type == "cuda":
             self._check_memory(pool, slots)
-        return self.unsorted
+        return self.uncoded
 
     def _check_memory(self, pool: Tensor, slots: int) -> None:
         """Where the number of pages was given to vLLM, it has not counted what lies beside them."""
@@ -184,15 +184,15 @@ class SparseBuilder(AttentionMetadataBuilder):
                 "given, or requests in the settings file")
 
     def _build(self, common: Any, *, serves: bool, pieces: Sequence[Piece] = ()) -> SparseMetadata:
-        if not self.homes or (not serves and TURN.capturing):
+        if not self.sparse_layers or (not serves and TURN.capturing):
             return self._full(common)
         batch = StepRows(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
                       getattr(common, "is_prefilling", None))
-        indices = [index for h in self.homes if (index := h.ready()) is not None]
+        indices = [index for h in self.sparse_layers if (index := h.ready()) is not None]
         if indices and not self.warm:
             warm(indices, self.seats.places.sink_size)
             if self.plan.reads is not None:
-                warm_blocks(indices[0], self.homes[0].impl.num_heads, self.plan.reads)
+                warm_blocks(indices[0], self.sparse_layers[0].impl.num_heads, self.plan.reads)
             self.warm = True
         new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
         rows = None if decode else decoding_rows(common)
@@ -200,14 +200,14 @@ class SparseBuilder(AttentionMetadataBuilder):
         lengths = lengths if rows is None or not rows.numel() else lengths[rows]
         short = serves and TURN.take(lengths) and (self.eager or TURN.captured or not decode)
         if self.seats.empty(short):
-            if self.unsorted is not None:
-                self.unsorted.note(new, decode=decode)
+            if self.uncoded is not None:
+                self.uncoded.note(new, decode=decode)
             return self._full(common, pieces)
         found = self.seats.follow(batch, new=new, decode=decode)
         if short or (rows is not None and not (serves and rows.numel())):
             self.seats.other_batch()
             return self._full(common, pieces)
-        if serves and len(indices) == len(self.homes):
+        if serves and len(indices) == len(self.sparse_layers):
             found = self.seats.serve(batch, found, indices)
         if rows is not None:
             self.seats.other_batch()
@@ -234,9 +234,9 @@ class SparseBuilder(AttentionMetadataBuilder):
 
 
 class SparseImpl(StockImpl):
-    """One layer: the stock attention, and where it has a home, sparse steps."""
+    """One layer: the stock attention, and where it may decode sparsely, sparse steps."""
 
-    home: Home | None = None
+    served: ServedLayer | None = None
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -264,19 +264,19 @@ class SparseImpl(StockImpl):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor,
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self.home is not None and kv_cache.numel():
+        if self.served is not None and kv_cache.numel():
             count = slot_mapping.shape[0]
-            self.home.at(kv_cache).write(key[:count], slot_mapping)
+            self.served.at(kv_cache).pages.write(key[:count], slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:
         found: SparseMetadata | None = attn_metadata
-        if self.home is None or found is None or (found.lanes is None and not found.pieces):
+        if self.served is None or found is None or (found.lanes is None and not found.pieces):
             return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
                                    output_scale, output_block_scale)
-        lanes, index = found.lanes, self.home.at(kv_cache)
+        lanes, index = found.lanes, self.served.at(kv_cache)
         if lanes is not None and found.at is None:
             assert found.table is not None
             rows = lanes.sparse.shape[0]
@@ -288,7 +288,7 @@ class SparseImpl(StockImpl):
             sparse = index.step(q, lanes, found.table, torch.empty_like(q))
             output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
         for piece in found.pieces:
-            place, reads = output[piece.first:piece.last], self.home.builder.plan.reads
+            place, reads = output[piece.first:piece.last], self.served.builder.plan.reads
             assert reads is not None
             q = unrounded(query[piece.first:piece.last], layer, output)
             place.copy_(index.read(q, piece.slots, reads).reshape(place.shape))

@@ -15,7 +15,7 @@ from sparsekv.runtime.vllm.checks import check_engine, head_slice, served_shape
 from sparsekv.runtime.vllm.index import heads_of
 from sparsekv.runtime.vllm.prompts import prompt_bytes
 from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
-from sparsekv.runtime.vllm.share import Beside, Counted, beside, count, seats_within
+from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, memory_plan, seats_within
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import memory_of
 
@@ -63,11 +63,11 @@ def sparse_layers(config: Any, plan: ServedModel) -> Iterator[tuple[str, Any]]:
             yield name, impl
 
 
-def kept_beside(config: Any, plan: ServedModel) -> Beside:
+def kept_beside(config: Any, plan: ServedModel) -> MemoryPlan:
     """What all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
     layers, model = list(sparse_layers(config, plan)), config.model_config
     longest, kind = model.max_model_len, model.dtype
-    kept = beside([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
+    kept = memory_plan([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
     if plan.reads is None or longest < plan.reads.shortest:
         return kept
     rounded = config.cache_config.cache_dtype.startswith("fp8")
@@ -76,7 +76,7 @@ def kept_beside(config: Any, plan: ServedModel) -> Beside:
         for _, impl in layers), default=0))
 
 
-def seats_of(config: Any, plan: ServedModel, kept: Beside) -> int:
+def seats_of(config: Any, plan: ServedModel, kept: MemoryPlan) -> int:
     """How many requests may decode sparsely at once, the same on all ranks."""
     most, serving = config.scheduler_config.max_num_seqs, plan.serving
     if serving.requests is not None:

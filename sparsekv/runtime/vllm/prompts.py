@@ -64,10 +64,10 @@ def warm_blocks(index: LayerIndex, heads: int, reads: SparsePrompts) -> None:
     """Run once on a CUDA device what a sparse prompt launches in a layer of so many query heads, with numbers of blocks
     that 16 divides and others, which kernels are compiled for, and then with ends that read all, whose kernels are
     tried at their first call, for which the host waits. What the pages hold does not matter."""
-    device = index.keys.device
+    device = index.pages.keys.device
     for blocks in WARM if device.type == "cuda" else ():
-        slots = torch.arange(BLOCK * blocks, device=device) % index.slots
-        q = torch.zeros(BLOCK * blocks, heads, index.keys.shape[2], dtype=index.kind, device=device)
+        slots = torch.arange(BLOCK * blocks, device=device) % index.pages.slots
+        q = torch.zeros(BLOCK * blocks, heads, index.pages.keys.shape[2], dtype=index.pages.kind, device=device)
         index.read(q, slots, replace(reads, least=0, exact=0))
         part = BLOCK // 4
         index.read(q[2 * part:], slots[:-part], replace(reads, least=0, exact=min(reads.exact, BLOCK * blocks // 2)))

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.core.regions import Regions
+from sparsekv.core.regions import Regions, TailRule
 from sparsekv.kernels import slots_at
 from sparsekv.runtime.vllm.clock import Clock
-from sparsekv.runtime.vllm.index import Lanes, LayerIndex, Unsorted, build_seat, extend_seat
+from sparsekv.runtime.vllm.index import LayerIndex, build_seat, extend_seat
+from sparsekv.runtime.vllm.paged import DecodeMetadata, UncodedSlots
 from sparsekv.runtime.vllm.seating import NOWHERE, SeatState, launch_follow, launch_lanes
 
 SLACK = 64
@@ -47,14 +48,14 @@ class Places:
     page: int
 
     @property
-    def room(self) -> int:
-        """Tokens of the longest tail."""
-        return self.window_size + self.decode_window + 1
+    def tails(self) -> TailRule:
+        """When the oldest of a tail join the mid region."""
+        return TailRule(self.window_size, self.decode_window)
 
     @property
-    def stride(self) -> int:
-        """Tokens by which a border moves: what `core.step.LayerState` takes in at once."""
-        return self.decode_window - self.decode_window // 2 + 1
+    def room(self) -> int:
+        """Tokens of the longest tail."""
+        return self.tails.longest
 
 
 class StepRows(NamedTuple):
@@ -95,7 +96,7 @@ class Seats:
     def __init__(self, count: int, places: Places, longest: int, device: torch.device, most: int = 0):
         self.count, self.places, self.device, self.most = count, places, device, most
         self.launches = self.late = device.type == "cuda"
-        self.kept: dict[int, tuple[Found, Lanes]] = {}
+        self.kept: dict[int, tuple[Found, DecodeMetadata]] = {}
 
         def full(value: int, *shape: int) -> Tensor:
             return torch.full((count + 1, *shape), value, dtype=torch.int64, device=device)
@@ -109,7 +110,7 @@ class Seats:
         self.waiting: tuple[Tensor, torch.cuda.Event] | None = None
         self.rows = 0
         self.taken, self.idle = False, 0
-        self.unsorted: Unsorted | None = None
+        self.uncoded: UncodedSlots | None = None
         self.clock = Clock(device)
 
     def empty(self, short: bool) -> bool:
@@ -134,8 +135,8 @@ class Seats:
         going_on = batch.prefilling is not None and bool(batch.prefilling.any())
         if self.launches and decode and not going_on:
             return self._launch_follow(batch, 0 if new is None else new.shape[0])
-        if self.unsorted is not None and new is not None:
-            self.unsorted.note(new, decode=decode)
+        if self.uncoded is not None and new is not None:
+            self.uncoded.note(new, decode=decode)
         lengths = batch.lengths.long()
         slots, rows = batch.slots.long(), lengths.shape[0]
         # another request writes where a seat's request has its last token: the seat's has ended
@@ -186,7 +187,7 @@ class Seats:
             self._note(seat[row:row + 1], lengths[row:row + 1], found.own[row:row + 1])
         return found._replace(known=known, seat=seat)
 
-    def lanes(self, batch: StepRows, found: Found) -> Lanes:
+    def lanes(self, batch: StepRows, found: Found) -> DecodeMetadata:
         """What the layers need to know of the rows of a decode batch."""
         places = self.places
         width = places.room + SLACK
@@ -203,21 +204,21 @@ class Seats:
         at = torch.where(sink, step, tail[:, None] + step - places.sink_size)
         used = sparse[:, None] & (at < torch.where(sink, tail[:, None], lengths[:, None]))
         anchors = torch.where(used, slots_at(batch.table, at, places.page), -1).int()
-        return Lanes(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
+        return DecodeMetadata(sparse, torch.where(sparse, found.seat, self.count), anchors, (lengths - 1).clamp(min=0),
                      torch.where(sparse, 0, lengths).int(), used.sum(1))
 
     def _launch_follow(self, batch: StepRows, new: int) -> Found:
-        rows, places, unsorted = batch.lengths.shape[0], self.places, self.unsorted
+        rows, places, uncoded = batch.lengths.shape[0], self.places, self.uncoded
         found = self._kept(rows)[0]
-        if unsorted is not None:
-            unsorted.now = False
+        if uncoded is not None:
+            uncoded.now = False
         launch_follow(batch.lengths, batch.starts, batch.table, batch.slots,
                       SeatState(self.length, self.last, self.tail, self.used, self.table, self.arrived),
-                      None if unsorted is None else unsorted.at, found, noted=new, step=self.steps,
+                      None if uncoded is None else uncoded.at, found, noted=new, step=self.steps,
                       page=places.page, dense_below=places.dense_below, room=places.room)
         return found
 
-    def _kept(self, rows: int) -> tuple[Found, Lanes]:
+    def _kept(self, rows: int) -> tuple[Found, DecodeMetadata]:
         """Where a decode batch of so many rows is described, in places that a graph may know."""
         assert rows <= self.most, f"{rows} rows, buffers for {self.most}"
 
@@ -229,10 +230,10 @@ class Seats:
             anchors = self.places.sink_size + self.places.room + SLACK
             self.kept[self.most] = (
                 Found(full(bit), full(whole), full(bit), full(whole), full(bit)),
-                Lanes(full(bit), full(whole), full(half, anchors), full(whole), full(half), full(whole)))
+                DecodeMetadata(full(bit), full(whole), full(half, anchors), full(whole), full(half), full(whole)))
         if rows not in self.kept:
             found, lanes = self.kept[self.most]
-            self.kept[rows] = (Found(*(x[:rows] for x in found)), Lanes(*(x[:rows] for x in lanes)))
+            self.kept[rows] = (Found(*(x[:rows] for x in found)), DecodeMetadata(*(x[:rows] for x in lanes)))
         return self.kept[rows]
 
     def _asks(self, found: Found) -> bool:
@@ -303,11 +304,10 @@ class Seats:
     def _move(self, seat: int, table: Tensor, length: int, indices: Sequence[LayerIndex]) -> None:
         """The oldest of a tail join the mid region as they would have if the host had looked at every step."""
         past, tail, places = length - 1, int(self.tail[seat]), self.places
-        while past >= tail + places.room:
-            length = tail + places.room + 1
-            old, tail = self._regions(length, tail), tail + places.stride
+        while past >= (outgrown := tail + places.room):
+            old, tail = self._regions(outgrown + 1, tail), places.tails.moved_to(outgrown)
             slots = self._slots(table, tail)
-            extend_seat(indices, seat, slots, old, self._regions(length, tail))
+            extend_seat(indices, seat, slots, old, self._regions(outgrown + 1, tail))
             self._seated(seat, table, tail, slots)
         self.outgrows[seat] = self.steps + tail + places.room - past
 
@@ -318,8 +318,8 @@ class Seats:
 
     def _seated(self, seat: int, table: Tensor, tail: int, slots: Tensor) -> None:
         """The index of a seat is of these pages and of these slots, whose keys have codes in every layer."""
-        if self.unsorted is not None:
-            self.unsorted.at.index_fill_(0, slots, False)
+        if self.uncoded is not None:
+            self.uncoded.at.index_fill_(0, slots, False)
         width = min(table.shape[1], self.table.shape[1])
         self.table[seat, :width] = table[0, :width]
         self.tail[seat].fill_(tail)

@@ -16,7 +16,7 @@ from sparsekv.runtime.vllm import index, summaries
 from sparsekv.util.errors import SparseKVError
 
 
-class Beside(NamedTuple):
+class MemoryPlan(NamedTuple):
     """Bytes that all layers of a rank keep beside the pages: of a slot; of what is there once, nobody's seat and the
     feature maps at most; of a seat. prompts: what is needed while a prompt is read sparsely."""
 
@@ -43,7 +43,7 @@ class Counted(NamedTuple):
     pages: int
 
 
-def beside(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> Beside:
+def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> MemoryPlan:
     """Of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of `dtype`."""
     slot = once = seat = 0
     for selector, maps in layers:
@@ -55,15 +55,15 @@ def beside(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype
             found = [a + b for a, (_, b) in zip(found, kept, strict=True)]
         once += found[0]
         seat += found[1] - found[0]
-    return Beside(slot, once, seat)
+    return MemoryPlan(slot, once, seat)
 
 
-def seats_within(kept: Beside, memory: float, most: int) -> int:
+def seats_within(kept: MemoryPlan, memory: float, most: int) -> int:
     """As many seats as `memory` bytes hold, one at least and `most` at most."""
     return max(1, min(most, int((memory - kept.once) // max(1, kept.seat))))
 
 
-def count(kept: Beside, available: int, page_bytes: int, seats: int) -> Counted:
+def count(kept: MemoryPlan, available: int, page_bytes: int, seats: int) -> Counted:
     """What is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
     SparseKVError where seats and maps leave nothing."""
     rest = available - kept.of(0, seats)

@@ -1,44 +1,46 @@
-"""Attention one layer after another, as the model's forward comes to it: prompts, chunks, and steps that are not
-planned. Decoding of a layer begins here."""
+"""How an attachment runs a model's passes: a step of one token by a plan of all layers, captured or run as it is;
+prompts, chunks and what cannot be planned one layer after another, as the model's forward comes to it."""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.cost import extra_tokens, read_shares
+from sparsekv.core.cost import extra_tokens
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
 from sparsekv.kernels import dense_attention
-from sparsekv.runtime.begin import Called, begin, to_begin
+from sparsekv.runtime.begin import AttentionSpec, begin, decodes_sparsely, to_begin
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.fused import Fused
+from sparsekv.runtime.graph import raised_by_user, take_step
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.model_pass import why_not_planned
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.warm import ROWS, Warming, full_token
-from sparsekv.util.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError, first_line
 
 QUERY_BLOCK = 64
 
 
-class Layerwise:
-    """The attention of an attachment, and its plans."""
+class Runner:
+    """Of one attachment: its plans, and its attention where nothing is planned."""
 
     def __init__(self, decoding: Decoding, run: RunOptions, layers: int):
         self.decoding, self.run, self.counters = decoding, run, Counters(layers)
         self.prefilling = False
         """Whether what runs is a prompt, however many tokens it has."""
-        self.called: dict[int, Called] = {}
+        self.called: dict[int, AttentionSpec] = {}
         """How the model calls the attention of every layer that it has called."""
         self.warming = Warming()
         self._loaded: set[int] = set()
@@ -73,7 +75,8 @@ class Layerwise:
         if not isinstance(layer, SparseLayer) or layer.keys.shape[2] != key.shape[2]:
             return dense()
         if softcap is None:
-            self.called[index] = Called(query.shape[1], query.device, scale, getattr(module, "layer_type", None), sinks)
+            self.called[index] = AttentionSpec(query.shape[1], query.device, scale, getattr(module, "layer_type", None),
+                                               sinks)
         if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
             layer.remember_queries(query, key.shape[2])
             if query.is_cuda and self.fused is not None:
@@ -89,9 +92,8 @@ class Layerwise:
                 return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
             return dense()
         self.warming.wait()
-        if index in self.decoding.dense_layers or softcap is not None or (
-                key.shape[2] < self.decoding.short_until(key, key.shape[2])):
-            self.counters.dense(index, count)
+        if softcap is not None or not decodes_sparsely(self.decoding, index, key, key.shape[2]):
+            self.counters.took([], [index], count, query.shape[0])
             return dense()
         with torch.no_grad():
             if layer.state is None or layer.state.owner is not self.decoding:
@@ -157,11 +159,30 @@ class Layerwise:
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
             more = extra_tokens(view, state.selector, state.estimator)
-            self.counters.sparse(view.layer_idx, read_shares(
-                view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more), block.shape[2])
+            self.counters.read(view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more,
+                               view.layer_idx)
+            self.counters.took([view.layer_idx], [], block.shape[2], len(q))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def step(
+        self, seat: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, place: Tensor | None,
+    ) -> Tensor | None:
+        """Logits `[B, 1, V]` after one more token of every row by a plan of all layers, overwritten by the next step;
+        None where there is none. What a user raises in it, a signal handler say, comes out as it was raised; where the
+        model cannot be planned at all its layers decode one by one."""
+        plan = self.plan(cache, seat, mask)
+        if plan is None:
+            return None
+        try:
+            return take_step(plan, token, place)
+        except Exception as error:  # whatever the model raises on its first plan
+            if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error):
+                raise
+            cache.plan, seat.layers.failed = None, f"its step failed: {first_line(error)}"
+            warnings.warn(f"{type(seat.model).__name__} decodes layer by layer, {seat.layers.failed}", stacklevel=2)
+            return None
 
     def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
         """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
@@ -215,8 +236,7 @@ class Layerwise:
         layers: list[Any] = cache.layers
         self._begin(cache, mask, length)
         for index, layer in enumerate(layers):
-            if index in self.decoding.dense_layers or (
-                    length + 1 < self.decoding.short_until(layer.keys, length + 1)):
+            if not decodes_sparsely(self.decoding, index, layer.keys, length + 1):
                 states.append(None)
                 continue
             state = layer.state
@@ -241,7 +261,7 @@ class Layerwise:
 def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
     """Bring a state to the first `length` tokens of its layer, of which `past` may join the mid region; where that
     grows, over keys and values on the device."""
-    view = state.view
+    view: Any = state.view
     view.keys, view.values = layer.keys[:, :, :length], layer.values[:, :, :length]
     if isinstance(view, HostView) and state.outgrown(past):
         with view.on_device():
