@@ -4,9 +4,9 @@ selected for them."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -365,13 +365,23 @@ def needed(rope: RopeTable | None) -> RopeTable:
     return rope
 
 
+def mapped(call: Callable[..., Any], *values: Any) -> Any:
+    """What a call makes of the tensors of values alike, in place of those of the first: tensors, or named tuples of
+    tensors and tuples. What is no tensor, None say, is the first's."""
+    first = values[0]
+    if isinstance(first, tuple):
+        return type(first)(*(mapped(call, *parts) for parts in zip(*values, strict=True)))
+    return call(*values) if isinstance(first, Tensor) else first
+
+
 def choose_rows(rows: Tensor, new: Any, old: Any) -> Any:
-    """The new of these rows `[B]` and the old of the others, of tensors and named tuples of them; None stays None."""
-    if new is None:
-        return None
-    if isinstance(new, tuple):
-        return type(new)(*(choose_rows(rows, a, b) for a, b in zip(new, old, strict=True)))
-    return torch.where(rows.to(new.device).reshape(-1, *[1] * (new.dim() - 1)), new, old)
+    """The new of these rows `[B]` and the old of the others, of tensors and named tuples of them."""
+    return mapped(lambda a, b: torch.where(rows.to(a.device).reshape(-1, *[1] * (a.dim() - 1)), a, b), new, old)
+
+
+def take_rows(value: Any, index: Tensor) -> Any:
+    """The chosen rows of a tensor or of a named tuple of tensors and tuples."""
+    return mapped(lambda x: x[index.to(x.device)], value)
 
 
 class RowState:
@@ -411,30 +421,20 @@ class RowState:
         self.__dict__.update(state)
 
 
-def take_rows(value: Any, index: Tensor) -> Any:
-    """The chosen rows of a tensor or of a named tuple of tensors and tuples; None stays None."""
-    if isinstance(value, tuple):
-        return type(value)(*(take_rows(x, index) for x in value))
-    return None if value is None else value[index.to(value.device)]
+def heads_joined(values: Sequence[Any]) -> Any:
+    """Of tensors `[H, ...]` of several layers, or named tuples of tensors and tuples, those of all heads."""
+    return mapped(lambda *parts: torch.cat(parts), *values)
 
 
 def heads_apart(value: Any, count: int) -> list[Any]:
     """Of a tensor `[B, count·H, ...]`, or a named tuple of tensors and tuples, the parts `[B, H, ...]` of every layer;
-    what has no heads, `[B]` or None, is that of every layer. A part that does not begin at a multiple of 16 bytes is
-    copied, since kernels are compiled again for such."""
-    if isinstance(value, tuple):
-        parts = [heads_apart(x, count) for x in value]
-        return [type(value)(*part) for part in zip(*parts, strict=True)]
-    if value is None or value.dim() < 2:
-        return [value] * count
-    return [part.clone() if part.storage_offset() * part.element_size() % 16 else part
-            for part in value.unflatten(1, (count, -1)).transpose(0, 1).contiguous()]
+    what has no heads, `[B]`, is that of every layer. A part that does not begin at a multiple of 16 bytes is copied,
+    since kernels are compiled again for such."""
+    def layers_first(x: Tensor) -> Tensor:
+        return x.expand(count, -1) if x.dim() < 2 else x.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
 
+    def part(x: Tensor, i: int) -> Tensor:
+        return x[i].clone() if x[i].storage_offset() * x.element_size() % 16 else x[i]
 
-def heads_joined(values: Sequence[Any]) -> Any:
-    """Of tensors `[H, ...]` of several layers, or named tuples of tensors and tuples, those of all heads; what is no
-    tensor is the first's."""
-    first = values[0]
-    if isinstance(first, tuple):
-        return type(first)(*(heads_joined(x) for x in zip(*values, strict=True)))
-    return torch.cat(list(values)) if isinstance(first, Tensor) else first
+    whole = mapped(layers_first, value)
+    return [mapped(partial(part, i=i), whole) for i in range(count)]

@@ -17,7 +17,7 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.index import Buckets, TrainedBuckets, list_whole
-from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.layer import LayerView, Queries, mapped
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
@@ -246,12 +246,11 @@ def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) ->
 
 def _put(rows: Any, seat: int, found: Any, copied: list[Copied]) -> Any:
     """The row of a seat, of tensors or named tuples of them; copied gets it, and what was found of one request."""
-    if isinstance(found, tuple):
-        return type(found)(*(_put(a, seat, b, copied) for a, b in zip(rows, found, strict=True)))
-    if found is None:
-        return None
-    copied.append((rows[seat], found[0]))
-    return rows[seat:seat + 1]
+    def put(one: Tensor, all_rows: Tensor) -> Tensor:
+        copied.append((all_rows[seat], one[0]))
+        return all_rows[seat:seat + 1]
+
+    return mapped(put, found, rows)
 
 
 def _shapes(

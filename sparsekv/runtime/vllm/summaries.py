@@ -10,7 +10,7 @@ import torch
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators.phi import PhiEstimator
-from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.layer import LayerView, Queries, mapped
 from sparsekv.core.regions import Regions
 from sparsekv.util.errors import SparseKVError
 
@@ -46,7 +46,7 @@ def seated(fresh: PhiEstimator, seats: int, scale: float = 1.0) -> PhiEstimator:
     always free: its estimate is zero. scale: what the numbers that a step reads as keys are multiplied by."""
     whole, offsets = fresh.fork(), fresh.calibrated.offset
     for name in whole.row_state:
-        setattr(whole, name, _by_seat(getattr(fresh, name), seats + 1))
+        setattr(whole, name, mapped(lambda x: x.new_zeros(seats + 1, *x.shape[1:]), getattr(fresh, name)))
     whole.layer = fresh.calibrated._replace(  # type: ignore[attr-defined]
         offsets=offsets.new_zeros(1, seats + 1, offsets.shape[0]))
     assert whole.key_map is not None
@@ -78,10 +78,3 @@ def leaves(x: Any) -> list[torch.Tensor]:
     if isinstance(x, tuple):
         return [leaf for y in x for leaf in leaves(y)]
     return [] if x is None else [x]
-
-
-def _by_seat(x: Any, rows: int) -> Any:
-    """Zeros of so many rows like those of a tensor, or of the tensors in a tuple; None stays None."""
-    if isinstance(x, tuple):
-        return type(x)(*(_by_seat(y, rows) for y in x))
-    return None if x is None else x.new_zeros(rows, *x.shape[1:])
