@@ -139,7 +139,7 @@ def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: TrainedBuckets, ol
     """The same buckets with the tokens that joined the mid region after `old`."""
     regions = keys.regions
     first = torch.maximum(old.mid_last, regions.mid_first)
-    low, end = int(old.mid_last.min()), int(regions.mid_last.max())
+    low, end = old.edges[2], regions.edges[3]
     bucket = assign_buckets(_held(keys, trained, low, end), buckets.centroids)
     columns = torch.arange(low, end, device=bucket.device)
     joins = (columns >= first[:, None].to(bucket.device)) & (columns < regions.mid_last[:, None].to(bucket.device))

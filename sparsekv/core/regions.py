@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -110,13 +112,26 @@ class Regions:
 
     def grown(self, length: int) -> Regions:
         """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
-        made = replace(self, length=length)
-        made.__dict__.update({name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__})
+        known = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
+        made = self._once(("length", length), lambda: replace(self, length=length))
+        made.__dict__.update(known)
         return made
 
     def moved(self, tail_start: int) -> Regions:
         """Let the mid region grow up to `tail_start`."""
-        return replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start))
+        made = self._once(("tail", tail_start),
+                          lambda: replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start)))
+        made.__dict__["source"] = self  # which lives until the other layers have moved too
+        return made
+
+    def _once(self, how: tuple[str, int], make: Callable[[], Regions]) -> Regions:
+        """All layers of a cache have one object, whose borders are read from the device once, while they grow alike."""
+        derived: WeakValueDictionary[tuple[str, int], Regions] = self.__dict__.setdefault(
+            "derived", WeakValueDictionary())
+        made = derived.get(how)
+        if made is None:
+            derived[how] = made = make()
+        return made
 
     def take_rows(self, index: Tensor) -> Regions:
         """The regions of the chosen rows of the batch."""

@@ -171,3 +171,13 @@ def test_layers_that_differ_are_built_apart() -> None:
     assert sorted(map(tuple, stacked.alike(views, selectors, stacked.STACKED_BYTES))) == [(0, 2), (1, 3)]
     views[2].scale = 1.0
     assert sorted(map(tuple, stacked.alike(views, selectors, stacked.STACKED_BYTES))) == [(0,), (1, 3), (2,)]
+
+
+def test_layers_that_grow_alike_read_borders_once() -> None:
+    """One object for all of them, though each grows by itself."""
+    one = other = Regions.at_prefill_end(torch.tensor([0, 9]), LENGTH, 3, 9)
+    assert one.edges == [3, 12, 141, 141]
+    for step in range(3):
+        one, other = (x.grown(LENGTH + step).moved(LENGTH - 9 + step) for x in (one, other))
+        assert one is other and one.length == LENGTH + step and one.edges[2:] == [LENGTH - 9 + step] * 2
+    assert one.grown(LENGTH + 9).__dict__["edges"] is one.edges, "known without a wait"

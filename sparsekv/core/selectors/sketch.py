@@ -95,8 +95,7 @@ class SketchRouter(Router):
         doubled = view.regions.mid_sizes > 2 * self.fitted_sizes
         every = bool(doubled.all())
         if not every:
-            self.codes = view.encoded(self.codes, self.sketch, self.trained.sketch_bytes,
-                                      int(view.regions.mid_last.max()))
+            self.codes = view.encoded(self.codes, self.sketch, self.trained.sketch_bytes, view.regions.edges[3])
         if bool(doubled.any()):  # of those rows alone: a row is what it is by itself
             names = ("codes", "basis", "side", "fitted_sizes")
             kept = {name: getattr(self, name) for name in names}
