@@ -141,7 +141,7 @@ def errors(request: offline.Request, selection: Selection, estimators: dict[str,
     zero = lse.new_zeros(1)
     found = {"none": offline.relative_error(out, full).mean()}
     for name, estimator in estimators.items():
-        estimator.reads(request.prefill, share)
+        estimator.set_read_share(request.prefill, share)
         rest = estimator.partial(view, queries, selection)
         found[name] = shifted_errors(Parts(out, lse, *rest, selection), full, zero).mean()
     return found

@@ -191,7 +191,7 @@ def measure(store: CaptureStore, phi: PhiArtifact, device: str) -> Iterator[dict
         for budget in BUDGETS:
             selection = request.build(reader(budget), None)[0].select(request.view, request.queries)
             out, lse = request.view.attend(request.queries, selection)
-            estimator.reads(request.prefill, budget or 0.0)
+            estimator.set_read_share(request.prefill, budget or 0.0)
             rest = estimator.partial(request.view, request.queries, selection)
             name = "sink_tail" if budget is None else "topk"
             found = {(name, "rel_err"): offline.relative_error(out, request.full),

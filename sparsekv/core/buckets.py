@@ -17,13 +17,13 @@ POINTS_PER_CENTROID = 512
 
 
 class Moves(NamedTuple):
-    """How trained buckets move to a request: by so many iterations, on so many of its keys a bucket, evenly spaced."""
+    """How trained buckets move to a request: iterations of k-means, and sampled keys per bucket."""
 
     iterations: int
     keys: int
 
-    def spacing(self, tokens: Any, buckets: int) -> Any:
-        """Every which of a request's keys is taken, of a number of them or of every row's `[B]`."""
+    def stride(self, tokens: Any, buckets: int) -> Any:
+        """Stride between sampled keys, of a number of tokens (int) or per row (`[B]`)."""
         return tokens // (self.keys * buckets)
 
 
@@ -80,7 +80,7 @@ def fit_buckets(
     """
     centroids = centroids.to(keys.dtype)
     if some is None:
-        step = max(1, moves.spacing(keys.shape[1], centroids.shape[1]))
+        step = max(1, moves.stride(keys.shape[1], centroids.shape[1]))
         some = keys[:, ::step], used[:, ::step]
     for _ in range(moves.iterations if keys.shape[1] else 0):
         centroids = moved(some[0], centroids, some[1])
@@ -123,7 +123,7 @@ def restart_empty(
             centroids, nearest = centroids.index_copy(0, some, moved_to), nearest.index_copy(0, some, bucket.long())
             break
         worst = _served_worst(keys, nearest, sizes, used, free)
-        # the i-th empty bucket takes the i-th worst key; what stands in the other places means nothing
+        # the i-th empty bucket takes the i-th worst key; other entries are ignored
         which = worst.gather(1, (empty.cumsum(1) - 1).clamp(min=0, max=worst.shape[1] - 1))
         start = F.normalize(_take(keys, which).float(), dim=-1).to(keys.dtype)
         free = free & ~torch.zeros_like(free, dtype=torch.int32).scatter_add_(1, which, taken.int()).bool()

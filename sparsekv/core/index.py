@@ -1,8 +1,7 @@
-"""What is kept of a layer's keys to choose among them: buckets of the mid region's keys and codes of all, made, grown
-and asked here alone, wherever the keys lie.
+"""The index of a layer's keys: buckets of the mid region and codes of all tokens; built, extended, queried here only.
 
-Keys lie in a cache's tensor (`core/layer.py: LayerView`) or in a server's pages (`runtime/vllm/pages.py`). The rules
-below ask for them by their places in a request, and list tokens by the numbers that the storage reads them by.
+Keys may lie anywhere (`core/layer.py: CacheLayer`): they are asked for by their places in a request, and tokens are
+listed by the numbers that the storage reads them by.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
     """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
     and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
     regions, heads = keys.regions, keys.num_kv_heads
-    spaced = spaced_by(regions, partial((moves or ALONE).spacing, buckets=trained.centroids.shape[-2]))
+    spaced = spaced_by(regions, partial((moves or ALONE).stride, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
     held = _held(keys, trained, 0, end)
     centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
@@ -166,7 +165,7 @@ def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
 
 
 def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
-    """The new buckets of these rows `[B]` and the old of the others."""
+    """Row-wise select: `new` where `rows [B]`, else `old`."""
     width = max(new.order.shape[2], old.order.shape[2])
     made: Buckets = choose_rows(rows, *(
         x._replace(order=torch.nn.functional.pad(x.order, (0, width - x.order.shape[2]), value=-1))
@@ -226,22 +225,22 @@ class Spaced(NamedTuple):
         return -(-(regions.mid_first - start) // step), -(-(regions.mid_last - start) // step)
 
 
-def spaced_by(regions: Regions, spacing: Callable[[Any], Any]) -> Spaced:
-    """spacing: how far apart keys are taken of a number of tokens, rising with it; of less than 1, all. Waits for the
-    device once, where nobody has for these regions."""
+def spaced_by(regions: Regions, stride_of: Callable[[Any], Any]) -> Spaced:
+    """Sampled keys of every row. stride_of: the stride for a number of tokens, rising with it; below 1, all are taken.
+    Waits for the device once, where nobody has for these regions."""
     low, latest, earliest, end = regions.spans
     low = min(low, end)
-    stride = max(1, int(spacing(end - low)))
+    stride = max(1, int(stride_of(end - low)))
     if stride == 1 or (low == latest and earliest == end):
         return Spaced(low, end, stride)
-    steps = spacing(regions.mid_last - regions.starts).clamp(min=1)
+    steps = stride_of(regions.mid_last - regions.starts).clamp(min=1)
     most = int((-(-(regions.mid_last - regions.starts) // steps)).max())
     places = regions.starts[:, None] + steps[:, None] * torch.arange(most, device=steps.device)
     return Spaced(low, end, stride, steps, places)
 
 
-def fitted_spacing(tokens: Any) -> Any:
-    """Every which of a request's keys a sketch is fitted to."""
+def fit_stride(tokens: Any) -> Any:
+    """Stride of the keys used to fit the sketch."""
     return -(-tokens // FITTED_KEYS)
 
 
@@ -251,7 +250,7 @@ def fit_basis(keys: CacheLayer, fixed: Sketch, width: int) -> Sketch | None:
     moment = recent_moment(keys)
     if moment is None:
         return None
-    spaced = spaced_by(keys.regions, fitted_spacing)
+    spaced = spaced_by(keys.regions, fit_stride)
     some, (first, last) = all_of(_some_keys(keys, spaced)), spaced.of(keys.regions)
     mean = key_mean(some, first, last)
     return fit_sketch(moment, mean, key_covariance(some, first, last, mean), width, 2 * width - fixed.rank)
@@ -259,7 +258,7 @@ def fit_basis(keys: CacheLayer, fixed: Sketch, width: int) -> Sketch | None:
 
 def fit_side(keys: CacheLayer, fixed: Sketch, codes: Tensor | None) -> Tensor:
     """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
-    spaced = spaced_by(keys.regions, fitted_spacing)
+    spaced = spaced_by(keys.regions, fit_stride)
     if spaced.places is None:
         some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)
     else:

@@ -375,7 +375,7 @@ def mapped(call: Callable[..., Any], *values: Any) -> Any:
 
 
 def choose_rows(rows: Tensor, new: Any, old: Any) -> Any:
-    """The new of these rows `[B]` and the old of the others, of tensors and named tuples of them."""
+    """Row-wise select, of tensors and named tuples of them: `new` where `rows [B]`, else `old`."""
     return mapped(lambda a, b: torch.where(rows.to(a.device).reshape(-1, *[1] * (a.dim() - 1)), a, b), new, old)
 
 

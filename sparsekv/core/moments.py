@@ -26,9 +26,9 @@ def edges_of(first: Tensor, last: Tensor) -> list[int]:
 def blocks(
     first: Tensor, last: Tensor, edges: list[int] | None = None, low: int | None = None,
 ) -> Iterator[tuple[slice, Tensor | None]]:
-    """Tokens from `low`, or the first of any row, to the last of any, a block at a time and at least one, if empty:
-    where they are, and `[B, 1, n, 1]` whether `first[b] <= i < last[b]`; None where that is so of all (`counted`).
-    edges: `edges_of` them, where known."""
+    """Iterate over token blocks that cover every row, at least one, if empty: yields a slice and the mask
+    `[B, 1, n, 1]` of `first[b] <= i < last[b]`, None where all count (`counted`). low: the first token, where it is not
+    the first of any row; edges: `edges_of` first and last, where known."""
     edges = edges_of(first, last) if edges is None else edges
     low, high = edges[0] if low is None else low, edges[3]
     size = DEVICE_BLOCK if first.is_cuda else BLOCK  # there a block is a handful of launches, whatever its size

@@ -22,7 +22,7 @@ PAPERS = {"Saap": "self-attention with asymmetric partitions",
 
 @dataclass(frozen=True)
 class SelectorRow:
-    """A selector. What is not said here of a method, its class says: its options, whether it spends a budget."""
+    """A selector. Other properties, its options and whether it spends a budget, are class attributes."""
 
     name: str
     kind: str | type[Any]

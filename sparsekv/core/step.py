@@ -127,7 +127,7 @@ class LayerState:
         self.selector.token_budget = budget
         self.selector.prepare(self.view)
         if self.estimator is not None:
-            self.estimator.reads(self.view, self.selector.read_share(self.view))
+            self.estimator.set_read_share(self.view, self.selector.read_share(self.view))
         return self
 
     def cropped(self, length: int) -> LayerState | None:
@@ -170,7 +170,7 @@ def build_layers(
     stacked.build_alike(views, selectors, stacked.STACKED_BYTES)
     for view, selector, estimator in zip(views, selectors, estimators, strict=True):
         if estimator is not None:
-            estimator.reads(view, selector.read_share(view))
+            estimator.set_read_share(view, selector.read_share(view))
 
 
 def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
@@ -179,4 +179,4 @@ def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimato
     selector.extend(view, old)
     if estimator is not None:
         estimator.extend(view, old)
-        estimator.reads(view, selector.read_share(view))
+        estimator.set_read_share(view, selector.read_share(view))

@@ -176,7 +176,7 @@ def _steps(
                  ("read", selector.name): (1 - (view.regions.mid_sizes - read) / queries.lengths).mean().expand(
                      view.num_query_heads)}
         for name, estimator in estimators.items():
-            estimator.reads(view, selector.read_share(view))
+            estimator.set_read_share(view, selector.read_share(view))
             out, rest = estimator.partial(view, queries, step.selection)
             weight = torch.sigmoid(rest - step.exact_lse)
             found["errors", f"{selector.name}+{name}"] = relative_error(

@@ -1,5 +1,5 @@
-"""What of a planned step runs in fewer launches than the model's own code takes, or in faster ones: norms, rotations,
-gates, and the products of a few rows with a layer's weights.
+"""Fused replacements for norms, RoPE, gated MLPs and small GEMMs of a planned step: fewer launches than the model's own
+code takes, or faster ones.
 
 A model's code runs as it is until, on the first pass, a kernel has given what it gave: from then on the kernel runs in
 its place, for the time of a pass. Products are timed, too, and taken where they are faster on the device at hand than
@@ -90,7 +90,7 @@ class Fused:
         self._held.clear()
 
     def loads(self, rows: int) -> dict[Any, Callable[[], Any]]:
-        """What loads the kernels of a pass of one token with so many rows, by what is loaded; empty if asked for
+        """Warm-up calls of a pass of one token with so many rows, keyed by kernel specialisation; none if asked for
         before."""
         found: dict[Any, Callable[[], Any]] = {}
         if not self.used or rows in self._loaded:

@@ -47,7 +47,7 @@ def calibrate(pool: Pool, maps: FeatureMaps, *, capped: bool, shifts: tuple[floa
                 count += request.full.shape[0]
                 for case, share in CASES.items():
                     selector, _ = request.build(reader(share), None)
-                    estimator.reads(request.prefill, share or 0.0)
+                    estimator.set_read_share(request.prefill, share or 0.0)
                     parts = two_parts(request.view, request.queries, selector, estimator)
                     errors = shifted_errors(parts, request.full, grid)
                     completed[case] = completed.get(case, 0.0) + errors.sum(1)

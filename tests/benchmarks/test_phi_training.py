@@ -34,7 +34,7 @@ def test_kl_is_of_the_weights_that_make_the_output(budget) -> None:
     estimator.build(request.prefill)
     selection = request.build(reader(budget), None)[0].select(request.view, request.queries)
     out, lse = request.view.attend(request.queries, selection)
-    estimator.reads(request.prefill, budget or 0.0)
+    estimator.set_read_share(request.prefill, budget or 0.0)
     rest = estimator.partial(request.view, request.queries, selection)
     found = phi_training.attention_kl(request, selection, estimator, rest[1], lse)
     assert found.shape == (4, 4) and float(found.min()) > -1e-5

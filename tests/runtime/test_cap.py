@@ -45,12 +45,12 @@ def test_the_moments_grow_with_the_mid_region(centred: bool) -> None:
     before, _, step = make_view(batch=2, pads=(0, 21), new=30)
     estimator, whole = PhiEstimator(layer(centred=centred)), PhiEstimator(layer(centred=centred))
     estimator.build(before)
-    estimator.reads(before, 0.1)
+    estimator.set_read_share(before, 0.1)
     old, step.regions = step.regions, step.regions.moved(step.length - 8)
     estimator.extend(step, old)
-    estimator.reads(step, 0.1)
+    estimator.set_read_share(step, 0.1)
     whole.build(step)
-    whole.reads(step, 0.1)
+    whole.set_read_share(step, 0.1)
     for row, (first, last) in enumerate(zip(step.regions.mid_first, step.regions.mid_last, strict=True)):
         keys = step.scale * step.keys[row, :, first:last]
         torch.testing.assert_close(whole.state.moments.key[row], keys.mean(1))
@@ -67,7 +67,7 @@ def test_a_mid_region_that_has_doubled_has_its_mean_key_taken_anew() -> None:
         before, _, view = make_view(length=40, new=60)
         estimator = PhiEstimator(layer(centred=True))
         estimator.build(before)
-        estimator.reads(before, 0.1)
+        estimator.set_read_share(before, 0.1)
         old, view.regions = view.regions, view.regions.moved(tail_start)
         estimator.extend(view, old)
         end = tail_start if anew else 30

@@ -36,7 +36,7 @@ def test_errors_of_shifts_are_those_of_the_steps() -> None:
             def build(shift: float) -> PhiEstimator:
                 estimator = PhiEstimator(PhiLayer(maps, torch.full((1, HEADS_Q), shift), capped=True))
                 estimator.build(request.prefill)  # noqa: B023
-                estimator.reads(request.prefill, share or 0.0)  # noqa: B023
+                estimator.set_read_share(request.prefill, share or 0.0)  # noqa: B023
                 return estimator
 
             selector, _ = request.build(reader(share), None)

@@ -19,8 +19,8 @@ class Estimator(RowState):
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
 
-    def reads(self, view: Any, share: float | Tensor) -> None:
-        """The steps that follow read this share of the context beside the anchors: one number, or one a row `[B]`."""
+    def set_read_share(self, view: Any, share: float | Tensor) -> None:
+        """Set the share of the context that later steps read beside the anchors: a float, or `[B]` per row."""
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """What was trained, on the device where layers with keys of this precision decode, made once for all forks."""

@@ -159,7 +159,7 @@ class PhiEstimator(Estimator):
         doubled = None if self.built_size is None else view.regions.mid_sizes > 2 * self.built_size
         if doubled is None or not bool(doubled.all()):
             self._extend(view, old)
-        if doubled is not None and bool(doubled.any()):  # of those rows alone: a row is what it is by itself
+        if doubled is not None and bool(doubled.any()):  # of those rows alone: rows are independent of the batch
             kept = {name: getattr(self, name) for name in self.row_state}
             self.build(view)
             if not bool(doubled.all()):
@@ -184,7 +184,7 @@ class PhiEstimator(Estimator):
         more = self._sum(view, self._maps(), first, last, edges)
         self.state = self.state._replace(**phi_join(PhiCache(*self.state[:3]), more)._asdict())
 
-    def reads(self, view: CacheLayer, share: float | Tensor) -> None:
+    def set_read_share(self, view: CacheLayer, share: float | Tensor) -> None:
         self.layer, self.share = self.calibrated.at(share), share
         if self.state.moments is not None:
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))

@@ -96,7 +96,7 @@ class SketchRouter(Router):
         every = bool(doubled.all())
         if not every:
             self.codes = view.encoded(self.codes, self.sketch, self.trained.sketch_bytes, view.regions.edges[3])
-        if bool(doubled.any()):  # of those rows alone: a row is what it is by itself
+        if bool(doubled.any()):  # of those rows alone: rows are independent of the batch
             names = ("codes", "basis", "side", "fitted_sizes")
             kept = {name: getattr(self, name) for name in names}
             self._fit(view)

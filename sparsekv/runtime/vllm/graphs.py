@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 BESIDE = 64
-"""So many short requests in a batch, whose rows the sparse steps' launches pass by, ask for as much again."""
+"""Every so many short requests in a batch, whose rows sparse steps pass by, double the required tokens."""
 
 
 class Turn:

@@ -237,8 +237,7 @@ class Seats:
         return self.kept[rows]
 
     def _asks(self, found: Found) -> bool:
-        """Whether the host serves now the rows that want it. It does not while all seats are taken, but for those that
-        have one."""
+        """Whether to assign seats in this step. While all are taken, only rows that have one are served."""
         rows = found.wants.shape[0]
         fresh = not self.asked or rows != self.rows
         self.asked, self.rows = True, rows

@@ -32,7 +32,7 @@ def empty_request(maps: PhiLayer, shape: Sequence[int], dtype: torch.dtype, devi
     view = LayerView(keys, keys, Regions(nowhere, nowhere, 0, 0), 1.0, heads)
     made = PhiEstimator(maps.to(device))
     made.build(view)
-    made.reads(view, 0.0)
+    made.set_read_share(view, 0.0)
     made.query(view, Queries(keys.new_zeros(1, heads, 1, shape[2]), nowhere))
     if not made.in_kernel:
         raise SparseKVError("the maps of keys have too many units or features for a program's shared memory on "
