@@ -103,13 +103,16 @@ class Plan:
     def run(self, captured: bool = False) -> Tensor:
         """The step, launch by launch: its logits `[B, 1, V]`. captured: nothing is run, a graph is made of it, which
         counts the lengths on the device."""
+        # 1. where the token goes, counted on the device
         if not captured:
             self.lengths.fill_(self.length)
         self.lengths.add_(1)
         for window in dict.fromkeys(self.windows):
             self.seen[window] = self._slots(window)
+        # 2. the model's own forward, whose attention asks `layer` for one layer after another
         self._next, self._read = 0, []
         logits = self.layers.run(self)
+        # 3. what was read, of all layers at once
         if self._read:
             view: Any = self.views[self.sparse[0]]
             self.counters.read(view, self._read[0][0], [s for _, s in self._read], self.more, self.where)
