@@ -43,7 +43,7 @@ class Serving(SparseConfig):
         "Requests that decode sparsely at once, each with an index; others are attended to fully. Without it as many "
         "as the engine runs, within memory_share."))
     memory_share: float = option(0.1, min=0.001, max=0.999, help=(
-        "Share of the memory that vLLM may take which indices and summaries may take of it."))
+        "Share of vLLM's memory that indices and summaries may take."))
     recommended: str | None = option(None, help=(
         "A file of `sparsekv eval recommend`, whose selector, completion, layers, budgets, gates, sink and window are "
         "taken."))
