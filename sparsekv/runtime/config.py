@@ -3,7 +3,7 @@ a settings file and vLLM's JSON are the fields of `SparseConfig`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -147,7 +147,7 @@ class SparseConfig:
         plain = SparseConfig()
         found = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
                  if getattr(self, f.name) != getattr(plain, f.name)}
-        return found | {k: asdict(x) for k, x in found.items() if k == "prefill" and is_dataclass(x)}
+        return found if isinstance(self.prefill, str | dict) else {**found, "prefill": vars(self.prefill)}
 
     def sizes(self, *artifacts: Any) -> tuple[int, int]:
         """Sink and window [tokens]: as given, else the artifacts' own (they must agree), else the defaults. Raises
