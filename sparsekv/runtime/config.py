@@ -1,4 +1,4 @@
-"""How a model decodes sparsely, declared once: the arguments of `attach`, the flags of `sparsekv generate` and `eval`,
+"""Options of sparse decoding, declared once: the arguments of `attach`, the flags of `sparsekv generate` and `eval`,
 a settings file and vLLM's JSON are the fields of `SparseConfig`."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class SparseConfig:
             raise SparseKVError(f"{where}: {error}" if where else str(error)) from error
 
     def prompts(self) -> Any:
-        """How prompts are read sparsely (`SparsePrompts`); None: densely. Raises SparseKVError."""
+        """Make the reader of sparse prompts (`SparsePrompts`); None: prompts are read densely. Raises SparseKVError."""
         from sparsekv.core.prefill import SparsePrompts
 
         if isinstance(self.prefill, SparsePrompts):
@@ -137,7 +137,7 @@ class SparseConfig:
         return SparsePrompts() if self.prefill == "sparse" else None
 
     def selector_options(self) -> dict[str, Any]:
-        """What is given of the selector's own options."""
+        """The selector's own options that are given."""
         given = {"token_budget": self.token_budget, "probes": self.probes, "candidates": self.candidates,
                  **self.options}
         return {name: value for name, value in given.items() if value is not None}

@@ -88,8 +88,8 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
 
 
 def is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of a field's type, as JSON, a command line or Python has it: a float is a finite number, a
-    path or name has no null byte, a list is any sequence, and of dicts only that they are dicts is asked."""
+    """Test a value for a field's type, as JSON, a command line or Python has it: a float is a finite number, a path or
+    name has no null byte, a list is any sequence, and a dict's content is not looked at."""
     origin, inside = get_origin(hint) or hint, get_args(hint)
     if origin is UnionType:
         return any(is_a(value, part) for part in inside)
@@ -106,5 +106,5 @@ def is_a(value: Any, hint: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold: JSON has larger integers, and NaN."""
+    """True for a number that a float can hold: JSON has larger integers, and NaN."""
     return type(value) in (int, float) and abs(value) <= MOST_FLOAT

@@ -36,8 +36,8 @@ class ServedShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(SparseConfig):
-    """How a model is served: the options of `attach`, and what only an engine of many requests has. Paths are relative
-    to the settings file."""
+    """Options of a served model: those of `attach`, and what only an engine of many requests has. Paths are relative to
+    the settings file."""
 
     requests: int | None = option(None, min=1, help=(
         "Requests that decode sparsely at once, each with an index; others are attended to fully. Without it as many "
@@ -60,7 +60,7 @@ class Serving(SparseConfig):
         return {"recommended": path.name} if raw.get("format") == RECOMMENDED else raw
 
     def check(self, where: str | None = None) -> None:
-        """As of `SparseConfig`, and what is served."""
+        """Check as `SparseConfig` does, and refuse what is not served. Raises SparseKVError."""
         super().check(where)
         if self.router is None and self.artifacts is None and self.recommended is None:
             raise SparseKVError(f"{where} names no router; expected an entry router with the folder of an artifact, or "
