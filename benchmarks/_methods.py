@@ -1,14 +1,19 @@
-"""The tables of methods in the documentation, drawn from their rows (`sparsekv/core/registry.py`)."""
+"""The tables of methods and options in the documentation, drawn from their rows (`sparsekv/core/registry.py`) and from
+the fields of `SparseConfig`."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
+from typing import Any
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, PAPERS, SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS, Selector
+from sparsekv.runtime.config import SparseConfig
+from sparsekv.runtime.vllm.settings import Serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,7 +55,27 @@ def estimators() -> list[list[str]]:
         [f"`{name}`", row.source, row.stands, "yes" if row.needs else ""] for name, row in ESTIMATOR_ROWS.items())]
 
 
-PLACES = {"docs/papers.md": (sources,), "docs/runtime.md": (selectors, options, estimators)}
+def attach() -> list[list[str]]:
+    """A line an option of sparse decoding."""
+    return _fields(fields(SparseConfig))
+
+
+def vllm() -> list[list[str]]:
+    """A line an option that only vLLM has."""
+    known = {field.name for field in fields(SparseConfig)}
+    return _fields([field for field in fields(Serving) if field.name not in known])
+
+
+def _fields(found: Sequence[Any]) -> list[list[str]]:
+    lines = [["option", "default", "what it says"]]
+    for field in found:
+        about, default = field.metadata["help"], "" if field.default in (None, MISSING) else f"`{field.default}`"
+        lines.append([f"`{field.name}`", default, (about() if callable(about) else about).replace("|", "\\|")])
+    return lines
+
+
+PLACES = {"docs/papers.md": (sources,), "docs/runtime.md": (attach, selectors, options, estimators),
+          "docs/serving.md": (vllm,)}
 """Pages, and the tables in them: each between `<!-- methods: NAME -->` and `<!-- end -->`."""
 
 

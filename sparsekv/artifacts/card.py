@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsekv.artifacts.checks import is_number
+from sparsekv.util.config import is_number
 
 DENSE_BELOW = 0.5
 DENSE_ABOVE = 0.5

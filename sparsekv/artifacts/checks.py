@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import MISSING, fields
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 import xxhash
 from torch import Tensor
 
-from sparsekv.util.config import MOST
+from sparsekv.util.config import MOST, is_a
 from sparsekv.util.errors import SparseKVError, brief
 
 DEEPEST = 50
@@ -102,27 +100,9 @@ def from_record(cls: Any, record: dict[str, Any], where: str) -> Any:
 def check_types(made: Any, where: str) -> None:
     """Refuse a dataclass whose values are not what its annotations say; of dicts, that they are dicts."""
     for name, hint in get_type_hints(type(made)).items():
-        if not _is_a(getattr(made, name), hint):
+        if not is_a(getattr(made, name), hint):
             expected = getattr(hint, "__name__", str(hint)) if not get_args(hint) else str(hint)
             raise damaged(where, f"{name} is {brief(getattr(made, name))}, expected {expected.replace('typing.', '')}")
-
-
-def _is_a(value: Any, hint: Any) -> bool:
-    origin, inside = get_origin(hint), get_args(hint)
-    if origin is UnionType:
-        return any(_is_a(value, part) for part in inside)
-    if origin is list:
-        return isinstance(value, list) and all(_is_a(x, inside[0]) for x in value)
-    if origin is dict:
-        return isinstance(value, dict)
-    if hint is float:
-        return is_number(value)
-    return value is None if hint is NoneType else type(value) is hint
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold: JSON has larger integers, and NaN."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def check_model_record(model: dict[str, Any], where: str) -> None:

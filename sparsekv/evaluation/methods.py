@@ -30,7 +30,7 @@ class Method:
         return shown if self.completion == NONE else f"{shown}+{self.completion}"
 
     def config(self, base: SparseConfig) -> SparseConfig:
-        """How it decodes. base: what all methods share; full attention has only the regions of it."""
+        """The options that it decodes with. base: those that all methods share; full attention has only the regions."""
         budget = None if self.budget is None else float(self.budget)
         if self.selector == FULL:
             kept = ("sink_size", "window_size", "dense_below")

@@ -43,8 +43,7 @@ def of_methods(value: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(SparseConfig):
-    """What all methods share is as in `SparseConfig`: completion and candidates are those of the methods that name none
-    of their own and can have them."""
+    """What all methods share is as in `SparseConfig`."""
 
     selector: None = of_methods()
     token_budget: None = of_methods()
@@ -62,6 +61,10 @@ class EvalConfig(SparseConfig):
         f"with {' or '.join(f'+{name}' for name in ESTIMATOR_ROWS)} what completes it, options as lfps:alpha=0.03; "
         f"without it {', '.join(r.name for r in SELECTOR_ROWS.values() if r.usual)} as far as --router has what they "
         "need, each also with +phi if --phi is given."))
+    completion: str | None = option(None, group=METHODS, help=lambda: (
+        f"What completes the methods that do not say: {', '.join(ESTIMATOR_ROWS)}; without it nothing."))
+    candidates: float | None = option(None, group=METHODS, help=(
+        "Tokens whose sketches are scored, a share of the context, of the methods with sketches that do not say."))
     budgets: str = option("0.01,0.05", group=METHODS, help="Tokens retrieved per query and KV head, as fractions of "
                                                            "the context, separated by commas.")
     accounting: str = option("retrieved", group=METHODS, help=(

@@ -1,9 +1,9 @@
-"""How a model decodes sparsely, declared once: the arguments of `attach`, the flags of `sparsekv generate` and `eval`,
+"""Options of sparse decoding, declared once: the arguments of `attach`, the flags of `sparsekv generate` and `eval`,
 a settings file and vLLM's JSON are the fields of `SparseConfig`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,7 +123,7 @@ class SparseConfig:
             raise SparseKVError(f"{where}: {error}" if where else str(error)) from error
 
     def prompts(self) -> Any:
-        """How prompts are read sparsely (`SparsePrompts`); None: densely. Raises SparseKVError."""
+        """Make the reader of sparse prompts (`SparsePrompts`); None: prompts are read densely. Raises SparseKVError."""
         from sparsekv.core.prefill import SparsePrompts
 
         if isinstance(self.prefill, SparsePrompts):
@@ -137,7 +137,7 @@ class SparseConfig:
         return SparsePrompts() if self.prefill == "sparse" else None
 
     def selector_options(self) -> dict[str, Any]:
-        """What is given of the selector's own options."""
+        """The selector's own options that are given."""
         given = {"token_budget": self.token_budget, "probes": self.probes, "candidates": self.candidates,
                  **self.options}
         return {name: value for name, value in given.items() if value is not None}
@@ -147,7 +147,7 @@ class SparseConfig:
         plain = SparseConfig()
         found = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
                  if getattr(self, f.name) != getattr(plain, f.name)}
-        return found | {k: asdict(x) for k, x in found.items() if k == "prefill" and is_dataclass(x)}
+        return found if isinstance(self.prefill, str | dict) else {**found, "prefill": vars(self.prefill)}
 
     def sizes(self, *artifacts: Any) -> tuple[int, int]:
         """Sink and window [tokens]: as given, else the artifacts' own (they must agree), else the defaults. Raises

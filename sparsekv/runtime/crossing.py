@@ -76,8 +76,8 @@ class Times(NamedTuple):
 
 
 class DenseRule(NamedTuple):
-    """Which caches decode with full attention. shortest: those with fewer tokens; together: all of a batch whose others
-    have fewer tokens; times: what was timed, if that decided."""
+    """The lengths below which full attention decodes. shortest: of a cache [tokens]; together: of all other caches of a
+    batch [tokens]; why: a sentence; times: the times that decided, if any did."""
 
     shortest: int
     together: int
@@ -89,9 +89,9 @@ def dense_rule(
     given: int | None, *, on_host: bool = False, times: Times | None = None, name: str = "", token_bytes: int = 0,
     device: str = "cuda",
 ) -> DenseRule:
-    """Dense or sparse, by the first that is known: a length that was given [tokens], keys on the host, times of this
-    device, and else what was measured on another. name: the method that was timed. token_bytes: a token's keys and
-    values in a layer. device: its type."""
+    """Choose between full and sparse attention, by the first of these that is known: a length that was given [tokens],
+    keys on the host, times of this device; else by what was measured elsewhere. name: the method that was timed.
+    token_bytes: a token's keys and values in a layer. device: its type."""
     if given is not None:
         return DenseRule(given, 0, f"dense_below={given} was given")
     if on_host:

@@ -55,7 +55,7 @@ class Decoding:
     """Copies of what was trained, by device, and estimators to fork, by layer and device."""
     _times: dict[Shape, Times] = field(default_factory=dict)
     rule: DenseRule | None = None
-    """What last said from which length a cache decodes sparsely."""
+    """The rule by which a cache was last decoded sparsely or not."""
 
     def short_until(self, key: Tensor, length: int) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
@@ -78,7 +78,7 @@ class Decoding:
 
     @property
     def completion(self) -> str:
-        """What estimates the attention to what is not read, by name."""
+        """Name of the completion."""
         if self.estimator is None:
             return NONE if self.phi is None else "phi"
         kind = type(self.estimator)
@@ -134,7 +134,8 @@ def make_decoding(
     model: nn.Module, modules: dict[int, nn.Module], config: SparseConfig, *, router: RouterArtifact | None,
     phi: PhiArtifact | None, layers: Mapping[int, LayerSetting] | None = None,
 ) -> Decoding:
-    """How to decode with these artifacts, whatever those of the config. Raises SparseKVError for what cannot work."""
+    """Build the decoding of a model. router, phi: loaded, in place of the config's; layers: a settings file's. Raises
+    SparseKVError for what cannot work."""
     eligible = _eligible(model, modules)
     if layers is not None:
         config = replace(config, token_budget=max((s.budget for s in layers.values()), default=0.0))
@@ -161,8 +162,8 @@ def make_decoding(
 
 
 def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Selector:
-    """The selector that is named, or the best that the router has been trained for, with its options; all that can be
-    said of a config without a model is said here. Raises SparseKVError."""
+    """Check a config as far as that needs no model, and make its selector: the one that is named, or the best that the
+    router has been trained for. Raises SparseKVError."""
     config.check()
     given = config.selector_options()
     if isinstance(config.selector, Selector):

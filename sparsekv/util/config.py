@@ -66,7 +66,7 @@ def check_ranges(options: Any, name: Callable[[str], str] = flag_of, *, least: f
         number = float if float in kinds else int if int in kinds else None
         if number is int and high is None:
             high = MOST
-        if not any(_is_a(value, kind) for kind in kinds):
+        if not is_a(value, hint):
             words = [WORDS.get(get_origin(kind) or kind, str(kind)) for kind in kinds if kind is not NoneType]
             what = " or ".join([*(words if number is None else [WORDS[number]]), *([f"a {other}"] if other else [])])
         elif type(value) in (int, float) and not (
@@ -87,17 +87,24 @@ def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:
         raise SparseKVError(f"{name} must be a whole number from {least} to {most}, found {brief(value)}")
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    if kind is Any:
-        return True
+def is_a(value: Any, hint: Any) -> bool:
+    """Test a value for a field's type, as JSON, a command line or Python has it: a float is a finite number, a path or
+    name has no null byte, a list is any sequence, and a dict's content is not looked at."""
+    origin, inside = get_origin(hint) or hint, get_args(hint)
+    if origin is UnionType:
+        return any(is_a(value, part) for part in inside)
     if origin is list:
         return isinstance(value, Iterable) and not isinstance(value, str | dict) and all(
-            any(_is_a(x, inner) for inner in get_args(kind)) for x in value)
+            is_a(x, inside[0]) for x in value)
     if origin is float:
-        return type(value) in (int, float) and -MOST_FLOAT <= value <= MOST_FLOAT
+        return is_number(value)
     if origin in (str, Path):
         return isinstance(value, str | Path) and "\0" not in str(value)
-    if origin is NoneType:
-        return value is None
-    return isinstance(value, dict) if origin is dict else type(value) is origin
+    if origin is dict:
+        return isinstance(value, dict)
+    return origin is Any or (value is None if origin is NoneType else type(value) is origin)
+
+
+def is_number(value: Any) -> bool:
+    """True for a number that a float can hold: JSON has larger integers, and NaN."""
+    return type(value) in (int, float) and abs(value) <= MOST_FLOAT

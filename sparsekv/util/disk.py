@@ -178,8 +178,8 @@ def only_writer(output: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock_file(file: Path, folder: Path) -> Iterator[bool]:
-    """The lock file with this process's name in it, removed when the block ends; whether it could be had. Of one
-    without a name its maker has not written to it yet, for a second at most, or died before."""
+    """Hold the lock file, with this process's name in it, and remove it when the block ends; yields False where it
+    cannot be had. A lock that is held without a name is asked again for a second: its maker is about to write it."""
     made: list[os.stat_result] = []
     ends = time.monotonic() + NAMELESS_SECONDS
 
@@ -216,7 +216,8 @@ def _lock_file(file: Path, folder: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _read_only_lock(path: Path, folder: Path, holder: str | None) -> Iterator[None]:
-    """A lock of what cannot be written to, where it is there, can be opened and its file system has locks."""
+    """Lock what cannot be written to, where it is there, can be opened and its file system has locks. holder: its name,
+    if it is known."""
     handle = None
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -242,8 +243,8 @@ def _who() -> bytes:
 
 
 def _holder(file: Path) -> str | None:
-    """Who wrote the lock file, in words; None where it is not there or has no name yet. Raises SparseKVError for what
-    is no lock of ours."""
+    """Name the writer of a lock file; None where it is not there or has no name yet. Raises SparseKVError for what is
+    no lock of ours."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -261,7 +262,7 @@ def _holder(file: Path) -> str | None:
 
 
 def _record(handle: int, file: Path) -> Any:
-    """What a lock file says; None where it is empty. Raises SparseKVError for what is no lock of ours."""
+    """Read a lock file's record; None where it is empty. Raises SparseKVError for what is no lock of ours."""
     try:
         text = os.pread(handle, LONGEST_LOCK, 0) if stat.S_ISREG(os.fstat(handle).st_mode) else b"no file"
         record = json.loads(text) if text else None

@@ -36,14 +36,14 @@ class ServedShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Serving(SparseConfig):
-    """How a model is served: the options of `attach`, and what only an engine of many requests has. Paths are relative
-    to the settings file."""
+    """Options of a served model: those of `attach`, and what only an engine of many requests has. Paths are relative to
+    the settings file."""
 
     requests: int | None = option(None, min=1, help=(
         "Requests that decode sparsely at once, each with an index; others are attended to fully. Without it as many "
         "as the engine runs, within memory_share."))
     memory_share: float = option(0.1, min=0.001, max=0.999, help=(
-        "Share of the memory that vLLM may take which indices and summaries may take of it."))
+        "Share of vLLM's memory that indices and summaries may take."))
     recommended: str | None = option(None, help=(
         "A file of `sparsekv eval recommend`, whose selector, completion, layers, budgets, gates, sink and window are "
         "taken."))
@@ -60,7 +60,7 @@ class Serving(SparseConfig):
         return {"recommended": path.name} if raw.get("format") == RECOMMENDED else raw
 
     def check(self, where: str | None = None) -> None:
-        """As of `SparseConfig`, and what is served."""
+        """Check as `SparseConfig` does, and refuse what is not served. Raises SparseKVError."""
         super().check(where)
         if self.router is None and self.artifacts is None and self.recommended is None:
             raise SparseKVError(f"{where} names no router; expected an entry router with the folder of an artifact, or "
