@@ -14,7 +14,7 @@ from sparsekv.evaluation.scores import is_mean
 SCORES = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. –: "
           "the budget cannot pay for what is always read.")
 BYTES = "All that a step of a sparse layer reads, index and completion included, of its keys' and values' bytes."
-KL = ("KL(full ‖ method) of the next token [nats a token], every method led along full attention's answer, or along the "
+KL = ("KL(full ‖ method) of the next token [nats a token], every method led along full attention's answer, or the "
       "text, one decode step a token: mean over prompts with its 95 % bootstrap interval. same token: likeliest tokens "
       "that are full attention's. Ratios are of means over the same prompts, drawn again together.")
 GAINS = "Points above the same selector without completion, paired by sample: ± half the 95 % bootstrap interval."

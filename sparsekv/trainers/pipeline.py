@@ -287,7 +287,8 @@ def _work(plan: TrainingPlan) -> Work:
 
     phi, router = {**asdict(PHI_RECIPES[DEFAULT]), **plan.phi}, {**asdict(ROUTER_RECIPES[DEFAULT]), **plan.router}
     return Work(plan.documents, plan.context_length, plan.queries, router["num_buckets"], phi["max_steps"],
-                phi["width"], phi["batch_size"], phi["keys_per_step"], phi["key_width"])
+                phi["width"], phi["batch_size"], phi["keys_per_step"], phi["key_width"], phi["features"],
+                phi["query_blocks"], phi["optimizer"] == "muon")
 
 
 def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Sizes, found: Estimate, device: str) -> str:
