@@ -161,8 +161,8 @@ def artifacts(
     keys = CentredMap(layers * heads, dim, FEATURES, KEY_WIDTH, shared=True)
     maps = FeatureMaps(FeatureMap(layers * heads_q, dim, FEATURES, MAP_WIDTH, BLOCKS).weights(), keys.plain.weights(),
                        keys.centred.weights()).map(lambda w: w.detach().unflatten(0, (layers, -1)))
-    of_maps = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, query_blocks=BLOCKS, key_width=KEY_WIDTH, shared=True,
-                                 centred=True, capped=True, **common)
+    of_maps = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, query_blocks=BLOCKS, key_width=KEY_WIDTH,
+                                shared=True, centred=True, capped=True, **common)
     phi = PhiArtifact(of_maps, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 

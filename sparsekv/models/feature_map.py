@@ -1,5 +1,5 @@
-"""Positive feature maps, head by head in one batch: from a rotated query or key to `log φ`, one hidden layer and as many
-ReZero blocks (completion paper §5) as the weights have, none or more."""
+"""Positive feature maps, head by head in one batch: from a rotated query or key to `log φ`, one hidden layer and as
+many ReZero blocks (completion paper §5) as the weights have, none or more."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log
 
 
 class FeatureMaps(NamedTuple):
-    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all
-    of them, their `log φ` are added: one layer whose units see either the key or what tells it from the others."""
+    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
+    the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all of them, their
+    `log φ` are added: one layer whose units see either the key or what tells it from the others."""
 
     query: FeatureMapWeights
     key: FeatureMapWeights

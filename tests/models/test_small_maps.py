@@ -1,5 +1,5 @@
-"""The maps that are trained by default, one hidden layer for queries, 64 features, 32 + 32 units for keys: they load and
-run as the same map with an idle block, and the kernels take their sizes."""
+"""The maps that are trained by default, one hidden layer for queries, 64 features, 32 + 32 units for keys: they load
+and run as the same map with an idle block, and the kernels take their sizes."""
 
 import os
 import subprocess

@@ -95,7 +95,8 @@ def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
 
 
 def test_disk_is_estimated_as_it_is_used(place: Path) -> None:
-    found = estimate(shape_of(load_config(str(place / "model")), None, 4), Work(3, 192, 96, 256, 8, 64, 48, 352, 32, 64, 0, False), GPU)
+    work = Work(3, 192, 96, 256, 8, 64, 48, 352, 32, 64, 0, False)
+    found = estimate(shape_of(load_config(str(place / "model")), None, 4), work, GPU)
     stored = sum(f.stat().st_size for f in (place / "whole" / "capture").rglob("*.safetensors"))
     assert found.store == pytest.approx(stored, rel=0.06)
     made = sum((place / "whole" / kind / "model.safetensors").stat().st_size for kind in ("router", "phi"))
