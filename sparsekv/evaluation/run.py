@@ -24,7 +24,7 @@ from sparsekv.evaluation.requests import (
     task_names,
 )
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.util.config import MOST, SEEDS, check_ranges, option
+from sparsekv.util.config import MOST, ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.util.errors import SparseKVError, check_choice
 from sparsekv.util.memory import check_memory
@@ -98,6 +98,7 @@ class EvalConfig(SparseConfig):
 
     resume: bool = option(False, group=RUNNING, help="Go on after an interruption: finished cells are kept.")
     overwrite: bool = option(False, group=RUNNING, help="Replace existing results.")
+    rope_scaling: str | None = option(None, group=RUNNING, help=ROPE_SCALING)
     dtype: str = option("auto", group=RUNNING, help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", group=RUNNING, help="auto, cpu, cuda, or balanced (spread over all GPUs).")
 
@@ -151,14 +152,16 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     if config.requests is None:
         check_memory(cache_bytes(load_config(config.model), max(checked.lengths)), resolve_device(config.device),
                      f"keys and values of a prompt of {max(checked.lengths)} tokens", "use shorter --lengths")
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                      rope_scaling=config.rope_scaling)
         requests = _requests(config, checked, tokenizer)
     else:
         requests = [r for r in load_requests(config.requests) if not checked.tasks or any(
             r.task == t or r.task.startswith(f"{t}_") for t in checked.tasks)]
         if not requests:
             raise SparseKVError(f"{str(config.requests)!r} has no requests of {', '.join(checked.tasks)}")
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                      rope_scaling=config.rope_scaling)
     for artifact in (checked.router, checked.phi):
         if artifact is not None:
             artifact.check(model)
@@ -294,6 +297,11 @@ def _check(config: EvalConfig) -> Checked:
     if config.save_requests is None and (output.is_file() or not (goes_on or only_requests)):
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
     return Checked(tasks, methods, shared, lengths, depths, router, phi, against)
+
+
+def _names(text: str | None) -> list[str]:
+    """Methods, separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _kind(output: Path) -> OutputKind:
