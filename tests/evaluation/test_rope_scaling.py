@@ -18,7 +18,7 @@ MACHINE = {"device": "cpu", "dtype": "float32"}
 
 def test_commands_load_the_scaled_model(saved_model, tmp_path, capsys) -> None:
     model, tokenizer = load_model(str(saved_model), rope_scaling=SCALED, **MACHINE)
-    rows = run_eval(EvalConfig(model=str(saved_model), output=tmp_path / "eval", tasks="perplexity", methods="streaming",
+    rows = run_eval(EvalConfig(model=str(saved_model), output=tmp_path / "eval", tasks="perplexity", methods="quest",
                                lengths="600", samples=1, rope_scaling=SCALED, save_requests=tmp_path / "r.jsonl",
                                **MACHINE)).rows
     assert rows == []
