@@ -76,7 +76,7 @@ from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
-FEATURES, MAP_WIDTH, KEY_UNITS = DIM, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
+FEATURES, MAP_WIDTH, KEY_UNITS = RECIPES[DEFAULT].features, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
 SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
 BANDWIDTH = 4.3e12
 ALL_UP_TO = 131_072
@@ -96,13 +96,15 @@ def random_maps(heads: int) -> FeatureMapWeights:
     """Maps of `heads` heads as wide as the recipe trains them, with random weights."""
 
     def matrix(i: int, o: int) -> torch.Tensor:
-        return torch.randn(heads, i, o, device="cuda", dtype=torch.bfloat16) * i**-0.5
+        return torch.randn(heads, i, o, device="cuda", dtype=torch.bfloat16) * max(i, 1)**-0.5
 
     def bias(o: int) -> torch.Tensor:
         return torch.randn(heads, o, device="cuda", dtype=torch.bfloat16) * 0.1
 
-    return FeatureMapWeights(matrix(DIM, MAP_WIDTH), bias(MAP_WIDTH), matrix(MAP_WIDTH, MAP_WIDTH), bias(MAP_WIDTH),
-                             matrix(MAP_WIDTH, MAP_WIDTH), bias(1), matrix(MAP_WIDTH, FEATURES), bias(FEATURES))
+    rows = RECIPES[DEFAULT].query_blocks * MAP_WIDTH
+    return FeatureMapWeights(matrix(DIM, MAP_WIDTH), bias(MAP_WIDTH), matrix(rows, MAP_WIDTH), bias(rows),
+                             matrix(rows, MAP_WIDTH), bias(RECIPES[DEFAULT].query_blocks), matrix(MAP_WIDTH, FEATURES),
+                             bias(FEATURES))
 
 
 def random_key_map(batch: int, heads: int) -> KeyFeatures:

@@ -84,9 +84,9 @@ SHAPES["8b-quarter"] = SHAPES["8b"] | {"num_hidden_layers": 8}
 METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "default", "transformers", "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-16k-b16", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "coder-30k-b1", "coder-30k-b8",
             "tiny-512-b2")
-BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, 128
+BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, RECIPES[DEFAULT].features
 BUDGET = 0.01
-MAP_WIDTH, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].key_width
+MAP_WIDTH, BLOCKS, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].query_blocks, RECIPES[DEFAULT].key_width
 AT_ONCE = 131_072
 """Tokens of all rows that one pass of a prompt reads, at most."""
 TOKENS, COLD_TOKENS, LAST, PEER_TOKENS = 400, 32, 96, 48
@@ -159,10 +159,10 @@ def artifacts(
                                   sketch_wide=wide, **common)
     router = RouterArtifact(config, centroids, None, sketch=sketch)
     keys = CentredMap(layers * heads, dim, FEATURES, KEY_WIDTH, shared=True)
-    maps = FeatureMaps(FeatureMap(layers * heads_q, dim, FEATURES, MAP_WIDTH).weights(), keys.plain.weights(),
+    maps = FeatureMaps(FeatureMap(layers * heads_q, dim, FEATURES, MAP_WIDTH, BLOCKS).weights(), keys.plain.weights(),
                        keys.centred.weights()).map(lambda w: w.detach().unflatten(0, (layers, -1)))
-    of_maps = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, key_width=KEY_WIDTH, shared=True, centred=True,
-                                capped=True, **common)
+    of_maps = PhiArtifactConfig(num_features=FEATURES, width=MAP_WIDTH, query_blocks=BLOCKS, key_width=KEY_WIDTH,
+                                shared=True, centred=True, capped=True, **common)
     phi = PhiArtifact(of_maps, maps, torch.zeros(layers, 1, heads_q), torch.ones(layers, heads_q))
     return router, phi
 

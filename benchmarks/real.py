@@ -51,11 +51,15 @@ from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import as_text, origin
 from sparsekv.evaluation.scores import is_mean, score_rows
-from sparsekv.evaluation.tables import every_method, markdown, table
+from sparsekv.evaluation.tables import every_method, kl_tables, markdown, table
 
 TEXT = "perplexity_"
 WORST = "worst"
 """The folder of cells whose budgets pay for sink, tail and φ's cache too, as if all were fetched for one token."""
+KL = "kl"
+"""The folder of cells with the distance to full attention."""
+RIVALS_KL = ("sketch+phi", "topk+phi", "topk+centroid")
+"""Methods whose KL the others' is divided by."""
 CONTROL = "control"
 """The folder of cells whose router is untrained; its methods are called `untrained` in rows."""
 TEXTS = 6
@@ -78,7 +82,7 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
     turns, worst (budgets that pay for all that is fetched), kvpress (rivals by another package's code) or prefill
-    (prompts read sparsely; of each text `TEXTS` windows)."""
+    (prompts read sparsely; of each text `TEXTS` windows), or kl (the distance to full attention on such prompts)."""
 
     name: str
     kind: str
@@ -92,7 +96,7 @@ class Stage:
 
     def takes(self, r: Question) -> bool:
         text = r.task.startswith(TEXT)
-        if self.kind == "prefill":
+        if self.kind in ("prefill", KL):
             return r.length == self.length and self.first <= r.index < (TEXTS if text else self.last)
         return (r.length == self.length and self.first <= r.index < self.last
                 and text == (self.kind in ("text", "long", "turns")))
@@ -110,7 +114,11 @@ def all_stages() -> list[Stage]:
     fit = other_fit()
     more = ("full", "router+phi", f"sketch:fit={fit}+phi", "topk:per_query_head=true", *COMPLETIONS)
     rivals = ("full", *PEERS.values())
+    distance = ("full", *(s + c for s in ("topk", "sketch") for c in ("", "+phi", "+centroid")))
     return [
+        Stage("kl16", KL, 16_384, distance, (0.01,), 0, 2),
+        Stage("kl32", KL, 32_768, distance, (0.01,), 0, 2),
+        Stage("kl64", KL, 65_536, distance, (0.01,), 0, 2),
         Stage("main16", "ruler", 16_384, OURS, few, 0, 4),
         Stage("text16", "text", 16_384, OURS, few, 0, 6),
         Stage("rest16", "ruler", 16_384, more, (0.01, 0.02), 0, 4),
@@ -206,7 +214,8 @@ def work(options: argparse.Namespace) -> None:
     shard, shards = options.shard
     until = time.perf_counter() + 60 * options.minutes
     torch.set_float32_matmul_precision("high")
-    model, tokenizer = load_model(str(options.model), dtype=options.dtype, device=options.device)
+    model, tokenizer = load_model(str(options.model), dtype=options.dtype, device=options.device,
+                                  rope_scaling=options.rope_scaling)
     router, phi = (kind.load(place) if place and place.exists() else None for kind, place in (
         (RouterArtifact, options.router or (options.artifacts and options.artifacts / "router")),
         (PhiArtifact, options.phi or (options.artifacts and options.artifacts / "phi"))))
@@ -229,12 +238,13 @@ def work(options: argparse.Namespace) -> None:
             return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
                                    stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
-        place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST}.get(stage.kind, "")
+        place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST, KL: KL}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
         evaluator = turned(PromptEvaluator if stage.kind == "prefill" else Evaluator, shard / shards)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
             accounting="worst_case" if stage.kind == "worst" else "retrieved", resume=True,
-            part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, header=said)
+            part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, header=said,
+            kl="steps" if stage.kind == KL else None)
         return evaluator.run(methods, until=until)
 
     for stage in stages_of(options):
@@ -265,7 +275,8 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
         raise SystemExit(f"no stage {', '.join(unknown)}; expected some of {', '.join(stages)}")
     chosen = [stages[n] for n in options.only or stages]
     if options.methods:
-        chosen = [replace(s, methods=tuple(m for m in s.methods if m in options.methods)) for s in chosen]
+        chosen = [replace(s, methods=tuple(options.methods if s.kind == KL else (
+            m for m in s.methods if m in options.methods))) for s in chosen]
     return chosen if options.length is None else [replace(s, length=options.length) for s in chosen]
 
 
@@ -305,7 +316,7 @@ def lead(options: argparse.Namespace) -> None:
         for i, file in enumerate(logs):
             file.close()
             print(f"process {i}: {workers[i].returncode}\n" + (options.output / f"log-{i}.txt").read_text()[-1500:])
-    rows = rows_of(options.output)
+    rows = rows_of(options.output, options.against)
     (options.output / "real.json").write_text(as_text(rows), encoding="utf-8")
     pack(options)
     show(rows)
@@ -328,8 +339,9 @@ def pack(options: argparse.Namespace) -> None:
     temporary.replace(place)
 
 
-def rows_of(output: Path) -> list[dict[str, Any]]:
-    """All rows of an output folder, every card's; their cases begin with the model's name."""
+def rows_of(output: Path, against: Sequence[str] = RIVALS_KL) -> list[dict[str, Any]]:
+    """All rows of an output folder, every card's; their cases begin with the model's name. against: as `score_rows`
+    takes it."""
     rows = []
     for record in sorted(output.glob("*/model.json")):
         said = json.loads(record.read_text(encoding="utf-8"))
@@ -343,6 +355,8 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
         if any((folder / WORST).glob("cells*.jsonl")):
             made += [{**r, "case": r["case"].replace("ruler@", "worst@")}
                      for r in score_rows(even(collect(folder / WORST))) if is_mean(r["case"])]
+        if any((folder / KL).glob("cells*.jsonl")):
+            made += [r for r in score_rows(collect(folder / KL), against=against) if r["metric"].startswith("kl")]
         lines = list(read_lines(folder))
         made += long_rows([x for x in lines if x["kind"] == "long"])
         made += turn_rows([x for x in lines if x["kind"] == "turns"])
@@ -425,6 +439,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
             elif case.startswith(TEXT):
                 print(f"\n{name} {case}\n{continued(mine, case)}")
+        for made in kl_tables([r for r in mine if r["metric"].startswith("kl") and "task" in r]):
+            print(f"\n{name} {made.title}\n{made.text()}")
         for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
             print(f"\n{name}, prompts of {length} tokens\n" + prompts_read(mine, length))
         for r in mine:
@@ -467,7 +483,10 @@ def main() -> None:
     parser.add_argument("--grace", type=float, default=1.0, help="after which processes are stopped [minutes]")
     parser.add_argument("--processes", type=int, default=2, help="that share the devices, one after the other")
     parser.add_argument("--only", nargs="+", help="these stages, in this order")
-    parser.add_argument("--methods", nargs="+", help="of every stage's methods only these")
+    parser.add_argument("--methods", nargs="+", help="of every stage's methods only these; of kl these, whatever they "
+                                                      "are")
+    parser.add_argument("--against", nargs="+", default=RIVALS_KL, help="methods whose KL the others' is divided by")
+    parser.add_argument("--rope-scaling", help="as of sparsekv capture")
     parser.add_argument("--list", action="store_true", help="only say which stages there are")
     parser.add_argument("--length", type=int, help="of the prompts, in place of every stage's own: to try the command "
                                                    "on a small machine [tokens]")

@@ -171,7 +171,7 @@ class PhiArtifact:
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         config = from_record(PhiArtifactConfig, raw, where)
-        check_scope(config, where, num_features=1, width=1, query_blocks=1)
+        check_scope(config, where, num_features=1, width=1, query_blocks=0)
         if config.key_width is None:
             raise SparseKVError(f"{where} has maps of keys of four layers, whose features earlier versions kept for "
                                 "every key; this one makes them anew and needs maps of one hidden layer: train them "

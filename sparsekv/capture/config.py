@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparsekv.capture.corpus import SPLITS
-from sparsekv.util.config import SEEDS, check_ranges, option
+from sparsekv.util.config import ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, check_choice
 
 TEXT, STORED, MACHINE = "Model and text", "What is stored", "Machine"
@@ -44,9 +44,7 @@ class CaptureConfig:
     synthetic_documents: int = option(
         0, group=TEXT, min=0, help="So many windows are synthetic text of the corpus's words: records, tables, logs, "
                                    "repeated passages; for feature maps that serve texts unlike the corpus [windows].")
-    rope_scaling: str | None = option(
-        None, group=TEXT, help='Replace rotary parameters, as JSON: {"rope_type": "yarn", "factor": 4.0}; for contexts '
-                               'past the trained length.')
+    rope_scaling: str | None = option(None, group=TEXT, help=ROPE_SCALING)
     seed: int = option(0, group=TEXT, help="Seed of windows and query positions.", **SEEDS)
 
     layers: str | None = option(

@@ -90,10 +90,12 @@ def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, r
 
 
 class Continued(NamedTuple):
-    """Of every token of a text that followed a prompt: its loss [nats], and which token was the likeliest there."""
+    """Of every token of a text that followed a prompt: its loss [nats], which token was the likeliest there, and logits
+    `[T, V]` on the device."""
 
     losses: list[float]
     likeliest: list[int]
+    logits: Tensor
 
 
 @torch.inference_mode()
@@ -111,7 +113,7 @@ def continue_text(
     finally:
         batch.restore(width, keeps)
     losses = torch.nn.functional.cross_entropy(logits[0].float(), right, reduction="none")
-    return Continued(losses.tolist(), logits[0].argmax(-1).tolist())
+    return Continued(losses.tolist(), logits[0].argmax(-1).tolist(), logits[0])
 
 
 @torch.inference_mode()
@@ -135,7 +137,8 @@ def answer_batch(
     made: list[Tensor] = []
     try:
         for step in range(longest):
-            token = _step(attachment.model, part, token, mask[:, :width + step + 1], step)
+            logits = next_logits(attachment.model, part, token, mask[:, :width + step + 1], step)
+            token = logits.argmax(-1, keepdim=True)
             made.append(token)
             if (step + 1) % CHECK_EVERY and step + 1 not in limits:
                 continue
@@ -155,8 +158,8 @@ def answer_batch(
     return answers
 
 
-def _step(model: Any, batch: AnswerBatch, token: Tensor, mask: Tensor, step: int) -> Tensor:
-    """One token of every row: `[B, 1]` -> `[B, 1]`."""
-    logits = model(input_ids=token, attention_mask=mask, position_ids=(batch.lengths + step)[:, None],
-                   past_key_values=batch.cache, use_cache=True).logits
-    return logits[:, -1].argmax(-1, keepdim=True)
+def next_logits(model: Any, batch: AnswerBatch, token: Tensor, mask: Tensor, step: int) -> Tensor:
+    """One decode step: the `step`-th token `[B, 1]` after the prompts -> logits of the next `[B, V]`. mask
+    `[B, width + step + 1]`: 0 where a row is padded."""
+    return model(input_ids=token, attention_mask=mask, position_ids=(batch.lengths + step)[:, None],
+                 past_key_values=batch.cache, use_cache=True).logits[:, -1]

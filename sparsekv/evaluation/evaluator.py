@@ -20,6 +20,7 @@ from sparsekv.core.regions import AMORTISE_OVER
 from sparsekv.core.registry import FULL
 from sparsekv.evaluation.batch import AnswerBatch, all_sparse, answer_batch, continue_text, prefill_batch
 from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
+from sparsekv.evaluation.lead import TOKENS, Distance, Reference, distance_of, lead, reference
 from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
@@ -38,14 +39,16 @@ class Evaluator:
     """Requests measured by methods, one line a finished (task, method, batch of prompts) in `<output>/cells*.jsonl`.
 
     accounting: `retrieved`, `worst_case` or `amortised` (completion paper, appendix D). part: the name of a shard.
-    header: more keys of the header. batch_tokens: prompt tokens in memory at once. config: what all methods share.
-    Raises SparseKVError for cells that exist without `resume`, or that something else was measured with.
+    header: more keys of the header. batch_tokens: prompt tokens in memory at once. config: what all methods share. kl:
+    measure the distance to full attention too (`lead.py`), in `steps` along at most `led_tokens` of its answer or of a
+    text, or, of texts alone, in the `chunk` that has their losses. Raises SparseKVError for cells that exist without
+    `resume`, or that something else was measured with.
     """
 
     def __init__(self, model: Any, tokenizer: Any, requests: Sequence[Question], *, output: Path, router: Any = None,
                  phi: Any = None, accounting: str = "retrieved", resume: bool = False, part: str = "",
                  header: dict[str, Any] | None = None, batch_tokens: int | None = None,
-                 config: SparseConfig | None = None):
+                 config: SparseConfig | None = None, kl: str | None = None, led_tokens: int = TOKENS):
         self.model, self.tokenizer, self.requests = model, tokenizer, list(requests)
         self.accounting, self.batch_tokens = accounting, batch_tokens
         self.artifacts = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
@@ -58,6 +61,9 @@ class Evaluator:
         self.splits: dict[str, int] = {}
         self.begun: tuple[Method, RunOptions | None, Attachment] | None = None
         """The method that was measured last, how its steps ran, and its attachment."""
+        self.kl, self.led_tokens = kl, led_tokens
+        self.along: Reference | None = None
+        """What the methods of a batch are led along."""
         self._tokens: dict[int, list[int]] = {}
         self.path = output / f"cells{part}.jsonl"
         cells = open_cells(self.path, {
@@ -66,7 +72,8 @@ class Evaluator:
             "decoding": {k: v for k, v in config.given().items()
                          if k not in ("completion", "candidates", "dense_below")},
             **(header or {}), "origin": origin()}, self.digests, resume)
-        self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]}
+        self.done = {(c["case"], i, c["method"], c["budget"]) for c in cells for i in c["indices"]
+                     if kl is None or "kl" in c or c.get("infeasible")}
 
     def run(
         self, methods: Sequence[Method], advance: Callable[..., None] = lambda n=1: None, until: float = math.inf,
@@ -85,6 +92,9 @@ class Evaluator:
             room = max(r.answer_tokens for r in requests) + 1
             with attach(self.model, selector="dense") as dense:
                 batch = prefill_batch(dense, prompts, room=room)
+                self.along = self._reference(dense, batch, requests) if self.kl == "steps" else None
+            if self.kl == "chunk":
+                self.along = self._reference_chunk(batch, requests[0])
             for method, following in zip(todo, [*todo[1:], None], strict=True):
                 if time.perf_counter() >= until:
                     return False
@@ -93,7 +103,28 @@ class Evaluator:
                     torch.cuda.empty_cache()  # shards share the device: what a method built is another's room
                 advance(len(requests))
             del batch
+            self.along = None
         return True
+
+    def _reference(self, dense: Attachment, batch: AnswerBatch, requests: list[Question]) -> Reference:
+        """Full attention along a text, or along its own greedy answers up to their ends."""
+        if requests[0].metric == "continuation":
+            return reference(dense, batch, [self._following(requests[0])[:self.led_tokens]])
+        answers = answer_batch(dense, batch, [min(r.answer_tokens, self.led_tokens) for r in requests],
+                               lambda row, tokens: self._ended(requests[row], tokens))
+        ends = (next((n for n in range(1, len(a)) if self._ended(r, a[:n])), len(a))
+                for r, a in zip(requests, answers, strict=True))
+        return reference(dense, batch, [a[:n] for a, n in zip(answers, ends, strict=True)])
+
+    def _reference_chunk(self, batch: AnswerBatch, request: Question) -> Reference:
+        following = self._following(request)
+        with attach(self.model, selector="dense") as dense:
+            logits = continue_text(dense, batch, following).logits
+        return Reference([following], logits.float().log_softmax(-1)[None])
+
+    def _following(self, request: Question) -> list[int]:
+        """The last tokens of a text, which are scored."""
+        return self._tokens_of(request)[-request.max_new_tokens:]
 
     def _prefilled(self, prompts: list[list[int]], batch: AnswerBatch, method: Method, room: int) -> AnswerBatch:
         """The prompts as a method reads and keeps them: densely on the device, or in its own way."""
@@ -106,7 +137,10 @@ class Evaluator:
     def batches(self, some: Sequence[Question] | None = None) -> Iterator[list[Question]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
         continued is alone, and so is every prompt of a model with sliding-window layers."""
-        limit = self.batch_tokens or self._fitting_tokens()
+        limit = self.batch_tokens or self._room() // self._token_bytes
+        beside = 0  # log-probabilities of full attention, in tokens of a cache
+        if self.kl is not None:
+            beside = 4 * self.led_tokens * self.model.get_input_embeddings().num_embeddings // self._token_bytes
         asked = self.requests if some is None else some
         sizes = {id(r): len(self._tokens_of(r)) for r in asked}
         tasks: dict[tuple[int, str], list[Question]] = {}
@@ -119,7 +153,7 @@ class Evaluator:
         longest = 0
         for r in (r for key in order for r in tasks[key]):
             longest = max(longest, sizes[id(r)])
-            if batch and (alone or batch[0].length != r.length or longest * (len(batch) + 1) > limit
+            if batch and (alone or batch[0].length != r.length or (longest + beside) * (len(batch) + 1) > limit
                           or "continuation" in (batch[0].metric, r.metric)):
                 yield batch
                 batch, longest = [], sizes[id(r)]
@@ -127,12 +161,16 @@ class Evaluator:
         if batch:
             yield batch
 
-    def _fitting_tokens(self) -> int:
-        room = CPU_BYTES
-        if self.model.device.type == "cuda":
-            room = torch.cuda.mem_get_info(self.model.device)[0] // 2
+    def _room(self) -> int:
+        """Bytes for keys and values, and for what is kept beside them."""
+        on_gpu = self.model.device.type == "cuda"
+        return torch.cuda.mem_get_info(self.model.device)[0] // 2 if on_gpu else CPU_BYTES
+
+    @property
+    def _token_bytes(self) -> int:
+        """Of a token's keys and values."""
         size = self.shape["num_layers"] * self.shape["num_kv_heads"] * self.shape["head_dim"]
-        return int(room // (2 * size * self.model.dtype.itemsize))
+        return int(2 * size * self.model.dtype.itemsize)
 
     def _tokens_of(self, request: Question) -> list[int]:
         """Its token ids, made once."""
@@ -183,10 +221,11 @@ class Evaluator:
         rows = [i for i, r in enumerate(requests) if r.case not in barred]
         found: dict[str, Any] = {}
         texts: dict[int, str] = {}
+        led: dict[int, Distance] = {}
         if rows and requests[0].metric == "continuation":
             found = self._continue(batch, requests[0], method, goes_on)
         elif rows:
-            texts, found = self._answer(batch, requests, method, rows, goes_on)
+            texts, led, found = self._answer(batch, requests, method, rows, goes_on)
         if not goes_on:
             batch.restore(batch.width)
         seconds = time.perf_counter() - began
@@ -203,6 +242,7 @@ class Evaluator:
                          "seconds": round(seconds * len(own) / len(requests), 3)}
             if case not in barred and texts:
                 line |= {"scores": [_score(requests[i], texts[i]) for i in own], "answers": [texts[i] for i in own]}
+                line |= _columns([led[i] for i in own if i in led])
                 if requests[own[0]].depth is not None:
                     line["depths"] = [requests[i].depth for i in own]
             add_cell(self.path, line)
@@ -219,19 +259,25 @@ class Evaluator:
 
     def _continue(self, batch: AnswerBatch, request: Question, method: Method, goes_on: bool) -> dict[str, Any]:
         """Losses of a window's last tokens [nats] and their mean, the tokens that were likeliest, error of the
-        attention's output, share of the context read."""
-        following = self._tokens_of(request)[-request.max_new_tokens:]
+        attention's output, share of the context read, distance to full attention."""
         run = RunOptions(sparse_chunks=True, compares=method.selector != "full")
         with self._going(method, run, batch.cache) as attachment:
-            losses, likeliest = continue_text(attachment, batch, following, keeps=goes_on)
-        report = attachment.report()
+            found = continue_text(attachment, batch, self._following(request), keeps=goes_on and self.kl != "steps")
+        report, losses = attachment.report(), found.losses
+        led: list[Distance] = []
+        if self.along is not None and self.kl == "chunk":
+            led = [distance_of(self.along.logs[0], found.logits)]
+        elif self.along is not None:
+            with self._going(method, None, batch.cache) as attachment:
+                led = lead(attachment, batch, self.along)
         return {"losses": [sum(losses) / len(losses)], "token_losses": [[round(x, 5) for x in losses]],
-                "likeliest": [likeliest], "errors": [report["rel_err"] or 0.0], **_shares(report)}
+                "likeliest": [found.likeliest], "errors": [report["rel_err"] or 0.0], **_shares(report),
+                **_columns(led)}
 
     def _answer(
         self, batch: AnswerBatch, requests: list[Question], method: Method, rows: list[int], goes_on: bool,
-    ) -> tuple[dict[int, str], dict[str, float]]:
-        """Answers by row, and what a sparse layer read; in parts where the device's memory does not
+    ) -> tuple[dict[int, str], dict[int, Distance], dict[str, float]]:
+        """Answers and distances by row, and what a sparse layer read; in parts where the device's memory does not
         hold what the method builds for all rows."""
         splits = self.splits.get(method.selector, 1)
         if len(rows) < len(requests):
@@ -250,8 +296,9 @@ class Evaluator:
     def _answer_in_parts(
         self, attachment: Attachment, batch: AnswerBatch, requests: list[Question], rows: list[int], splits: int,
         goes_on: bool,
-    ) -> tuple[dict[int, str], dict[str, float]]:
+    ) -> tuple[dict[int, str], dict[int, Distance], dict[str, float]]:
         texts: dict[int, str] = {}
+        led: dict[int, Distance] = {}
         size = -(-len(rows) // splits)
         with attachment:
             for first in range(0, len(rows), size):
@@ -264,20 +311,25 @@ class Evaluator:
                     return self._finished(requests[chosen[row]], tokens)
 
                 answers = answer_batch(attachment, part, [requests[i].answer_tokens for i in chosen], finished,
-                                       keeps=goes_on)
+                                       keeps=goes_on or self.along is not None)
                 texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
+                if self.along is not None:
+                    led |= zip(chosen, lead(attachment, part, self.along.rows(chosen), keeps=goes_on), strict=True)
                 del part
             shares = _shares(attachment.report())
-        return texts, shares
+        return texts, led, shares
 
     def _finished(self, request: Question, tokens: list[int]) -> bool:
-        """Nothing that follows can change the score: the end was written, or all targets are there."""
+        """Nothing that follows can change the score: the answer has ended, or all targets are there."""
+        return self._ended(request, tokens) or (request.metric == "string_match_all" and score(
+            request, self.tokenizer.decode(tokens, skip_special_tokens=True)) == 1.0)
+
+    def _ended(self, request: Question, tokens: list[int]) -> bool:
+        """The model's end or the task's stop string was written."""
         if set(tokens) & self._ends():
             return True
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        if any(stop in text for stop in request.until):
-            return True
-        return request.metric == "string_match_all" and score(request, text) == 1.0
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True) if request.until else ""
+        return any(stop in text for stop in request.until)
 
     def _text(self, request: Question, tokens: list[int]) -> str:
         """The answer up to the model's end or the task's stop string."""
@@ -297,6 +349,12 @@ def _shares(report: dict[str, Any]) -> dict[str, float]:
     layers = report["layers"].values()
     sparse = sum(layer["sparse_calls"] > 0 for layer in layers) / max(len(layers), 1)
     return {**{name: 1.0 if share is None else share for name, share in found.items()}, "sparse_layers": sparse}
+
+
+def _columns(led: Sequence[Distance]) -> dict[str, list[float]]:
+    """Distances as a cell has them, prompt by prompt."""
+    return {"kl": [d.kl for d in led], "kl_same": [d.same for d in led], "kl_tokens": [d.tokens for d in led]} if led \
+        else {}
 
 
 def _score(request: Question, text: str) -> float | None:

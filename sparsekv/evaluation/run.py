@@ -24,7 +24,7 @@ from sparsekv.evaluation.requests import (
     task_names,
 )
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.util.config import MOST, SEEDS, check_ranges, option
+from sparsekv.util.config import MOST, ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.util.errors import SparseKVError, check_choice
 from sparsekv.util.memory import check_memory
@@ -32,6 +32,7 @@ from sparsekv.util.output import OutputKind, files_below
 from sparsekv.util.progress import progress
 
 METHODS, PROMPTS, RUNNING = "Methods", "Prompts", "Running"
+METRICS = ("score", "kl")
 OWN = "needle,perplexity"
 REPORTED = ("results.json", "table.md", "report.html")
 
@@ -71,6 +72,16 @@ class EvalConfig(SparseConfig):
         "What a budget pays for: retrieved (the retrieved tokens alone), worst_case (sink, tail and the completion's "
         "cache too) or amortised (the same, the cache spread over 256 tokens)."))
 
+    metric: str = option("score", group=METHODS, help=(
+        "score: what the tasks give; kl: beside it the distance to full attention, KL(full || method) of the next "
+        "token [nats a token], every method led along full attention's greedy answer, or along the text, one decode "
+        "step a token. Dozens of prompts tell methods apart that hundreds of scores do not."))
+    kl_tokens: int = option(64, group=METHODS, min=1, max=1024, help="Longest answer that methods are led along "
+                                                                     "[tokens].")
+    against: str | None = option(None, group=METHODS, help="Methods whose KL that of every other is divided by, prompt "
+                                                           "by prompt, separated by commas; without it the first "
+                                                           "measured.")
+
     lengths: str = option("2048", group=PROMPTS, help="Lengths of the prompts, separated by commas [tokens].")
     samples: int = option(10, group=PROMPTS, min=1, help="Prompts of every task and length; with --needle-depths of "
                                                          "every depth [prompts].")
@@ -90,6 +101,7 @@ class EvalConfig(SparseConfig):
 
     resume: bool = option(False, group=RUNNING, help="Go on after an interruption: finished cells are kept.")
     overwrite: bool = option(False, group=RUNNING, help="Replace existing results.")
+    rope_scaling: str | None = option(None, group=RUNNING, help=ROPE_SCALING)
     dtype: str = option("auto", group=RUNNING, help="Arithmetic: auto, float32, bfloat16 or float16.")
     device: str = option("auto", group=RUNNING, help="auto, cpu, cuda, or balanced (spread over all GPUs).")
 
@@ -115,6 +127,7 @@ class Checked(NamedTuple):
     depths: list[float] | None
     router: Any
     phi: Any
+    against: list[str]
 
 
 def run_eval(config: EvalConfig) -> EvalResult:
@@ -142,14 +155,16 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     if config.requests is None:
         check_memory(cache_bytes(load_config(config.model), max(checked.lengths)), resolve_device(config.device),
                      f"keys and values of a prompt of {max(checked.lengths)} tokens", "use shorter --lengths")
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                      rope_scaling=config.rope_scaling)
         requests = _requests(config, checked, tokenizer)
     else:
         requests = [r for r in load_requests(config.requests) if not checked.tasks or any(
             r.task == t or r.task.startswith(f"{t}_") for t in checked.tasks)]
         if not requests:
             raise SparseKVError(f"{str(config.requests)!r} has no requests of {', '.join(checked.tasks)}")
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                      rope_scaling=config.rope_scaling)
     for artifact in (checked.router, checked.phi):
         if artifact is not None:
             artifact.check(model)
@@ -159,12 +174,13 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
                           accounting=config.accounting, resume=config.resume, config=checked.config,
+                          led_tokens=config.kl_tokens, kl="steps" if config.metric == "kl" else None,
                           header={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
     with progress("eval", len(requests) * len(checked.methods), "answers") as advance:
         evaluator.run(checked.methods, advance)
     if any(r.metric == "lm-eval" for r in requests):
         _rescore(output, requests)
-    rows = with_origin(score_rows(collect(output), seed=config.seed))
+    rows = with_origin(score_rows(collect(output), seed=config.seed, against=checked.against))
     write_text(output / "results.json", as_text(rows))
     made = EvalResult(rows, _write_report(output, rows), output)
     kind.done(output)
@@ -254,7 +270,7 @@ def _check(config: EvalConfig) -> Checked:
     budgets = numbers(config.budgets, float, lambda b: 0 < b <= 1, "budgets",
                       "fractions such as 0.01,0.05, above 0 and up to 1")
     check_choice("accounting", config.accounting, ACCOUNTINGS)
-    names = [] if config.methods is None else [n.strip() for n in config.methods.split(",") if n.strip()]
+    names = _names(config.methods)
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     if config.methods is None:
         sketches = router is not None and router.config.sketch_bytes
@@ -268,6 +284,11 @@ def _check(config: EvalConfig) -> Checked:
             raise SparseKVError(f"method {needs!r} needs a {kind} artifact; add --{kind}")
     shared = replace(shared, artifacts=None, router=None, phi=None, completion=None, candidates=None)
     check_methods(methods, router, shared)
+    check_choice("metric", config.metric, METRICS)
+    against = _names(config.against)
+    if unknown := [n for n in against if n not in {m.name for m in methods[1:]}]:
+        raise SparseKVError(f"--against {', '.join(unknown)} is not measured; expected some of "
+                            f"{', '.join(dict.fromkeys(m.name for m in methods[1:]))}")
     if config.requests is None and set(tasks) & set(OWN_TASKS):
         check_corpus(config.corpus, split=config.split)
     if config.save_requests is not None:
@@ -278,7 +299,12 @@ def _check(config: EvalConfig) -> Checked:
     only_requests = set(files_below(output)) <= set(_own(output, "*.jsonl*", REQUESTS))
     if config.save_requests is None and (output.is_file() or not (goes_on or only_requests)):
         _kind(output).found(output, config.overwrite or config.resume, ", or --resume to go on after an interruption")
-    return Checked(tasks, methods, shared, lengths, depths, router, phi)
+    return Checked(tasks, methods, shared, lengths, depths, router, phi, against)
+
+
+def _names(text: str | None) -> list[str]:
+    """Methods, separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def _kind(output: Path) -> OutputKind:

@@ -7,24 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, rivals, row_of
+from sparsekv.evaluation.intervals import bootstrap
+from sparsekv.evaluation.kl_rows import kl_rows
 from sparsekv.evaluation.methods import plain
 from sparsekv.evaluation.requests import OWN_TASKS
 from sparsekv.evaluation.rows import row
 
-RESAMPLES, LEVEL = 2000, 0.95
-
-
-def bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) -> tuple[float, float]:
-    """Percentile interval of the mean of the groups' means, each group resampled on its own."""
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-    means = np.zeros(RESAMPLES)
-    for scores in groups:
-        x = np.asarray(scores, dtype=float)
-        means += x[rng.integers(0, len(x), (RESAMPLES, len(x)))].mean(1) / len(groups)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+BY_PROMPT = ("scores", "answers", "losses", "likeliest", "errors", "depths", "kl", "kl_same")
+"""What a cell has of every prompt."""
 
 
 def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float | None], dict[str, Any]]:
@@ -32,15 +22,14 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     merged: dict[tuple[str, str, float | None], dict[str, Any]] = {}
     for cell in cells:
         entry = merged.setdefault((cell["case"], cell["method"], cell["budget"]),
-                                  {"scores": {}, "answers": {}, "losses": {}, "likeliest": {}, "errors": {},
-                                   "depths": {}, "parts": {}, "bytes": {}, "infeasible": False, "seconds": 0.0,
-                                   "commits": set(), "origin": {**cell.get("origin", {}),
+                                  {**{name: {} for name in BY_PROMPT}, "parts": {}, "bytes": {}, "infeasible": False,
+                                   "seconds": 0.0, "commits": set(), "origin": {**cell.get("origin", {}),
                                               **{k: cell[k] for k in ("router", "phi") if k in cell}}})
         entry["commits"].add(cell.get("origin", {}).get("commit"))
         if cell.get("infeasible"):
             entry["infeasible"] = True
             continue
-        for name in ("scores", "answers", "losses", "likeliest", "errors", "depths"):
+        for name in BY_PROMPT:
             found = zip(cell["indices"], cell.get(name, ()), strict=False)
             entry[name] |= {i: x for i, x in found if x is not None}
         # results of versions that kept features count them too
@@ -53,8 +42,10 @@ def merge_cells(cells: Sequence[dict[str, Any]]) -> dict[tuple[str, str, float |
     return merged
 
 
-def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Rows by metric.
+def score_rows(
+    cells: Sequence[dict[str, Any]], *, seed: int = 0, against: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Rows by metric; against: methods whose KL that of the others is divided by.
 
     - score (0 to 100): of every case, and of `ruler@L` (`babilong@L`), the mean of a length's tasks where all are in.
     - of those means also difference: points above the method named by `against`, on the same samples. Where full
@@ -63,6 +54,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
     - of texts that were continued: perplexity, perplexity_ratio (to full attention on the same texts), rel_err,
       selectivity, and same_tokens: tokens of 100 at which the likeliest is full attention's, the text before it given.
     - of needles also needle: the share found at a `depth`.
+    - where the distance to full attention was measured, kl, kl_same and kl_ratio (`kl_rows`).
 
     A row has its task, length, budget and seed, its interval (`low`, `high`: bootstrap, 95 %), number of samples,
     `read`: share of the context read exactly, `read_worst`: the same with the completion's cache fetched for one token
@@ -100,7 +92,7 @@ def score_rows(cells: Sequence[dict[str, Any]], *, seed: int = 0) -> list[dict[s
                     if all(groups):
                         value, interval = _points(groups, seed)
                         rows.append({**scored, **what, "value": value, **interval})
-    return rows
+    return rows + kl_rows(merged, tasks, against, seed)
 
 
 def _continued(

@@ -14,6 +14,9 @@ from sparsekv.evaluation.scores import is_mean
 SCORES = ("Points of 100 ± half the 95 % bootstrap interval, by budget: share of the context a query may retrieve. –: "
           "the budget cannot pay for what is always read.")
 BYTES = "All that a step of a sparse layer reads, index and completion included, of its keys' and values' bytes."
+KL = ("KL(full ‖ method) of the next token [nats a token], every method led along full attention's answer, or the "
+      "text, one decode step a token: mean over prompts with its 95 % bootstrap interval. same token: likeliest tokens "
+      "that are full attention's. Ratios are of means over the same prompts, drawn again together.")
 GAINS = "Points above the same selector without completion, paired by sample: ± half the 95 % bootstrap interval."
 
 
@@ -94,10 +97,41 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Table]]:
-    """For the report: a summary of the project's own tasks by length, Lane A (how attention is completed, selector
-    fixed) and Lane B (systems) of every mean; then each task."""
+def kl_tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """The distance to full attention, a table a case, those of several tasks first: a line a method and budget, beside
+    it the ratios and the task's own measure."""
+    rivals = list(dict.fromkeys(r["against"] for r in rows if r["metric"] == "kl_ratio"))
+    header = ["method", "KL to full attention", "same token", *(f"KL over {label(name)}'s" for name in rivals),
+              "points", "perplexity"]
+    known = {(r["case"], r["method"], r["budget"], r["metric"], r.get("against")): r for r in rows}
     made = []
+    for case in dict.fromkeys(r["case"] for r in rows if r["metric"] == "kl"):
+        lines = []
+        for method, budget in dict.fromkeys((r["method"], r["budget"]) for r in rows if r["case"] == case
+                                            and r["metric"] == "kl"):
+            kl, same, points, loss = (known.get((case, method, budget, metric, None))
+                                      for metric in ("kl", "kl_same", "score", "perplexity"))
+            ratios = [known.get((case, method, budget, "kl_ratio", rival)) for rival in rivals]
+            lines.append([label(method, budget), _kl_text(kl), measured(same, "{:.1f} %"),
+                          *("–" if r is None else f"{r['value']:.2f} ({r['low']:.2f}–{r['high']:.2f})" for r in ratios),
+                          cell_text(points), measured(loss, "{:.2f}")])
+        kept = [i for i in range(len(header)) if i < 3 or any(line[i] != "–" for line in lines)]
+        made.append(Table(f"{case}. Distance to full attention", [header[i] for i in kept],
+                          [[line[i] for i in kept] for line in lines], KL))
+    return made
+
+
+def _kl_text(found: dict[str, Any] | None) -> str:
+    """Mean and interval; zero for what is rounding."""
+    if found is None:
+        return "–"
+    return "0" if found["value"] < 1e-6 else f"{found['value']:.3g} ({found['low']:.2g}–{found['high']:.2g})"
+
+
+def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Table]]:
+    """For the report: the distance to full attention where it was measured; a summary of the project's own tasks by
+    length, Lane A (how attention is completed, selector fixed) and Lane B (systems) of every mean; then each task."""
+    made = kl_tables(rows)
     for length in dict.fromkeys(r["length"] for r in rows if r["task"] in OWN_TASKS):
         lines = summary([r for r in rows if r["length"] == length])
         made.append(Table(f"What every method reads and what it costs, {length} tokens", SUMMARY, lines))

@@ -54,7 +54,7 @@ def measure_text(
     while True:
         requests = continuations(windows, tail=TOKENS)
         evaluator = Evaluator(model, tokenizer, requests, output=folder, part=f"-{len(windows[0])}", resume=True,
-                              **artifacts)
+                              kl="chunk", **artifacts)
         try:
             evaluator.run(methods, advance)
             break
@@ -85,8 +85,9 @@ def _settings(cells: Sequence[dict[str, Any]], methods: Sequence[Method]) -> lis
         ratio, same = (rows[method.name, method.budget, metric] for metric in ("perplexity_ratio", "same_tokens"))
         # tokens are many and windows few: the interval is that of the mean over tokens, paired
         margin = 1.96 * statistics.stdev(more) / math.sqrt(len(more)) * ratio["value"]
+        kl = rows[method.name, method.budget, "kl"]["value"]
         found.append(Setting(method.selector, method.completion, float(method.budget or 0), ratio["value"] - 1, margin,
-                             same["value"] / 100, ratio["bytes_share"]))
+                             same["value"] / 100, ratio["bytes_share"], kl))
     return found
 
 

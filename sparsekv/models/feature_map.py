@@ -1,5 +1,5 @@
-"""Positive feature maps, head by head in one batch: a ReZero MLP from a rotated query or key to `log φ`
-(completion paper §5), of as many blocks as the weights have."""
+"""Positive feature maps, head by head in one batch: from a rotated query or key to `log φ`, one hidden layer and as
+many ReZero blocks (completion paper §5) as the weights have, none or more."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sparsekv.kernels import FeatureMapWeights, KeyMap, add_centre, key_map, log
 
 
 class FeatureMaps(NamedTuple):
-    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, one hidden layer, and for maps
-    with a centred half the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all
-    of them, their `log φ` are added: one layer whose units see either the key or what tells it from the others."""
+    """The learned maps of some heads: φ_q of every query head, φ_k of every KV head, and for maps with a centred half
+    the map from `k − k̄`. It makes the second half of φ_k's features; or, where both maps make all of them, their
+    `log φ` are added: one layer whose units see either the key or what tells it from the others."""
 
     query: FeatureMapWeights
     key: FeatureMapWeights
@@ -79,11 +79,12 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """`heads` independent maps `R^d -> R_{>0}^r` of `blocks` blocks, without any those of keys. Input `[heads, T, d]`,
-    output `log φ [heads, T, r]`."""
+    """`heads` independent maps `R^d -> R_{>0}^r` of one hidden layer and `blocks` blocks; of keys the layer is of ReLUs
+    and has no block. Input `[heads, T, d]`, output `log φ [heads, T, r]`."""
 
-    def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 1):
+    def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 0, *, of_keys: bool = False):
         super().__init__()
+        assert not (of_keys and blocks)
 
         def matrix(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(heads, *size) * size[-2]**-0.5)
@@ -93,7 +94,7 @@ class FeatureMap(nn.Module):
             self.w_a, self.w_b = matrix(blocks, width, width), matrix(blocks, width, width)
             self.b_a = nn.Parameter(torch.zeros(heads, blocks * width))
             self.alpha = nn.Parameter(torch.zeros(heads, blocks))
-        self.blocks = blocks
+        self.blocks, self.of_keys = blocks, of_keys
         self.w_out = matrix(width, features)
         self.b_in = nn.Parameter(torch.zeros(heads, width))
         self.b_out = nn.Parameter(torch.zeros(heads, features))
@@ -114,7 +115,7 @@ class FeatureMap(nn.Module):
                                  self.alpha, self.w_out, self.b_out)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (log_phi if self.blocks else log_phi_key)(x, self.weights())
+        return (log_phi_key if self.of_keys else log_phi)(x, self.weights())
 
 
 class CentredMap(nn.Module):
@@ -125,7 +126,7 @@ class CentredMap(nn.Module):
         super().__init__()
         half = features // 2
         made = (features, features) if shared else (features - half, half)
-        self.plain, self.centred = (FeatureMap(heads, dim, n, width, blocks=0) for n in made)
+        self.plain, self.centred = (FeatureMap(heads, dim, n, width, of_keys=True) for n in made)
         self.shared = shared
 
     @torch.no_grad()

@@ -35,9 +35,9 @@ class Rates(NamedTuple):
 
 DISK = 8.7e8
 """Bytes a second of a store (docs/results/capture.json, the slower machine's)."""
-GPU = Rates(2.2e14, 5.6e14, 6e12, 9e12, 2.4e5, 1e7, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape at "
-            "128k (docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B (docs/train.md)"
-            "; quality on text is a guess")
+GPU = Rates(2.2e14, 5.6e14, 6e12, 1.3e13, 2.4e5, 1e7, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape "
+            "at 128k (docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B "
+            "(docs/train.md); quality on text is a guess")
 CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, 6e3, 1.5e5, "two threads of an x86-64 CPU: a capture of "
                    "SmolLM2-135M (docs/results/capture.json); buckets, maps and cards of its shape (docs/train.md)")
 
@@ -68,7 +68,10 @@ class Work:
     width: int
     batch_size: int
     keys_per_step: int
-    key_width: int = 64
+    key_width: int
+    features: int
+    query_blocks: int
+    muon: bool
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,11 @@ def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
 
 
 def text_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
-    """Of the quality card on text: every window is prefilled once and continued by every method."""
+    """Of the quality card on text: every window is prefilled once and continued by every method, and once more by
+    full attention, whose next tokens they are compared with."""
     from sparsekv.evaluation.text_quality import WINDOWS, card_methods
 
-    tokens = WINDOWS * work.length * len(card_methods())
+    tokens = WINDOWS * work.length * (len(card_methods()) + 1)
     return prefill_seconds(shape, replace(work, documents=WINDOWS), rates) + (
         tokens * shape.heads_q * shape.layers / rates.text)
 
@@ -161,18 +165,31 @@ def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
 
 
 def step_operations(shape: ModelShape, work: Work) -> float:
-    """A training step of the feature maps of one layer, forward and backward."""
-    d, w, u, r = shape.dim, work.width, 2 * work.key_width, shape.dim
+    """A training step of the feature maps of one layer: forward, backward, and Muon's orthogonal matrices."""
+    d, w, u, r = shape.dim, work.width, 2 * work.key_width, work.features or shape.dim
     keys = min(work.keys_per_step, work.length)
-    query_maps = shape.heads_q * work.batch_size * 2 * (d * w + 2 * w * w + w * r)
+    query_maps = shape.heads_q * work.batch_size * 2 * (d * w + 2 * work.query_blocks * w * w + w * r)
     key_maps = shape.heads_kv * keys * 2 * (d * u + u * r)
     pairs = shape.heads_q * work.batch_size * (keys / 2) * 2 * (2 * d + r)
-    return 3 * (query_maps + key_maps + pairs)
+    made = 3 * (query_maps + key_maps + pairs)
+    if work.muon:
+        of_queries = _orthogonal(d, w) + 2 * work.query_blocks * _orthogonal(w, w) + _orthogonal(w, r)
+        of_keys = 2 * (_orthogonal(d, work.key_width) + _orthogonal(work.key_width, r))
+        made += shape.heads_q * of_queries + shape.heads_kv * of_keys
+    return made
+
+
+def _orthogonal(rows: int, columns: int) -> float:
+    """Operations of `muon.orthogonal` on one matrix."""
+    from sparsekv.trainers.muon import STEPS
+
+    m, n = sorted((rows, columns))
+    return STEPS * (4 * m * m * n + 2 * m**3)
 
 
 def _artifact_bytes(shape: ModelShape, work: Work) -> int:
-    d, w, u = shape.dim, work.width, 2 * work.key_width
-    maps = shape.heads_q * (2 * d * w + 2 * w * w) + shape.heads_kv * 2 * d * u
+    d, w, u, r = shape.dim, work.width, 2 * work.key_width, work.features or shape.dim
+    maps = shape.heads_q * ((d + r) * w + 2 * work.query_blocks * w * w) + shape.heads_kv * (d + r) * u
     router = shape.heads_kv * d * (work.num_buckets + 2 * d)
     return 4 * shape.layers * (maps + router)
 

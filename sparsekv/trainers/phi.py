@@ -53,12 +53,12 @@ class PhiRecipe:
     window to be moved past its end; half of it is the chance of its queries to be moved further from the keys (not in
     the paper; 0 = off). calibrate: cap the estimated mass, and fit per head its shift and gate on the validation
     windows. The form of the maps: features, 0 for as many as a head has dimensions; hidden units and blocks of the map
-    of queries; hidden units of the map of keys, one hidden layer, with a centred half as many twice, and whether the
-    units of both halves make all features. A map of keys runs again for every key that a step reads: of 64 units twice
-    it takes 65 kFLOP a key at 128 dimensions."""
+    of queries, one hidden layer without any; hidden units of the map of keys, one hidden layer, with a centred half as
+    many twice, and whether the units of both halves make all features. A map of keys runs again for every key that a
+    step reads: of 32 units twice and 64 features it takes 25 kFLOP a key at 128 dimensions."""
 
     max_steps: int = 2500
-    width: int = 256
+    width: int = 128
     batch_size: int = 192
     keys_per_step: int = 4096
     optimizer: str = "muon"
@@ -69,15 +69,16 @@ class PhiRecipe:
     under_weight: float = 0.2
     turned: float = 0.5
     calibrate: bool = True
-    features: int = 0
-    query_blocks: int = 1
-    key_width: int = 64
+    features: int = 64
+    query_blocks: int = 0
+    key_width: int = 32
     shared: bool = True
 
 
 RECIPES = {DEFAULT: PhiRecipe(),
-           "completion": PhiRecipe(max_steps=22_000, optimizer="adam", weight_decay=0.0, centred=False,
-                                   output_weight=0.0, under_weight=0.0, turned=0.0, calibrate=False, key_width=128)}
+           "completion": PhiRecipe(max_steps=22_000, width=256, optimizer="adam", weight_decay=0.0, centred=False,
+                                   output_weight=0.0, under_weight=0.0, turned=0.0, calibrate=False, features=0,
+                                   query_blocks=1, key_width=128)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ class PhiConfig(TrainingOptions):
     preset: str = option(DEFAULT, help="default, or completion: the paper's losses and maps alone.")
     max_steps: int | None = recipe_option(RECIPES, "max_steps", help="Training steps [steps].", min=1,
                                           max=MOST_STEPS)
+    features: int | None = recipe_option(RECIPES, "features", min=0, help="Features r of a map; 0 takes as many as a "
+                                         "head has dimensions [features].")
     width: int | None = recipe_option(RECIPES, "width", help="Hidden width of a map of queries [units].", min=8)
+    query_blocks: int | None = recipe_option(RECIPES, "query_blocks", min=0, max=16, help="Residual blocks behind the "
+                                             "hidden layer of a map of queries [blocks].")
     key_width: int | None = recipe_option(RECIPES, "key_width", min=8, help="Hidden units of a map of keys, twice as "
                                           "many with a centred half; it runs again for every key that a step reads "
                                           "[units].")
@@ -204,7 +209,7 @@ class PhiTask(Task):
         def key_maps(heads: int) -> CentredMap | FeatureMap:
             if recipe.centred:
                 return CentredMap(heads, dim, features, recipe.key_width, shared=recipe.shared)
-            return FeatureMap(heads, dim, features, recipe.key_width, blocks=0)
+            return FeatureMap(heads, dim, features, recipe.key_width, of_keys=True)
 
         self.key_maps = by_head(key_maps, [s * 64 for s in seeds])
         self.query_maps.whiten(pool.queries[0].float().cpu())

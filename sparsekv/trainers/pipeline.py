@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sparsekv.capture.corpus import check_corpus
 from sparsekv.capture.store.manifest import MANIFEST
 from sparsekv.trainers.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
-from sparsekv.util.config import MOST_STEPS, SEEDS, check_ranges, option
+from sparsekv.util.config import MOST_STEPS, ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, free_bytes, only_writer
 from sparsekv.util.errors import Interrupted, SparseKVError, check_choice
 from sparsekv.util.memory import memory_of
@@ -80,6 +80,7 @@ class TrainConfig:
                                 group="Sizes")
     phi_steps: int | None = option(None, help="Training steps of the feature maps; most of the time is theirs; without "
                                               "it 2500, on a CPU 200 [steps].", group="Sizes", min=1, max=MOST_STEPS)
+    rope_scaling: str | None = option(None, help=ROPE_SCALING, group="Running")
     dtype: str = option("auto", help="Arithmetic of the model: auto, float32, bfloat16 or float16.", group="Running")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",
                          group="Running")
@@ -192,7 +193,8 @@ def _measure(config: TrainConfig, plan: TrainingPlan, out: Path) -> TextQuality:
     from sparsekv.artifacts.hub.models import load_model
     from sparsekv.evaluation.text_quality import card_methods, measure_text
 
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                  rope_scaling=config.rope_scaling)
     windows, unseen = _held_out(config, plan, out, tokenizer)
     with progress(QUALITY, len(windows) * len(card_methods()), "windows") as advance:
         quality = measure_text(model, tokenizer, windows, out, corpus=config.corpus, unseen=unseen, advance=advance)
@@ -227,7 +229,8 @@ def _check_same(config: TrainConfig, plan: TrainingPlan, out: Path) -> None:
     from sparsekv.capture.store.store import CaptureStore
 
     store, name = CaptureStore.open(out / CAPTURE), f"the finished capture {str(out / CAPTURE)!r}"
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                  rope_scaling=config.rope_scaling)
     check_fingerprint(store.model, model_fingerprint(model), name)
     del model
     windows = corpus_windows(_capture_config(config, plan, out), tokenizer)
@@ -243,7 +246,7 @@ def _capture_config(config: TrainConfig, plan: TrainingPlan, out: Path) -> Captu
         model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
         context_length=plan.context_length, num_documents=plan.documents, synthetic_documents=plan.synthetic,
         layers=config.layers,
-        queries_per_document=plan.queries, dtype=config.dtype, device=config.device)
+        queries_per_document=plan.queries, rope_scaling=config.rope_scaling, dtype=config.dtype, device=config.device)
 
 
 def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tuple[TrainingPlan, str]:
@@ -287,7 +290,8 @@ def _work(plan: TrainingPlan) -> Work:
 
     phi, router = {**asdict(PHI_RECIPES[DEFAULT]), **plan.phi}, {**asdict(ROUTER_RECIPES[DEFAULT]), **plan.router}
     return Work(plan.documents, plan.context_length, plan.queries, router["num_buckets"], phi["max_steps"],
-                phi["width"], phi["batch_size"], phi["keys_per_step"], phi["key_width"])
+                phi["width"], phi["batch_size"], phi["keys_per_step"], phi["key_width"], phi["features"],
+                phi["query_blocks"], phi["optimizer"] == "muon")
 
 
 def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Sizes, found: Estimate, device: str) -> str:

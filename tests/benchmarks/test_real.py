@@ -94,6 +94,9 @@ def test_stages_have_names_methods_and_prompts_of_their_own() -> None:
     prompts = next(s for s in stages if s.name == "prefill16")
     assert {(r.task, r.index) for r in requests if prompts.takes(r)} == {
         *((t, i) for t in "ab" for i in range(4)), *(("perplexity_x", i) for i in range(6))}
+    distance = next(s for s in stages if s.name == "kl16")
+    assert {(r.task, r.index) for r in requests if distance.takes(r)} == {
+        *((t, i) for t in "ab" for i in range(2)), *(("perplexity_x", i) for i in range(6))}
     shares = [real.shard_of(requests, i, 3) for i in range(3)]
     assert sum(map(len, shares)) == len(requests) == len(set.union(*shares)) and max(map(len, shares)) <= 20
 

@@ -46,25 +46,28 @@ def test_it_is_what_the_attached_model_computes(folder, windows, tokenizer) -> N
         (c, b) for c in ("none", "phi") for b in BUDGETS]
     model, loss = make_model(), torch.nn.functional.cross_entropy
 
-    def continued(**options) -> tuple[torch.Tensor, torch.Tensor]:
-        losses, tokens = [], []
+    def continued(**options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        losses, tokens, logs = [], [], []
         for window in windows:
             ids = torch.tensor(window)[None]
             with attach(model, **options, dense_below=0, run=RunOptions(sparse_chunks=True)) as a, torch.no_grad():
                 logits = model(ids[:, -257:-1], past_key_values=a.prefill(ids[:, :-257])).logits[0]
             losses.append(loss(logits, ids[0, -256:], reduction="none"))
             tokens.append(logits.argmax(-1))
-        return torch.cat(losses), torch.cat(tokens)
+            logs.append(logits.double().log_softmax(-1))
+        return torch.cat(losses), torch.cat(tokens), torch.cat(logs)
 
-    whole, theirs = continued(selector="dense")
+    whole, theirs, full = continued(selector="dense")
     assert found.perplexity == pytest.approx(float(whole.mean().exp()), rel=1e-4)
     for s in found.settings:
-        mine, tokens = continued(artifacts=folder, token_budget=s.token_budget, completion=s.completion)
+        mine, tokens, logs = continued(artifacts=folder, token_budget=s.token_budget, completion=s.completion)
         more = mine - whole
         assert s.loss == pytest.approx(math.expm1(float(more.mean())), abs=2e-4)
         assert s.margin == pytest.approx(1.96 * float(more.std()) / 512 ** 0.5 * (1 + s.loss), rel=2e-3)
         assert s.same_tokens == pytest.approx(float((tokens == theirs).double().mean()))
         assert 0 < s.bytes_read < 1.5
+        assert s.kl == pytest.approx(float((full.exp() * (full - logs)).sum(-1).mean()), rel=1e-2, abs=1e-6)
+    assert "KL [nats a token]" in found.table() and all(f"{s.kl:.2g}" in found.table() for s in found.settings)
     assert any(s.same_tokens < 1 for s in found.settings)
 
 

@@ -18,7 +18,16 @@ from sparsekv.artifacts.inspection import InspectConfig, inspect_path
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.trainers.estimate import GPU, ModelShape, Work, estimate, prefill_seconds, shape_of
-from sparsekv.trainers.pipeline import ON_GPU, TrainConfig, Trained, TrainingPlan, plan_training, planned, run_train
+from sparsekv.trainers.pipeline import (
+    ON_GPU,
+    TrainConfig,
+    Trained,
+    TrainingPlan,
+    _work,
+    plan_training,
+    planned,
+    run_train,
+)
 from sparsekv.util.errors import SparseKVError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +95,8 @@ def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
 
 
 def test_disk_is_estimated_as_it_is_used(place: Path) -> None:
-    found = estimate(shape_of(load_config(str(place / "model")), None, 4), Work(3, 192, 96, 256, 8, 64, 48, 352), GPU)
+    work = Work(3, 192, 96, 256, 8, 64, 48, 352, 32, 64, 0, False)
+    found = estimate(shape_of(load_config(str(place / "model")), None, 4), work, GPU)
     stored = sum(f.stat().st_size for f in (place / "whole" / "capture").rglob("*.safetensors"))
     assert found.store == pytest.approx(stored, rel=0.06)
     made = sum((place / "whole" / kind / "model.safetensors").stat().st_size for kind in ("router", "phi"))
@@ -99,12 +109,12 @@ def llama_8b(layers: int = 32) -> ModelShape:
 
 def test_estimates_give_back_what_was_measured() -> None:
     coder = ModelShape(1_780_000_000, 28, 28, 12, 2, 128, 8960, 2)  # one H100, 32 windows of 16k (docs/train.md)
-    found = estimate(coder, Work(32, 16_384, 768, 1024, 2500, 256, 192, 4096), GPU)
+    found = estimate(coder, Work(32, 16_384, 768, 1024, 2500, 256, 192, 4096, 64, 0, 1, True), GPU)
     assert found.phi_seconds == pytest.approx(127, rel=0.1) and found.router_seconds == pytest.approx(13, rel=0.1)
     assert 249 / 1.5 < found.seconds - found.text_seconds < 249  # the command had no card on text
     eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
     for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
-        work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048)
+        work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048, 64, 0, 1, True)
         found = estimate(eight, work, GPU)
         assert prefill_seconds(eight, work, GPU) == pytest.approx(seconds, rel=0.05)
         assert found.capture_seconds == pytest.approx(max(seconds, stored / 0.87), rel=0.05)
@@ -118,8 +128,7 @@ def test_estimates_give_back_what_was_measured() -> None:
 def test_windows_are_24_where_100_gb_hold_them(shape: ModelShape, documents: int) -> None:
     plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, 131_072, 80_000_000_000)
     assert (plan.documents, plan.context_length, plan.queries) == (documents, 16_384, 768)
-    work = Work(plan.documents, 16_384, 768, 1024, 2500, 256, 192, 4096)
-    found = estimate(shape, work, GPU)
+    found = estimate(shape, _work(plan), GPU)
     assert found.store <= 100e9 or plan.documents == 16
     at_once = plan.layer_group or shape.layers
     assert found.training_memory(at_once) <= 0.7 * 80e9 < found.training_memory(at_once + 1) or at_once == shape.layers
@@ -209,7 +218,7 @@ def test_the_page_says_what_the_formulas_give(name: str) -> None:
     shape, longest = PAGE[name]
     plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, longest, 80_000_000_000)
     assert cells[0].replace(",", "").split() == [str(plan.documents), str(plan.context_length)]
-    found = estimate(shape, Work(plan.documents, plan.context_length, plan.queries, 1024, 2500, 256, 192, 4096), GPU)
+    found = estimate(shape, _work(plan), GPU)
     layers = plan.layer_group or shape.layers
     assert cells[4].endswith(f"({layers})")
     shown = [cell.split()[0] for cell in cells[1:]]

@@ -1,5 +1,5 @@
-"""What a training loses and wins on a text, `quality.json`: perplexity and next tokens beside full attention's, and
-bytes read, by budget, and the budget that follows. `evaluation/text_quality.py` measures it."""
+"""What a training loses and wins on a text, `quality.json`: the distance of its next tokens to full attention's,
+perplexity, and bytes read, by budget, and the budget that follows. `evaluation/text_quality.py` measures it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CAPTION = ("Perplexity above full attention's (with 95 % intervals; dotted: the 
 class Setting:
     """One way to decode, and what it costs. loss: perplexity over full attention's, less 1; margin: half of its 95 %
     interval; same_tokens: share of next tokens that are full attention's, the text before each given; bytes_read: all
-    that a step of a sparse layer reads over the bytes of its keys and values."""
+    that a step of a sparse layer reads over the bytes of its keys and values; kl: mean KL(full || method) of the next
+    token [nats a token], None in cards of earlier versions."""
 
     selector: str
     completion: str
@@ -37,6 +38,7 @@ class Setting:
     margin: float
     same_tokens: float
     bytes_read: float
+    kl: float | None = None
 
     @property
     def name(self) -> str:
@@ -99,16 +101,18 @@ class TextQuality:
                                        "on these windows.")
         return (f"The last {self.tokens} tokens of {self.windows} held-out window{'s' * (self.windows != 1)} of "
                 f"{self.context_length} tokens, each token given all before it; full attention has a perplexity of "
-                f"{self.perplexity:.2f}. Perplexity is relative to that, ± half the 95 % interval; next tokens are "
+                f"{self.perplexity:.2f}. KL is the mean distance of the next token's distribution to full "
+                f"attention's; perplexity is relative to full attention's, ± half the 95 % interval; next tokens are "
                 f"those that full attention would write, too; bytes are what a step of a sparse layer reads of its "
                 f"keys and values, index and completion included.{seen}")
 
     def table(self) -> str:
         """In Markdown: a line a setting."""
-        lines = [("what is read", "token_budget", "perplexity", "same next token", "bytes read"),
-                 ("---", *["---:"] * 4)]
-        lines += [(s.name, f"{s.token_budget:g}", f"{_signed(s.loss)} ± {100 * s.margin:.1f} %",
-                   f"{100 * s.same_tokens:.1f} %", f"{100 * s.bytes_read:.1f} %") for s in self.settings]
+        lines = [("what is read", "token_budget", "KL [nats a token]", "same next token", "perplexity", "bytes read"),
+                 ("---", *["---:"] * 5)]
+        lines += [(s.name, f"{s.token_budget:g}", "–" if s.kl is None else f"{s.kl:.2g}",
+                   f"{100 * s.same_tokens:.1f} %", f"{_signed(s.loss)} ± {100 * s.margin:.1f} %",
+                   f"{100 * s.bytes_read:.1f} %") for s in self.settings]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def advice(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sparsekv.core.registry import NONE
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.util.config import SEEDS, check_ranges, option
+from sparsekv.util.config import ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, first_line
 
 
@@ -23,6 +23,7 @@ class GenerateConfig(SparseConfig):
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
     seed: int = option(0, help="Seed of sampling.", group="Answer", **SEEDS)
     chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.", group="Answer")
+    rope_scaling: str | None = option(None, help=ROPE_SCALING, group="Machine")
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.", group="Machine")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).", group="Machine")
 
@@ -43,7 +44,8 @@ def generate(config: GenerateConfig) -> None:
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     sparse = SparseConfig.of(config, artifacts=None, router=router, phi=phi, token_budget=budget(config.token_budget))
     choose_selector(sparse, router)
-    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
+                                  rope_scaling=config.rope_scaling)
     inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
     with attach(model, config=sparse) as attachment:
         started = time.perf_counter()
