@@ -31,6 +31,7 @@ from sparsekv.kernels.attend import (
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
+from sparsekv.kernels.bucket_query import bucket_query
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.chunk_attention import chunk_anchors, chunk_attention
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
@@ -73,8 +74,10 @@ from sparsekv.kernels.sketch import Candidates, sketch_tokens
 from sparsekv.kernels.stored import append_token, decode_attention
 from sparsekv.kernels.types import (
     BucketMeans,
+    BucketSums,
     CompletionQuery,
     FeatureMapWeights,
+    KeyBuckets,
     KeyFeatures,
     KeyMap,
     PhiCache,
@@ -89,9 +92,11 @@ __all__ = [
     "RANK",
     "Anchored",
     "BucketMeans",
+    "BucketSums",
     "Candidates",
     "CompletionQuery",
     "FeatureMapWeights",
+    "KeyBuckets",
     "KeyFeatures",
     "KeyMap",
     "Pages",
@@ -114,6 +119,7 @@ __all__ = [
     "away_from",
     "bucket_counts",
     "bucket_mass",
+    "bucket_query",
     "bucket_sums",
     "bucket_tokens",
     "build_index",

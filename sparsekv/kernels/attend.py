@@ -33,7 +33,7 @@ from sparsekv.kernels.launch import (
     seats_or,
     shared_bytes,
 )
-from sparsekv.kernels.types import CompletionQuery, KeyFeatures
+from sparsekv.kernels.types import CompletionQuery, KeyBuckets, KeyFeatures
 
 MAX_SPLITS = 256
 PAGED_SPLITS = 8
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-PLAIN, COMPLETED = Launch(32, 1, 1024), Launch(128, 8, 132)
+PLAIN, BY_BUCKETS, COMPLETED = Launch(32, 1, 1024), Launch(32, 2, 1024), Launch(128, 8, 132)
 ANCHOR_PROGRAMS, ANCHOR_SLICES = 528, 64
 """Programs wanted of the anchors alone, and slices at most."""
 ANCHORED_LISTS = 16
@@ -165,7 +165,11 @@ def attend_tokens_reference(
     found, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
     if completion is not None:
         read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
-        features = key_features_reference(read, _own_maps(completion))
+        if isinstance(completion.keys, KeyBuckets):
+            number = gathered(completion.keys.number[..., None], tokens)[..., 0].long()
+            features = torch.nn.functional.one_hot(number, completion.features.shape[-1]).to(acc_dtype(q))
+        else:
+            features = key_features_reference(read, _own_maps(completion))
         features = features.reshape(count, heads, listed, features.shape[-1])
         rest = remainder(completion, features, values[:, :, :listed], tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
@@ -256,7 +260,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _maps(completion: CompletionQuery) -> KeyFeatures:
-    if completion.keys is None:
+    if not isinstance(completion.keys, KeyFeatures):
         raise ValueError("a completion of attention makes the features of the keys, found no map of them: give keys")
     return completion.keys
 
@@ -321,7 +325,9 @@ def launch_attend(
     count, heads_q, dim = q.shape
     heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    how = PLAIN if completion is None else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
+    by_buckets = completion is not None and isinstance(completion.keys, KeyBuckets)
+    plain = completion is None or by_buckets
+    how = BY_BUCKETS if by_buckets else PLAIN if plain else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
     if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(
@@ -361,12 +367,19 @@ def launch_attend(
         "num_stages": how.stages}
     rest: tuple[Tensor, ...] = (lse, lse, partial)
     cap = None
-    if completion is None:
-        sums = Partial(partial, partial_lse, partial, partial_lse)
+    sums = Partial(partial, partial_lse, partial, partial_lse)
+    if completion is not None:
+        sums = sums._replace(taken=fresh(count, heads_q, splits, dim), taken_mass=fresh(count, heads_q, splits))
+    if completion is None or isinstance(completion.keys, KeyBuckets):
+        estimates: tuple[Any, ...] = (weights, as_heads(weights))
+        if completion is not None and isinstance(completion.keys, KeyBuckets):
+            features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
+            estimates = features, as_heads(completion.keys.number)
         split_kernel[(count * heads, splits)](
-            *lists, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)), **constants, **pdl)
+            *lists, *estimates, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)),
+            FEATURES=0 if completion is None else completion.features.shape[-1], **constants,
+            **(pdl if completion is None else {}))
     else:
-        sums = Partial(partial, partial_lse, fresh(count, heads_q, splits, dim), fresh(count, heads_q, splits))
         maps, cap = KeyFeatures(*(x.contiguous() for x in _maps(completion))), completion.cap
         features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
         completed_kernel[(count * heads, splits)](
@@ -405,8 +418,8 @@ def launch_anchors(
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     lists = (as_heads(q), as_tokens(k), as_tokens(v), *[as_heads(none)] * 4)
     split_kernel[(count * heads, slices)](
-        *lists, edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
+        *lists, none, as_heads(none), edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
         count // k.shape[0], slots, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
-        GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
+        GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, FEATURES=0, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
         num_warps=PLAIN.warps, num_stages=PLAIN.stages)
     return Anchored(out, lse, slices)

@@ -63,14 +63,14 @@ def bucket_slots(offsets, buckets, row, head, cache_row, PROBES: tl.constexpr, P
 
 @triton.jit(do_not_specialize=["num_listed", "slots", "ahead"])
 def split_kernel(
-    q, k, v, tokens, offsets, buckets, log_weights, edges, pages, partial, scale, num_listed, sink_size, heads, per_row,
-    slots, ahead,
+    q, k, v, tokens, offsets, buckets, log_weights, features, number, edges, pages, partial, scale, num_listed,
+    sink_size, heads, per_row, slots, ahead,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
-    AHEAD: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, FEATURES: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
 ):
-    """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query
-    heads."""
+    """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads.
+    With FEATURES the listed tokens also take the estimate of their bucket out of that of the mid region."""
     # grid: (Q·H, splits)
     # q             Heads   [Q, Hq, d]            with RoPE; DIM = d
     # k, v          Tokens  [B, Hkv, N, d]        with RoPE; may be fp8
@@ -78,10 +78,13 @@ def split_kernel(
     # offsets       Heads   [B, Hkv, C + 1] int32 where buckets begin in the order, with PROBES
     # buckets       Heads   [Q, Hkv, PROBES]      -1 = none
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
+    # features      [Q, Hq, C]                    weights of the buckets, with FEATURES = C
+    # number        Heads   [B, Hkv, N] int16     the bucket of every token, with FEATURES
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
     # partial.out   [Q, Hq, slots, d] fp32        written from `ahead` on: the slice's attention, normalised over itself
     # partial.lse   [Q, Hq, slots] fp32           written there: natural logarithm of its mass
+    # partial.taken, taken_mass                   as `completed_kernel` writes them, with FEATURES
     row = (tl.program_id(0) // heads).to(tl.int64)
     head = (tl.program_id(0) % heads).to(tl.int64)
     split = tl.program_id(1)
@@ -120,6 +123,10 @@ def split_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
+    if FEATURES > 0:
+        number_base = number.base + cache_row * number.row + kv_head * number.head
+        own_features = features + (row * heads * GROUP + head * GROUP + group)[:, None] * FEATURES
+        taken, taken_mass = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     if AHEAD:
         slot = split * per_split + tl.arange(0, BLOCK)
         token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
@@ -137,6 +144,11 @@ def split_kernel(
         value = tl.load(values + place[:, None] * v.token + width[None, :], mask=mask, other=0.0)
         if WEIGHTED:
             added = tl.load(weights + slot, mask=valid & (slot < num_listed), other=0.0).to(tl.float32)
+        if FEATURES > 0:
+            listed = valid & (slot < num_listed)
+            bucket = tl.load(number_base + place, mask=listed, other=0).to(tl.int32)
+            estimate = tl.load(own_features + bucket[None, :], mask=(group < GROUP)[:, None] & listed[None, :],
+                               other=0.0)
         if AHEAD:
             slot = at + BLOCK + tl.arange(0, BLOCK)
             token = locate(slot, last, num_listed, sinks, start, tail, begin, end, shift, own, anchors, whole,
@@ -152,12 +164,19 @@ def split_kernel(
         mass = mass * keep + tl.sum(weight, 1)
         value = value.to(query.dtype)
         out = out * keep[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        if FEATURES > 0:
+            taken_mass += tl.sum(estimate.to(tl.float32), 1)
+            taken += tl.dot(estimate.to(value.dtype), value, input_precision="ieee")
         top = higher
     if OVERLAP:
         gdc_launch_dependents()
 
     slot_out = ((row * heads + head) * GROUP + group) * slots + ahead + split
     kept = group < GROUP
+    if FEATURES > 0:
+        slot_taken = ((row * heads + head) * GROUP + group) * parts + split
+        tl.store(partial.taken_mass + slot_taken, taken_mass, mask=kept)
+        tl.store(partial.taken + slot_taken[:, None] * DIM + width[None, :], taken, mask=kept[:, None] & wide)
     scaled = out / tl.where(mass > 0, mass, 1.0)[:, None]
     tl.store(partial.lse + slot_out, tl.where(mass > 0, tl.log(mass) + top, float("-inf")), mask=kept)
     tl.store(partial.out + slot_out[:, None] * DIM + width[None, :], scaled, mask=kept[:, None] & wide)

@@ -111,13 +111,29 @@ class PhiState(NamedTuple):
     moments: ScoreMoments | None = None
 
 
+class BucketSums(NamedTuple):
+    """The buckets of B requests as a completion: means `[B, Hkv, C, d]` of the keys with RoPE, counts `[B, Hkv, C]` and
+    sums `[B, Hkv, C, d]` of the values, both float32 at least."""
+
+    means: Tensor
+    counts: Tensor
+    sums: Tensor
+
+
+class KeyBuckets(NamedTuple):
+    """Buckets of keys as a one-hot map: number `[B or 1, Hkv, N]` int16, the bucket of every token by its number."""
+
+    number: Tensor
+
+
 class CompletionQuery(NamedTuple):
     """The query's side of the completion: the estimate of key `i` is `e^log_scale · Σ_j features_j key_features_ij`.
 
     features `[Q, Hq, r]`, the largest 1; log_scale `[Q, Hq]`. mass `[Q, Hq]`, numerator `[Q, Hq, d]`: the estimate of
     the whole mid region, its mass and its sum of values, both over `e^log_scale`. cap `[Q, Hq]`: the log mass of what
-    is not read is at most that. keys: by which the features of keys are made (`key_features`); seats `[Q]` int64: the
-    rows of their bias and shift that are the queries', where those are kept by seat.
+    is not read is at most that. keys: by which the features of keys are made, a map (`key_features`) or the buckets
+    that keys lie in; seats `[Q]` int64: the rows of bias and shift of the map that are the queries', where those are
+    kept by seat.
     """
 
     features: Tensor
@@ -125,5 +141,5 @@ class CompletionQuery(NamedTuple):
     mass: Tensor
     numerator: Tensor
     cap: Tensor | None = None
-    keys: KeyFeatures | None = None
+    keys: KeyFeatures | KeyBuckets | None = None
     seats: Tensor | None = None
