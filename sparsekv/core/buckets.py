@@ -87,6 +87,26 @@ def fit_buckets(
     return restart_empty(keys, centroids, RESTARTS, used)
 
 
+def own_centroids(keys: Tensor, first: Tensor, last: Tensor, number: int) -> Tensor:
+    """Where buckets of a request begin that nothing was trained for: at `number` of its keys, evenly spaced.
+
+    Args:
+        keys: `[B, H, N, d]`.
+        first, last: `[B]`, the keys that count are `first[b] … last[b] − 1`.
+        number: of buckets.
+
+    Returns:
+        Unit centroids `[B, H, C, d]` in the keys' dtype; with fewer keys than buckets keys are repeated.
+    """
+    share = (torch.arange(number, device=keys.device) + 0.5) / number
+    first, last = first.to(keys.device)[:, None], last.to(keys.device)[:, None]
+    places = (first + (share * (last - first)).long()).clamp(max=max(keys.shape[2] - 1, 0))
+    if not keys.shape[2]:
+        return keys.new_zeros(*keys.shape[:2], number, keys.shape[3])
+    some = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    return F.normalize(some.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1).to(keys.dtype)
+
+
 def imbalance(sizes: Tensor) -> Tensor:
     """`C · Σ share²` over the last dimension: 1 for equal buckets."""
     share = sizes.float() / sizes.sum(-1, keepdim=True).clamp(min=1)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparsekv.core.buckets import ALONE, Moves, fit_buckets
+from sparsekv.core.buckets import ALONE, Moves, fit_buckets, own_centroids
 from sparsekv.core.layer import CacheLayer, choose_rows
 from sparsekv.core.moments import all_of, key_covariance, key_mean
 from sparsekv.core.regions import Regions
-from sparsekv.core.sketch import fit_queries, fit_sketch, second_moment
+from sparsekv.core.sketch import code_size, fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
     BucketMeans,
     Candidates,
@@ -35,6 +35,8 @@ from sparsekv.kernels import (
     square_sums,
 )
 
+USUAL_BUCKETS = 1024
+"""Buckets a layer and KV head where nothing was trained."""
 FITTED_KEYS = 16_384
 """Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
 
@@ -62,6 +64,26 @@ class TrainedBuckets(Protocol):
 
     @property
     def sketch_bytes(self) -> int: ...
+
+
+class Untrained(NamedTuple):
+    """`TrainedBuckets` of a layer that nothing was trained for: buckets begin at the request's own keys, its sketch is
+    fitted to the request. Of centroids `[Hkv, C, d]` and sketch only the shapes count."""
+
+    centroids: Tensor
+    weights: QueryModel | None
+    key_space: str
+    scores: str
+    sketch: Sketch
+    sketch_bytes: int
+
+    @classmethod
+    def of_shape(cls, heads: int, dim: int, device: torch.device) -> Untrained:
+        """Of a layer with so many KV heads, with as many buckets and bytes a code as a training makes by default."""
+        width, wide = code_size(None, None, dim)
+        empty = torch.zeros(heads, dim, 2 * width - wide, device=device)
+        return cls(torch.zeros(heads, USUAL_BUCKETS, dim, device=device), None, "rot", "mean_key",
+                   Sketch(empty, empty[:, 0], empty), width)
 
 
 class Buckets(NamedTuple):
@@ -116,7 +138,10 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
     spaced = spaced_by(regions, partial((moves or ALONE).stride, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
     held = _held(keys, trained, 0, end)
-    centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
+    if isinstance(trained, Untrained):
+        centroids = own_centroids(held, regions.mid_first, regions.mid_last, trained.centroids.shape[1])
+    else:
+        centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
     if moves is not None:
         # every row has its own buckets: its heads are heads of one long row
         used, some_used = (x.repeat_interleave(heads, dim=0).to(held.device) for x in (
@@ -244,12 +269,15 @@ def fit_stride(tokens: Any) -> Any:
     return -(-tokens // FITTED_KEYS)
 
 
-def fit_basis(keys: CacheLayer, fixed: Sketch, width: int) -> Sketch | None:
+def fit_basis(keys: CacheLayer, fixed: Sketch, width: int, *, always: bool = False) -> Sketch | None:
     """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
-    artifact's `fixed` has; None where no such query is known."""
+    artifact's `fixed` has; None where no such query is known, or, with `always`, one for queries of any direction."""
     moment = recent_moment(keys)
     if moment is None:
-        return None
+        if not always:
+            return None
+        rows, heads, _, dim = keys.shape
+        moment = torch.eye(dim, device=keys.device).expand(rows, heads, dim, dim)
     spaced = spaced_by(keys.regions, fit_stride)
     some, (first, last) = all_of(_some_keys(keys, spaced)), spaced.of(keys.regions)
     mean = key_mean(some, first, last)

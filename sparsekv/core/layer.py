@@ -154,6 +154,8 @@ class CacheLayer:
     """Whether kernels read any key where it lies: a completion is then part of `attend`."""
     keeps_codes: ClassVar[bool] = False
     """Whether the storage keeps codes of keys beside them."""
+    side_by_side: int = 1
+    """Layers of the model whose heads these are."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -192,7 +194,7 @@ class CacheLayer:
         assert codes is not None
         return codes[:, :, first:last:step]
 
-    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+    def anchors(self, queries: Queries, sizes: tuple[int, int] | None) -> Anchored | None:
         """Attention over the anchors, for an `attend` that a map of keys of these units and features completes; None
         where `attend` reads them itself."""
         return None
@@ -322,7 +324,7 @@ class LayerView(CacheLayer):
         return tuple(gather_rows(x, index).reshape(*tokens.shape, x.shape[-1])  # type: ignore[return-value]
                      for x in (self.keys, self.values))
 
-    def anchors(self, queries: Queries, sizes: tuple[int, int]) -> Anchored | None:
+    def anchors(self, queries: Queries, sizes: tuple[int, int] | None) -> Anchored | None:
         return attend_anchors(queries.folded, self.keys, self.values, sizes=sizes, **self.bounds(queries))
 
     def attend(

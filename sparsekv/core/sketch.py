@@ -29,6 +29,13 @@ LEAST = 1e-4
 BLOCK = 8192
 
 
+def code_size(width: int | None, wide: int | None, dim: int) -> tuple[int, int]:
+    """Bytes of a key's code and how many of its channels have 8 bits: a quarter of the head dimension, and an eighth of
+    the bytes, by default."""
+    width = max(1, dim // 4) if width is None else width
+    return width, width // 8 if wide is None or not width else wide
+
+
 def check_sketch(width: int, wide: int, dim: int) -> None:
     """Refuse a code of `width` bytes with `wide` channels of 8 bits that cannot be. Raises SparseKVError."""
     if not 0 <= wide <= width:

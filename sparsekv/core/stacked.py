@@ -25,6 +25,7 @@ class SideBySide(CacheLayer):
     def __init__(self, layers: Sequence[CacheLayer]):
         self.layers = layers
         one, count = layers[0], len(layers)
+        self.side_by_side = count
         self.regions, self.scale, self.rope = one.regions, one.scale, one.rope
         self.num_query_heads = count * one.num_query_heads
         self.layer_idx, self.num_layers = one.layer_idx, one.num_layers

@@ -31,7 +31,7 @@ from sparsekv.kernels.attend import (
 from sparsekv.kernels.attention_mass import query_statistics
 from sparsekv.kernels.between import rms_norm, rotate_pair, silu_product
 from sparsekv.kernels.bucket_mass import bucket_mass
-from sparsekv.kernels.bucket_query import bucket_query
+from sparsekv.kernels.bucket_query import bucket_query, bucket_remainder
 from sparsekv.kernels.bucket_sums import against_bucket, bucket_sums, square_sums
 from sparsekv.kernels.chunk_attention import chunk_anchors, chunk_attention
 from sparsekv.kernels.codes import Sketch, decode_codes, encode_keys
@@ -120,6 +120,7 @@ __all__ = [
     "bucket_counts",
     "bucket_mass",
     "bucket_query",
+    "bucket_remainder",
     "bucket_sums",
     "bucket_tokens",
     "build_index",

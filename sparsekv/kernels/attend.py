@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.bucket_query import bucket_remainder
 from sparsekv.kernels.completion import REST_EPS, remainder
 from sparsekv.kernels.features import key_features_reference
 from sparsekv.kernels.gather import anchor_indices, gather_rows, slots_at
@@ -164,14 +165,13 @@ def attend_tokens_reference(
         log_weights = torch.nn.functional.pad(log_weights, (0, width - listed))
     found, lse = attend_gathered(q, keys, values, index >= 0, scale, log_weights)
     if completion is not None:
-        read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
+        own = values[:, :, :listed]
         if isinstance(completion.keys, KeyBuckets):
-            number = gathered(completion.keys.number[..., None], tokens)[..., 0].long()
-            features = torch.nn.functional.one_hot(number, completion.features.shape[-1]).to(acc_dtype(q))
+            rest = bucket_remainder(completion, tokens, own)
         else:
+            read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
             features = key_features_reference(read, _own_maps(completion))
-        features = features.reshape(count, heads, listed, features.shape[-1])
-        rest = remainder(completion, features, values[:, :, :listed], tokens >= 0)
+            rest = remainder(completion, features.reshape(count, heads, listed, -1), own, tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
     if pages is not None:
         for row in pages.whole.nonzero()[:, 0].tolist():
@@ -205,13 +205,13 @@ def attend_buckets_reference(
 
 
 def attend_anchors(
-    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int], scale: float, starts: Tensor, sink_size: int,
+    q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int] | None, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor,
 ) -> Anchored | None:
     """The anchors of `attend_tokens`, whose lists a completion joins by a map of keys of these units and features: they
     need no list, so that they may run beside the selection, and no features. None where `attend_tokens` reads them
-    itself: off the GPU, and with fewer lists than `ANCHORED_LISTS`."""
-    if not on_device(q) or q.shape[0] * k.shape[1] < ANCHORED_LISTS:
+    itself: off the GPU, without a map, and with fewer lists than `ANCHORED_LISTS`."""
+    if not on_device(q) or sizes is None or q.shape[0] * k.shape[1] < ANCHORED_LISTS:
         return None
     return launch_anchors(q, k, v, sizes=sizes, scale=scale, starts=starts, sink_size=sink_size,
                           tail_starts=tail_starts, lengths=lengths)
@@ -418,8 +418,8 @@ def launch_anchors(
     edges = Edges(*(x.contiguous() for x in (starts, tail_starts, lengths)))
     lists = (as_heads(q), as_tokens(k), as_tokens(v), *[as_heads(none)] * 4)
     split_kernel[(count * heads, slices)](
-        *lists, none, as_heads(none), edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale, 0, sink_size, heads,
-        count // k.shape[0], slots, 0, ROWS=max(16, power_of_two(group)), PROBES=0, PADDED_PROBES=1, LISTS=1,
-        GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, FEATURES=0, OVERLAP=False, BLOCK=PLAIN.block, AHEAD=True, PAGE=0,
-        num_warps=PLAIN.warps, num_stages=PLAIN.stages)
+        *lists, none, as_heads(none), edges, PageArguments(none, none, none, 0, 0), Partial(out, lse, out, lse), scale,
+        0, sink_size, heads, count // k.shape[0], slots, 0, ROWS=max(16, power_of_two(group)), PROBES=0,
+        PADDED_PROBES=1, LISTS=1, GROUP=group, DIM=dim, WIDTH=padded(dim), WEIGHTED=False, FEATURES=0, OVERLAP=False,
+        BLOCK=PLAIN.block, AHEAD=True, PAGE=0, num_warps=PLAIN.warps, num_stages=PLAIN.stages)
     return Anchored(out, lse, slices)

@@ -6,8 +6,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparsekv.kernels.completion import rest_of
+from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import acc_dtype, as_heads, dense_last, finite, on_device, padded, seats_or
-from sparsekv.kernels.types import BucketSums, CompletionQuery
+from sparsekv.kernels.types import BucketSums, CompletionQuery, KeyBuckets
 
 AT_ONCE, COLUMNS, WARPS = 64, 32, 4
 """Buckets at once, columns of the sum of values in one program, and its warps."""
@@ -51,6 +53,27 @@ def bucket_query_reference(
     numerator = torch.einsum("bthgc,bhcd->bthgd", exact, buckets.sums.to(acc))
     return CompletionQuery(features.reshape(count, heads_q, number), top.reshape(count, heads_q),
                            mass.reshape(count, heads_q), numerator.reshape(count, heads_q, dim))
+
+
+def bucket_remainder(query: CompletionQuery, tokens: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The estimate of the mid region less that of the tokens read, as one more partial attention.
+
+    Args:
+        query: of `bucket_query`, its `keys` the buckets of all tokens.
+        tokens: `[Q, H, K]` by number, -1 = none, `H` dividing `Hq`.
+        values: `[Q, H, K, d]` of those tokens.
+
+    Returns:
+        `(out [Q, Hq, d], lse [Q, Hq])`; nothing where what is left is rounding error.
+    """
+    assert isinstance(query.keys, KeyBuckets)
+    number = query.keys.number
+    count, lists, listed = tokens.shape
+    flat = tokens.clamp(min=0).reshape(count, number.shape[1], -1)
+    bucket = gather_rows(number[..., None], flat).reshape(count, lists, 1, listed).long()
+    features = query.features.to(acc_dtype(query.features)).reshape(count, lists, -1, query.features.shape[-1])
+    taken = features.gather(-1, bucket.expand(-1, -1, features.shape[2], -1))
+    return rest_of(query, taken.masked_fill((tokens < 0)[:, :, None], 0.0), values)
 
 
 def launch_bucket_query(q: Tensor, buckets: BucketSums, scale: float, seats: Tensor | None = None) -> CompletionQuery:

@@ -174,7 +174,13 @@ def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used
     acc = acc_dtype(query.features)
     features = query.features.to(acc).reshape(count, heads, -1, width)
     # what is not used may exceed any number: a key that was never summed
-    taken = (features @ key_features.to(acc).mT).masked_fill(~used[:, :, None], 0.0)
+    return rest_of(query, (features @ key_features.to(acc).mT).masked_fill(~used[:, :, None], 0.0), values)
+
+
+def rest_of(query: CompletionQuery, taken: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of an estimate when those of the tokens read, taken `[Q, H, G, K]` with values `[Q, H, K, d]`, are
+    out of it: `(out [Q, Hq, d], lse [Q, Hq])`."""
+    acc = taken.dtype
     mass = query.mass.to(acc)
     left = mass - taken.sum(-1).flatten(1)
     out = query.numerator.to(acc) - (taken @ values.to(acc)).flatten(1, 2)

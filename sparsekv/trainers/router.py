@@ -16,13 +16,13 @@ from sparsekv.core.buckets import imbalance, spherical_kmeans
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter
-from sparsekv.core.sketch import check_sketch
+from sparsekv.core.sketch import check_sketch, code_size
 from sparsekv.kernels import QueryModel, Sketch, assign_buckets, bucket_mass
 from sparsekv.models.losses import bucket_kl
 from sparsekv.models.router import BucketRouter
 from sparsekv.trainers.options import DEFAULT, TrainingOptions, chosen, recipe_option
 from sparsekv.trainers.pool import Part, Pool, load_pool, pool_bytes, provenance, split_documents
-from sparsekv.trainers.sketch import closed_form, code_size
+from sparsekv.trainers.sketch import closed_form
 from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
 from sparsekv.util.config import MOST_STEPS, option

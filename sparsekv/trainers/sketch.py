@@ -9,13 +9,6 @@ from sparsekv.kernels import Sketch
 from sparsekv.trainers.pool import Pool
 
 
-def code_size(width: int | None, wide: int | None, dim: int) -> tuple[int, int]:
-    """Bytes of a key's code and how many of its channels have 8 bits: a quarter of the head dimension, and an eighth of
-    the bytes, by default."""
-    width = max(1, dim // 4) if width is None else width
-    return width, width // 8 if wide is None or not width else wide
-
-
 def closed_form(pool: Pool, width: int, wide: int) -> Sketch:
     """The basis in which the captured queries tell the captured keys apart best, `[Lk, ...]` (`core/sketch.py`). Keys
     of the sink are left out: they are always read, and unlike all others."""

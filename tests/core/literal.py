@@ -49,8 +49,7 @@ def literal_step(
         if isinstance(estimator, PhiEstimator):
             logits = torch.where(rest, phi_logits(view, estimator, b, rot[b, :, t], keys[b], rest), logits)
         elif isinstance(estimator, CentroidEstimator):
-            more = centroid_logits(view, estimator, b, rot[b, :, t], keys[b], values[b], rest)
-            logits, vectors = torch.cat([logits, more[0]], 1), torch.cat([vectors, more[1]], 1)
+            logits = torch.where(rest, centroid_logits(view, estimator, b, rot[b, :, t], rest), logits)
         elif isinstance(estimator, UniformEstimator):
             drawn = estimator.drawn(view, queries)[row].cpu().repeat_interleave(view.group, dim=0)
             times = torch.zeros_like(scores).scatter_add_(1, drawn, torch.ones_like(drawn, dtype=scores.dtype)) * rest
@@ -96,11 +95,19 @@ def phi_logits(
 
 
 def centroid_logits(
-    view: LayerView, estimator: CentroidEstimator, b: int, q: Tensor, keys: Tensor, values: Tensor, rest: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Log mass and mean value of the unread keys of every bucket, `[Hq, C]` and `[Hq, C, d]`."""
-    bucket = estimator.assignment[b].cpu().long().repeat_interleave(view.group, dim=0)
-    member = torch.nn.functional.one_hot(bucket, estimator.num_buckets).double() * rest[:, :bucket.shape[1], None]
-    count = member.sum(1)
-    means = [member.mT @ x[:, :bucket.shape[1]] / count.clamp(min=1)[..., None] for x in (keys, values)]
-    return torch.einsum("hcd,hd->hc", means[0], q) * view.scale + count.log(), means[1]
+    view: LayerView, estimator: CentroidEstimator, b: int, q: Tensor, rest: Tensor,
+) -> Tensor:
+    """Log weights of the unread mid keys, `[Hq, N]`: the score of the mean of a key's bucket."""
+    number = estimator.number[b].cpu().long()
+    sums = [torch.zeros(number.shape[0], estimator.num_buckets, width, dtype=torch.float64)
+            for width in (1, q.shape[1])]
+    mid = slice(int(view.regions.mid_first[b]), int(view.regions.mid_last[b]))
+    for head in range(number.shape[0]):
+        keys = view.keys[b, head].double().cpu()[mid]
+        sums[0][head].index_add_(0, number[head, mid], torch.ones(len(keys), 1, dtype=torch.float64))
+        sums[1][head].index_add_(0, number[head, mid], keys)
+    means = (sums[1] / sums[0].clamp(min=1)).to(view.dtype).double().repeat_interleave(view.group, dim=0)
+    logits = torch.einsum("hcd,hd->hc", means, q) * view.scale
+    logits = logits.gather(1, number.repeat_interleave(view.group, dim=0))
+    logits = torch.nn.functional.pad(logits, (0, rest.shape[1] - logits.shape[1]), value=-math.inf)
+    return logits.masked_fill(~rest, -math.inf)

@@ -8,7 +8,8 @@ import torch
 
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.trainers.pool import Pool
-from sparsekv.trainers.sketch import closed_form, code_size
+from sparsekv.core.sketch import code_size
+from sparsekv.trainers.sketch import closed_form
 
 
 def pool(seed: int = 0) -> Pool:

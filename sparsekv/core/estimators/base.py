@@ -33,9 +33,9 @@ class Estimator(RowState):
         return False
 
     @property
-    def key_sizes(self) -> tuple[int, int]:
-        """Units and features of the map of keys that the kernel takes in."""
-        raise NotImplementedError
+    def key_sizes(self) -> tuple[int, int] | None:
+        """Units and features of the map of keys that the kernel takes in; None where it takes no map."""
+        return None
 
     def query(self, view: Any, queries: Queries) -> CompletionQuery:
         """The queries' side of the estimate."""

@@ -1,21 +1,32 @@
-"""Bucket centroids as an estimator: without training, buckets of keys stand for their members."""
+"""Bucket means as an estimator: without training, buckets of the request's keys stand for their members."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.buckets import spherical_kmeans
+from sparsekv.core.buckets import Moves, fit_buckets, own_centroids
 from sparsekv.core.estimators.base import Estimator
-from sparsekv.core.layer import LayerView, Queries, Selection
+from sparsekv.core.index import spaced_by
+from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.moments import BLOCK
 from sparsekv.core.regions import Regions
-from sparsekv.kernels import assign_buckets, bucket_sums, gather_rows
+from sparsekv.kernels import (
+    BucketSums,
+    CompletionQuery,
+    KeyBuckets,
+    assign_buckets,
+    bucket_query,
+    bucket_remainder,
+    bucket_sums,
+)
 from sparsekv.kernels.launch import acc_dtype
 
-ITERATIONS = 5
+MOVES = Moves(3, 64)
+"""k-means from the request's own keys: iterations, and keys a bucket that they are on."""
 
 
 def equal_buckets(tokens: float, dim: int) -> int:
@@ -25,65 +36,82 @@ def equal_buckets(tokens: float, dim: int) -> int:
 
 class CentroidEstimator(Estimator):
     """The untrained rival of φ: `Z_c ≈ n_c · exp(q·mean k_c · scale)`, numerator `Z_c · mean v_c`, over k-means buckets
-    of this request's rotated keys (the estimation zone of RetroInfer). What is read is taken out of its bucket's count
-    and sums."""
+    of this request's rotated keys (the estimation zone of RetroInfer). What is read is taken out at its bucket's
+    estimate, in the attention kernel."""
 
-    row_state: ClassVar[tuple[str, ...]] = ("centroids", "assignment", "counts", "sums")
+    row_state: ClassVar[tuple[str, ...]] = ("centroids", "number", "means", "counts", "key_sums", "value_sums")
 
     def __init__(self, num_buckets: int = 256):
         self.num_buckets = num_buckets
+        self.in_place = False
         self.centroids: Tensor
-        self.assignment: Tensor
+        self.number: Tensor
+        """The bucket of every token by its number, `[B, Hkv, N]` int16."""
+        self.means: Tensor
         self.counts: Tensor
-        self.sums: Tensor
+        self.key_sums: Tensor
+        self.value_sums: Tensor
 
-    def build(self, view: LayerView) -> None:
-        regions = view.regions
-        self.centroids = torch.stack([
-            spherical_kmeans(view.keys[b, :, int(regions.mid_first[b]):int(regions.mid_last[b])], self.num_buckets,
-                             iterations=ITERATIONS) for b in range(view.keys.shape[0])])
-        shape = (*view.keys.shape[:2], self.num_buckets)
-        kind = acc_dtype(view.keys)
-        self.assignment = torch.zeros(*shape[:2], 0, dtype=torch.int32, device=view.keys.device)
-        self.counts = torch.zeros(shape, dtype=kind, device=view.keys.device)
-        self.sums = torch.zeros(*shape, 2 * view.keys.shape[-1], dtype=kind, device=view.keys.device)
-        self._add(view, regions.mid_first)
+    def stacks_by(self, view: CacheLayer) -> Hashable | None:
+        return self.num_buckets
 
-    def extend(self, view: LayerView, old: Regions) -> None:
-        self._add(view, torch.maximum(old.mid_last, view.regions.mid_first))
+    def of_heads(self, others: Sequence[Any], views: Sequence[CacheLayer]) -> Self:
+        return self.fork()
 
-    def _add(self, view: LayerView, first: Tensor) -> None:
-        """Assign the keys not yet assigned; sum those from `first[b]` on."""
-        known, end = self.assignment.shape[-1], int(view.regions.mid_last.max())
-        new = assign_buckets(view.keys[:, :, known:end], self.centroids)
-        self.assignment = torch.cat([self.assignment, new], dim=-1)
-        counts, sums = self.counts, self.sums
-        for a in range(int(first.min()), end, BLOCK):
-            places = torch.arange(a, min(a + BLOCK, end), device=first.device)
-            joined = (places >= first[:, None]) & (places < view.regions.mid_last[:, None])
-            both = torch.cat([x[:, :, places[0]:places[-1] + 1] for x in (view.keys, view.values)], dim=-1)
-            count, total = bucket_sums(both.to(sums.dtype), self.assignment[..., places[0]:places[-1] + 1],
-                                       joined[:, None], self.num_buckets)
-            counts, sums = counts + count, sums + total
-        self.counts, self.sums = counts, sums
+    def take_heads(self, whole: Self, state: dict[str, Any]) -> None:
+        super().take_heads(whole, state)
+        self.in_place = whole.in_place
 
-    def partial(self, view: LayerView, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
+    def build(self, view: CacheLayer) -> None:
+        regions, heads = view.regions, view.num_kv_heads
+        rows, end = regions.starts.shape[0], regions.edges[3]
+        keys = view.keys_at(0, end)
+        spaced = spaced_by(regions, lambda tokens: MOVES.spacing(tokens, self.num_buckets))
+        start = own_centroids(keys, regions.mid_first, regions.mid_last, self.num_buckets)
+        # every row has its own buckets: its heads are heads of one long row
+        some, used = spaced.take(keys), spaced.used(regions).to(keys.device)
+        self.centroids = fit_buckets(some.flatten(0, 1), start.flatten(0, 1), used.repeat_interleave(heads, dim=0),
+                                     moves=Moves(MOVES.iterations, some.shape[2]))[0].unflatten(0, (rows, heads))
+        kind = acc_dtype(keys)
+        shape = (rows, heads, self.num_buckets)
+        self.number = torch.zeros(rows, heads, 0, dtype=torch.int16, device=keys.device)
+        self.counts = torch.zeros(shape, dtype=kind, device=keys.device)
+        self.key_sums, self.value_sums = (torch.zeros(*shape, view.head_dim, dtype=kind, device=keys.device)
+                                          for _ in range(2))
+        self.in_place = view.in_place
+        self._add(view, regions.mid_first, regions.edges[0], end)
+
+    def extend(self, view: CacheLayer, old: Regions) -> None:
+        first = torch.maximum(old.mid_last, view.regions.mid_first)
+        self._add(view, first, int(old.mid_last.min()), int(view.regions.mid_last.max()))
+
+    def _add(self, view: CacheLayer, first: Tensor, low: int, end: int) -> None:
+        """The tokens from `first[b]` on join their buckets; numbers are those of all tokens before `end`."""
+        known = min(self.number.shape[-1], low)
+        new = assign_buckets(view.keys_at(known, end), self.centroids)
+        self.number = torch.cat([self.number[..., :known], new.to(torch.int16)], dim=-1)
+        for a in range(low, end, BLOCK):
+            b = min(a + BLOCK, end)
+            places = torch.arange(a, b, device=first.device)
+            joined = ((places >= first[:, None]) & (places < view.regions.mid_last[:, None]))[:, None]
+            number = self.number[..., a:b]
+            count, keys = bucket_sums(view.keys_at(a, b), number, joined, self.num_buckets)
+            values = bucket_sums(view.values_at(a, b), number, joined, self.num_buckets)[1]
+            self.counts, self.key_sums, self.value_sums = (
+                self.counts + count, self.key_sums + keys, self.value_sums + values)
+        self.means = (self.key_sums / self.counts.clamp(min=1)[..., None]).to(view.dtype)
+
+    @property
+    def in_kernel(self) -> bool:
+        return self.in_place
+
+    def query(self, view: CacheLayer, queries: Queries) -> CompletionQuery:
+        sums = BucketSums(self.means, self.counts, self.value_sums)
+        return bucket_query(queries.folded, sums, view.scale, queries.seats)._replace(keys=KeyBuckets(self.number))
+
+    def partial(self, view: CacheLayer, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = view.listed(selection)
-        count, heads, width = tokens.shape
-        lists, dim = heads // view.num_kv_heads, view.keys.shape[-1]
-        counts, sums = (queries.per_query(x).repeat_interleave(lists, dim=1) for x in (self.counts, self.sums))
-        if width:
-            bucket = gather_rows(self.assignment[..., None], view.by_head(tokens)).reshape(tokens.shape)
-            read = bucket_sums(torch.cat(view.gather(tokens), dim=-1).to(sums.dtype), bucket, tokens >= 0,
-                               self.num_buckets)
-            counts, sums = counts - read[0], sums - read[1]
-        live = counts > 0.5
-        means = sums / torch.where(live, counts, 1.0)[..., None]
-        q = queries.folded.to(sums.dtype).reshape(count, heads, -1, dim)
-        logits = (q @ means[..., :dim].mT) * view.scale + torch.where(live, counts, 0.0).log()[:, :, None]
-        lse = logits.logsumexp(-1)
-        weights = torch.exp(logits - torch.where(torch.isinf(lse), 0.0, lse)[..., None])
-        return (weights @ means[..., dim:]).reshape(count, -1, dim), lse.reshape(count, -1)
+        return bucket_remainder(self.query(view, queries), tokens, view.gather(tokens)[1])
 
-    def cost_tokens(self, view: LayerView) -> float:
-        return self.num_buckets * (1 + 1 / (2 * view.keys.shape[-1]))
+    def cost_tokens(self, view: CacheLayer) -> float:
+        return self.num_buckets * (1 + 1 / (2 * view.head_dim))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.core.index import Index, choose_buckets, fit_basis, fit_side, list_whole
+from sparsekv.core.index import Index, TrainedBuckets, Untrained, choose_buckets, fit_basis, fit_side, list_whole
 from sparsekv.core.layer import CacheLayer, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
@@ -17,8 +17,11 @@ from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
 
 FITS = ("fixed", "fitted")
-CANDIDATES = 0.1
+CANDIDATES = 0.2
 """Candidates that buckets give, a share of the context."""
+ALL_CODES_ALONE, ALL_CODES = 1 << 19, 1 << 18
+"""Break-even of scoring all codes: keys of a layer, its rows and KV heads together, up to which that takes no longer
+than buckets and the codes of their candidates, of one row and of several (docs/log/decode.md)."""
 LEAST_CANDIDATES = 4
 """Candidates for every token that is read, at least: among fewer the buckets choose, and not the sketches."""
 
@@ -27,12 +30,12 @@ LEAST_CANDIDATES = 4
 class SketchRouter(Router):
     """Every key of the mid region has a code of some bytes beside the index (`core/sketch.py`). The best buckets give
     `candidates`, codes estimate their scores, and the tokens with the largest share of the group's attention are read.
-    While the mid region's codes take no more bytes than the bucket means, all are scored, and no buckets are made.
+    Up to the break-even length of a batch all codes are scored, and no buckets are made.
 
     `fixed`: codes are of the artifact's basis and depend on the key alone; only what queries multiply them by is fitted
     to the request's keys. `fitted`: the basis is that of this request, from its keys and its prompt's last queries; the
     artifact says the size of a code. Both are fitted again when the mid region has doubled. A layer without a sketch
-    decodes by buckets alone.
+    decodes by buckets alone; a layer that nothing was trained for is fitted to the request.
     """
 
     name: ClassVar[str] = "sketch"
@@ -41,14 +44,26 @@ class SketchRouter(Router):
 
     candidates: float | None = option(
         None, help="Tokens whose sketches are scored, those of the best buckets: a share of the context, and at least "
-                   "four times the budget; 1 scores all without looking at buckets. Without it 0.1, and all of a "
-                   "context whose sketches are no larger than the bucket means (4k tokens for 1024 buckets).",
+                   "four times the budget; 1 scores all without looking at buckets. Without it 0.2, and all up to "
+                   "the length at which that is as fast: 64k tokens of one request with 8 KV heads, 32k / n of n "
+                   "requests.",
         min=0.0, max=1.0)
     fit: str = option("fixed", help="The sketches' basis: fixed (the artifact's own: codes depend on the key alone) or "
                                     "fitted (to the request, at the end of its prefill).")
 
+    all_up_to: ClassVar[int | None] = None
+    """Tokens of a mid region whose codes are all scored, set when decoding begins; before that None."""
+    alone: ClassVar[bool] = True
+    """Whether rows that are built together also decode together and without others; set by a server, whose do not."""
+
+    @property
+    def trained(self) -> TrainedBuckets:
+        assert self.layer is not None, "a layer without an artifact is known when it is prepared"
+        return self.layer
+
     def validate(self) -> None:
-        super().validate()
+        if self.layer is not None:
+            super().validate()
         check_choice("fit", self.fit, FITS)
         if self.candidates is not None and (isinstance(self.candidates, bool) or not 0 <= self.candidates <= 1):
             raise SparseKVError(f"candidates are a share of the context between 0 and 1, found {self.candidates!r}")
@@ -57,9 +72,11 @@ class SketchRouter(Router):
                                 "probes, or use selector router")
 
     def prepare(self, view: CacheLayer) -> None:
+        if self.layer is None:
+            self.layer = Untrained.of_shape(view.num_kv_heads, view.head_dim, view.device)
         super().prepare(view)
-        buckets, dim = self.trained.centroids.shape[-2:]
-        self.all_up_to = most_by_codes(self.trained.sketch_bytes, buckets, dim)
+        if self.all_up_to is None:
+            self.all_up_to = self._break_even(view)  # type: ignore[misc]
         wanted = tokens_of_budget(float(CANDIDATES if self.candidates is None else self.candidates), view.regions)
         wanted = torch.maximum(wanted, LEAST_CANDIDATES * self.budget)
         self.pool = torch.where(self._scores_all(view.regions), view.regions.mid_sizes, wanted).clamp(
@@ -123,8 +140,7 @@ class SketchRouter(Router):
     def most_candidates(self) -> int:
         if not self.reads_codes:
             return super().most_candidates
-        buckets, dim = self.trained.centroids.shape[-2:]
-        return max(self.widest_pool, most_by_codes(self.trained.sketch_bytes, buckets, dim))
+        return max(self.widest_pool, self.all_up_to or 0)
 
     @property
     def index(self) -> Index:
@@ -149,7 +165,15 @@ class SketchRouter(Router):
             return torch.zeros_like(sizes, dtype=torch.bool)
         if self.candidates is not None:
             return torch.full_like(sizes, self.candidates == 1, dtype=torch.bool)
+        assert self.all_up_to is not None
         return sizes <= self.all_up_to
+
+    def _break_even(self, view: CacheLayer) -> int:
+        """Tokens of a row up to which all codes are scored."""
+        buckets, dim = self.trained.centroids.shape[-2:]
+        least = most_by_codes(self.trained.sketch_bytes, buckets, dim)
+        rows, heads = view.regions.starts.shape[0], view.num_kv_heads // view.side_by_side
+        return max(least, (ALL_CODES_ALONE if rows == 1 else ALL_CODES) // (rows * heads)) if self.alone else least
 
     def _list_short(self, view: CacheLayer) -> None:
         """Rows whose codes are all scored beside others' buckets: all of their tokens, in order, are in one bucket."""
@@ -162,7 +186,8 @@ class SketchRouter(Router):
         fixed, width, end = self.trained.sketch, self.trained.sketch_bytes, view.regions.edges[3]
         assert fixed is not None
         self.fitted_sizes = view.regions.mid_sizes
-        self.basis = fit_basis(view, fixed, width) if self.fit == "fitted" else None
+        untrained = isinstance(self.trained, Untrained)
+        self.basis = fit_basis(view, fixed, width, always=untrained) if untrained or self.fit == "fitted" else None
         if self.basis is not None:
             self.codes, self.side = view.encoded(None, self.basis, width, end), None
             return
