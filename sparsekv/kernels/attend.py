@@ -53,7 +53,7 @@ class Launch(NamedTuple):
     stages: int = 1
 
 
-PLAIN, BY_BUCKETS, COMPLETED = Launch(32, 1, 1024), Launch(32, 2, 1024), Launch(128, 8, 132)
+PLAIN, BY_BUCKETS, COMPLETED = Launch(32, 1, 1024), Launch(64, 2, 264), Launch(128, 8, 132)
 ANCHOR_PROGRAMS, ANCHOR_SLICES = 528, 64
 """Programs wanted of the anchors alone, and slices at most."""
 ANCHORED_LISTS = 16

@@ -11,7 +11,7 @@ from sparsekv.kernels.gather import gather_rows
 from sparsekv.kernels.launch import acc_dtype, as_heads, dense_last, finite, on_device, padded, seats_or
 from sparsekv.kernels.types import BucketSums, CompletionQuery, KeyBuckets
 
-AT_ONCE, COLUMNS, WARPS = 64, 32, 4
+AT_ONCE, COLUMNS, WARPS = 128, 32, 4
 """Buckets at once, columns of the sum of values in one program, and its warps."""
 
 
