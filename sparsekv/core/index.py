@@ -82,7 +82,8 @@ class Untrained(NamedTuple):
         """Of a layer with so many KV heads, with as many buckets and bytes a code as a training makes by default."""
         width, wide = code_size(None, None, dim)
         empty = torch.zeros(heads, dim, 2 * width - wide, device=device)
-        return cls(torch.zeros(heads, USUAL_BUCKETS, dim, device=device), None, "rot", "mean_key",
+        buckets = torch.zeros(1, dtype=torch.bool, device=device).expand(heads, USUAL_BUCKETS, dim)
+        return cls(buckets, None, "rot", "mean_key",
                    Sketch(empty, empty[:, 0], empty), width)
 
 

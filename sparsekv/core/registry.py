@@ -40,6 +40,8 @@ class SelectorRow:
     selection that scores every key); empty: nowhere unless it is named."""
     needs: tuple[str, ...] = ()
     """What must have been trained for it: `router`, and `sketches` of its keys."""
+    untrained: bool = False
+    """Whether it decodes without what it needs too, by what is fitted to the request."""
     default: bool = False
     """Whether `attach` takes it where none is named: the last such row whose needs are met."""
     usual: bool = False
@@ -157,7 +159,7 @@ for _row in (
                 demo_words="the router's {budget}, by buckets"),
     SelectorRow("sketch", "selectors.sketch:SketchRouter",
                 "the best tokens of the best buckets, by codes of their keys", "this project",
-                colour="#882255", lane="own", needs=("router", "sketches"), default=True, usual=True, served=True,
+                colour="#882255", lane="own", needs=("router", "sketches"), untrained=True, default=True, usual=True, served=True,
                 demo_words="the router's best {budget}, by sketches"),
     SelectorRow("snapkv", "baselines.snapkv:SnapKV", "what the end of the prompt looked at, once",
                 "SnapKV (Li et al. 2024) §4", colour="#E69F00", lane="rival"),

@@ -47,7 +47,8 @@ class Method:
     def artifacts(self) -> list[str]:
         """Which trained artifacts it needs: `router`, `phi`."""
         rows = (row_of(self.selector), ESTIMATOR_ROWS.get(self.completion))
-        return [kind for row in rows if row is not None for kind in row.needs if kind != "sketches"]
+        return [kind for row in rows if row is not None and not getattr(row, "untrained", False)
+                for kind in row.needs if kind != "sketches"]
 
 
 def parse_methods(

@@ -14,7 +14,7 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.core.registry import NONE, default_selector
+from sparsekv.core.registry import NONE, SELECTOR_ROWS, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.runtime.config import SparseConfig
@@ -143,7 +143,8 @@ def make_decoding(
     for artifact in (router, phi):
         if artifact is not None:
             artifact.check(model)
-    estimator, phi = _estimator(config.completion, phi)
+    usual = "phi" if phi is not None else "centroid" if router is None and untrained(chosen) else NONE
+    estimator, phi = _estimator(config.completion or usual, phi)
     if isinstance(estimator, CentroidEstimator):
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
     sink, window = config.sizes(router, phi)
@@ -212,19 +213,27 @@ def gated_maps(
     return None if layers is not None and gate is None else phi.layer(layer_idx, gate)
 
 
+def untrained(selector: Selector) -> bool:
+    """Whether it decodes by what is fitted to the request where nothing was trained for it."""
+    row = SELECTOR_ROWS.get(selector.name)
+    return row is not None and row.untrained
+
+
 def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:
-    """The selector where none is named: the best that the artifact has been trained for."""
+    """The selector where none is named: the best that the artifact has been trained for, and with a budget alone the
+    best that needs none."""
+    if router is None and options.get("token_budget") is not None:
+        return next(row.name for row in SELECTOR_ROWS.values() if row.untrained)
     sketches = router is not None and router.sketch is not None and options.get("probes") is None
     return default_selector([*(["router"] if router is not None else []), *(["sketches"] if sketches else [])])
 
 
 def _estimator(
-    completion: str | Estimator | None, phi: PhiArtifact | None,
+    completion: str | Estimator, phi: PhiArtifact | None,
 ) -> tuple[Estimator | None, PhiArtifact | None]:
     """The estimator to copy, or the feature maps to make one of for every layer."""
     if isinstance(completion, Estimator):
         return completion, None
-    completion = completion or (NONE if phi is None else "phi")
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps: give phi=... or use completion='centroid'")
     if completion in (NONE, "phi"):

@@ -94,6 +94,7 @@ def test_sketch(case: dict, fit: str, candidates: float) -> None:
 def test_without_a_share_all_codes_are_scored_until_they_outweigh_the_means(fit: str, monkeypatch) -> None:
     """Six buckets of dimension 8 and codes of 4 bytes: 12 tokens."""
     monkeypatch.setattr(sparsekv.core.selectors.router, "ALONE", sparsekv.core.buckets.BEFORE_CODES)
+    monkeypatch.setattr(sparsekv.core.selectors.sketch, "ALL_CODES", 0)
     before, queries, step = make_view(batch=2, pads=(0, 8), length=24, new=40)
     assert int(before.regions.mid_sizes.max()) == 11
     found, every = (selector(before, fit=fit, candidates=c) for c in (None, 1.0))

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from sparsekv.core.sketch import fit_sketch, second_moment
+from sparsekv.core.sketch import code_size, fit_sketch, second_moment
 from sparsekv.trainers.pool import Pool
-from sparsekv.core.sketch import code_size
 from sparsekv.trainers.sketch import closed_form
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,8 +73,7 @@ class SketchRouter(Router):
                                 "probes, or use selector router")
 
     def prepare(self, view: CacheLayer) -> None:
-        if self.layer is None:
-            self.layer = Untrained.of_shape(view.num_kv_heads, view.head_dim, view.device)
+        self._settle(view)
         super().prepare(view)
         if self.all_up_to is None:
             self.all_up_to = self._break_even(view)  # type: ignore[misc]
@@ -83,6 +83,15 @@ class SketchRouter(Router):
             max=view.regions.mid_sizes)
         self.widest_pool = int(self.pool.max()) if self.pool.numel() else 0
         self.first = view.regions.mid_first
+
+    def stacks_by(self, view: CacheLayer) -> Hashable | None:
+        self._settle(view)
+        return super().stacks_by(view)
+
+    def _settle(self, view: CacheLayer) -> None:
+        """Without an artifact the layer's own shape says what is fitted to the request."""
+        if self.layer is None:
+            self.layer = Untrained.of_shape(view.num_kv_heads, view.head_dim, view.device)
 
     def build(self, view: CacheLayer) -> None:
         self.buckets, self.weights = None, self.query_model(view)
