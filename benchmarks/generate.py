@@ -14,7 +14,8 @@ itself; caches of the cases in `DRAWN` are filled with drawn keys and values, an
 - transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
   (reduce-overhead, CUDA graphs);
 - dense: attached, full attention; router: buckets by mean_key scores; sketch: codes of a basis; router_phi, sketch_phi:
-  the same completed by maps; all at 1 % of the context, sparse at every length;
+  the same completed by maps; untrained: sketches fitted to the request and bucket means; all at 1 % of the context,
+  sparse at every length;
 - default: what a user gets who gives artifacts and no option, full attention where that is timed to be faster.
 
 `first_token_s`: from the call to the first token, prompt and index in it; `prefill_s`: the same of full attention;
@@ -81,7 +82,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }
 SHAPES["8b-quarter"] = SHAPES["8b"] | {"num_hidden_layers": 8}
-METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "default", "transformers", "transformers_compiled")
+METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "untrained", "default", "transformers",
+           "transformers_compiled")
 COMPILED = ("8b-8k-b1", "8b-16k-b16", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "coder-30k-b1", "coder-30k-b8",
             "tiny-512-b2")
 BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, RECIPES[DEFAULT].features
@@ -216,6 +218,8 @@ def options_of(method: str, trained: Any) -> dict[str, Any]:
         return {}
     if method == "default":
         return {"router": trained[0], "phi": trained[1]}
+    if method == "untrained":
+        return {"token_budget": BUDGET, "dense_below": 0}
     options = {"router": trained[0], "selector": method.partition("_")[0], "token_budget": BUDGET, "dense_below": 0}
     return options | ({"phi": trained[1]} if method.endswith("_phi") else {"completion": "none"})
 

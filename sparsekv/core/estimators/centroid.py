@@ -66,7 +66,7 @@ class CentroidEstimator(Estimator):
         regions, heads = view.regions, view.num_kv_heads
         rows, end = regions.starts.shape[0], regions.edges[3]
         keys = view.keys_at(0, end)
-        spaced = spaced_by(regions, lambda tokens: MOVES.spacing(tokens, self.num_buckets))
+        spaced = spaced_by(regions, lambda tokens: MOVES.stride(tokens, self.num_buckets))
         start = own_centroids(keys, regions.mid_first, regions.mid_last, self.num_buckets)
         # every row has its own buckets: its heads are heads of one long row
         some, used = spaced.take(keys), spaced.used(regions).to(keys.device)
