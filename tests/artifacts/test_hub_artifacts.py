@@ -276,7 +276,7 @@ def test_an_evaluation_takes_the_one_name(hub: Hub, trained: Path, tmp_path) -> 
         assert {"router", "router+phi", "topk+phi"} <= {m.name for m in checked.methods}
     with fails(r"'.*' holds router, phi; expected what is not given by router and phi"):
         sparsekv.attach(make_model(), trained, router=checked.router, phi=checked.phi)
-    with fails("artifacts is a RouterArtifact; expected a folder or a name on the hub"):
+    with fails("artifacts must be a name, found"):
         sparsekv.attach(make_model(), checked.router)
 
 
