@@ -53,8 +53,8 @@ def attach(
       lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
       or `user/name@revision`.
     - config: a `SparseConfig`, or a settings file with some of its fields.
-    - overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of the
-      selector.
+    - overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
+      the selector.
     - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
       of every head, and the artifacts' folders where router and phi are not given.
     - run: how steps are run (`RunOptions`).
