@@ -49,13 +49,13 @@ from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
+from sparsekv.core.sketch import code_size
 from sparsekv.kernels import Sketch
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
-from sparsekv.core.sketch import code_size
 
 CASES = {
     "8b-8k-b1": ("8b", 8192, 1), "8b-16k-b16": ("8b", 16_384, 16), "8b-32k-b1": ("8b", 32_768, 1),

@@ -171,7 +171,8 @@ def attend_tokens_reference(
         else:
             read = keys[:, :, :listed].reshape(count, heads_kv, heads // heads_kv * listed, keys.shape[-1])
             features = key_features_reference(read, _own_maps(completion))
-            rest = remainder(completion, features.reshape(count, heads, listed, -1), own, tokens >= 0)
+            features = features.reshape(count, heads, listed, features.shape[-1])
+            rest = remainder(completion, features, own, tokens >= 0)
         found, lse = merge(torch.stack([found, rest[0].to(found.dtype)]), torch.stack([lse, rest[1].to(lse.dtype)]))
     if pages is not None:
         for row in pages.whole.nonzero()[:, 0].tolist():
