@@ -71,7 +71,7 @@ def bucket_remainder(query: CompletionQuery, tokens: Tensor, values: Tensor) -> 
     count, lists, listed = tokens.shape
     flat = tokens.clamp(min=0).reshape(count, number.shape[1], lists // number.shape[1] * listed)
     bucket = gather_rows(number[..., None], flat).reshape(count, lists, 1, listed).long()
-    features = query.features.to(acc_dtype(query.features)).reshape(count, lists, query.features.shape[1] // lists, query.features.shape[-1])
+    features = query.features.to(acc_dtype(query.features)).unflatten(1, (lists, -1))
     taken = features.gather(-1, bucket.expand(-1, -1, features.shape[2], -1))
     return rest_of(query, taken.masked_fill((tokens < 0)[:, :, None], 0.0), values)
 
