@@ -18,9 +18,10 @@ from tiny import attach, make_model, prompt  # noqa: E402
 from tiny_artifacts import artifacts  # noqa: E402
 
 from sparsekv.artifacts.phi import PhiArtifact  # noqa: E402
+from sparsekv.core.layer import Queries  # noqa: E402
 from sparsekv.kernels import FeatureMapWeights  # noqa: E402
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps  # noqa: E402
-from sparsekv.runtime.vllm.summaries import Summaries, bytes_of  # noqa: E402
+from sparsekv.runtime.vllm.summaries import bytes_of, empty_request, seated  # noqa: E402
 from sparsekv.trainers.options import DEFAULT  # noqa: E402
 from sparsekv.trainers.phi import RECIPES  # noqa: E402
 
@@ -78,9 +79,10 @@ def test_vllm_s_summaries_take_it() -> None:
     for blocks in (0, 1):
         layer = trained(model, blocks).layer(1)
         assert layer is not None
-        summaries = Summaries(layer, torch.zeros(1, heads, 0, dim), seats=2)
+        whole = seated(empty_request(layer, (heads, 0, dim), torch.float32, torch.device("cpu")), seats=2)
         sizes.append(bytes_of(layer, 2, torch.float32)[0])
-        found.append(summaries.asked(q, torch.tensor([1])))
+        queries = Queries(q[:, :, None], torch.tensor([1]), seats=torch.tensor([1]))
+        found.append(whole.query(None, queries))  # type: ignore[arg-type]
     assert sizes[0] == sizes[1] - 4 * 4 * (2 * RECIPE.width**2 + RECIPE.width + 1)  # float32, four query heads
     torch.testing.assert_close(found[0].features, found[1].features)
 
