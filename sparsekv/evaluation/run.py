@@ -74,10 +74,8 @@ class EvalConfig(SparseConfig):
 
     metric: str = option("score", group=METHODS, help=(
         "score: what the tasks give; kl: beside it the distance to full attention, KL(full || method) of the next "
-        "token [nats a token], every method led along full attention's greedy answer, or along the text, one decode "
-        "step a token. Dozens of prompts tell methods apart that hundreds of scores do not."))
-    kl_tokens: int = option(64, group=METHODS, min=1, max=1024, help="Longest answer that methods are led along "
-                                                                     "[tokens].")
+        "token [nats a token], every method led along the first 64 tokens of full attention's greedy answer, or of the "
+        "text, one decode step a token. Dozens of prompts tell methods apart that hundreds of scores do not."))
     against: str | None = option(None, group=METHODS, help="Methods whose KL that of every other is divided by, prompt "
                                                            "by prompt, separated by commas; without it the first "
                                                            "measured.")
@@ -174,7 +172,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
                           accounting=config.accounting, resume=config.resume, config=checked.config,
-                          led_tokens=config.kl_tokens, kl="steps" if config.metric == "kl" else None,
+                          kl="steps" if config.metric == "kl" else None,
                           header={"corpus": config.corpus, "split": config.split} if config.requests is None else None)
     with progress("eval", len(requests) * len(checked.methods), "answers") as advance:
         evaluator.run(checked.methods, advance)

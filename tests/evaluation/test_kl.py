@@ -179,7 +179,7 @@ def test_the_command_shows_it(tmp_path, saved_model) -> None:
         run_eval(EvalConfig(**options, output=tmp_path / "a", metric="kl", against="sketch"))
     with pytest.raises(SparseKVError, match="metric"):
         run_eval(EvalConfig(**options, output=tmp_path / "a", metric="points"))
-    made = run_eval(EvalConfig(**options, output=tmp_path / "a", metric="kl", kl_tokens=4, against="streaming"))
+    made = run_eval(EvalConfig(**options, output=tmp_path / "a", metric="kl", against="streaming"))
     assert "Distance to full attention" in made.table and "KL over sink + tail" in made.table
     assert "Distance to full attention" in (tmp_path / "a" / "report.html").read_text()
     metrics = {r["metric"] for r in made.rows}

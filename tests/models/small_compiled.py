@@ -6,11 +6,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
-import compiled as k  # noqa: E402
+import compiled as k
 
-from sparsekv.kernels import attend, completion  # noqa: E402
-from sparsekv.trainers.options import DEFAULT  # noqa: E402
-from sparsekv.trainers.phi import RECIPES  # noqa: E402
+from sparsekv.kernels import attend, completion
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 recipe = RECIPES[DEFAULT]
 UNITS, FEATURES = 2 * recipe.key_width, recipe.features
