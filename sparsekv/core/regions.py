@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -112,7 +112,7 @@ class Regions:
 
     def grown(self, length: int) -> Regions:
         """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
-        known = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
+        known: dict[str, Any] = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
         made = self._once(("length", length), lambda: replace(self, length=length))
         made.__dict__.update(known)
         return made
