@@ -83,7 +83,7 @@ class CentroidEstimator(Estimator):
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
         first = torch.maximum(old.mid_last, view.regions.mid_first)
-        self._add(view, first, int(old.mid_last.min()), int(view.regions.mid_last.max()))
+        self._add(view, first, old.edges[2], view.regions.edges[3])
 
     def _add(self, view: CacheLayer, first: Tensor, low: int, end: int) -> None:
         """The tokens from `first[b]` on join their buckets; numbers are those of all tokens before `end`."""
