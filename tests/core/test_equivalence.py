@@ -19,6 +19,7 @@ from sparsekv.core.layer import Queries
 from sparsekv.core.offline import Window, request
 from sparsekv.core.registry import SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import dense_attention, slots_at
 from sparsekv.runtime.vllm.index import LayerIndex, Room, build_seat, extend_seat
@@ -95,6 +96,7 @@ PAGE = 4
 def test_a_step_over_pages_is_that_of_the_runtime(case: str, completion: str, group: int, monkeypatch) -> None:
     """The same request, its keys in pages in any order: built at the same prefill, grown at the same steps. Beside it
     in the batch a row that reads all it has."""
+    monkeypatch.setattr(SketchRouter, "alone", False)  # as requests of a server choose
     model = tiny(group, 10, torch.float64)
     taken, cache = steps_of(model, case, completion, 1, monkeypatch)
     keys, values = (x[0].transpose(0, 1) for x in (cache.layers[1].keys, cache.layers[1].values))

@@ -41,6 +41,7 @@ class Attached:
         view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=rope())
         estimator = None if completes is None else PhiEstimator(completes)
         chooses = selector(made, budget, candidates)
+        chooses.alone = False  # as requests of a server choose
         build(view, chooses, estimator)
         self.state = LayerState(view, chooses, estimator, window_size=WINDOW, decode_window=DECODE_WINDOW)
 
