@@ -31,10 +31,10 @@ def own_bytes(case: str, x) -> float:
         "quest": 2 * pages * HEADS_KV * DIM * SIZE, "router": model + places + 4 * HEADS_KV * BUDGET,
         "router-probes": model + places + 4 * HEADS_KV * int(3 / BUCKETS * x.view.length),
         "router-mean_key": HEADS_KV * BUCKETS * (DIM + 8) + places + 4 * HEADS_KV * BUDGET,
-        "sketch": model + places + (4 + sketch) * HEADS_KV * 4 * BUDGET,  # more than a tenth of the context
         "sketch-buckets": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
         "sketch-fitted": model + places + (4 + sketch) * HEADS_KV * math.ceil(0.7 * (context - 1)),
-        "sketch-all": sketch * HEADS_KV * (mid + SIZES["sink_size"])}.get(case, 0.0)
+        **dict.fromkeys(("sketch", "sketch-all"), sketch * HEADS_KV * (mid + SIZES["sink_size"])),  # all codes
+    }.get(case, 0.0)
 
 
 def entries(x) -> float:
