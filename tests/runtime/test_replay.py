@@ -17,6 +17,7 @@ from tiny_artifacts import artifacts
 
 import sparsekv
 from sparsekv.core.selectors import SELECTORS as ALL
+from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.runtime.graph import raised_by_user
 from sparsekv.runtime.hf.attach import RunOptions
 from sparsekv.runtime.process import NOW
@@ -100,8 +101,9 @@ def test_a_replayed_step_is_the_step_across_growth_of_the_mid_region(model, name
 
 
 @pytest.mark.parametrize("name", ["sketch", "fixed"])
-def test_buckets_are_built_where_codes_alone_outgrow_them(model, name: str) -> None:
-    """Eight buckets of dimension 16, codes of five bytes: from 26 tokens on."""
+def test_buckets_are_built_where_codes_alone_outgrow_them(model, name: str, monkeypatch) -> None:
+    """Eight buckets of dimension 16, codes of five bytes: from 26 tokens on, by their bytes, as a server chooses."""
+    monkeypatch.setattr(SketchRouter, "alone", False)
     found = {}
     for replays in (False, True):
         routed = []
