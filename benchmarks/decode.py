@@ -6,7 +6,7 @@ attention.
 candidates that the best buckets give, 10 % of it, or of all where that reads less (`_tenth`, `_all`: one of them
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
-twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
+twins. Writes the rows of `decode` (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
 chooses: steps, parts (index, votes, cache), summaries (of φ), dense (full attention, `_dense.py`). What a token costs
 in a user's hands is `benchmarks/generate.py`.
 

@@ -11,7 +11,7 @@ answers once. With two devices `--side-by-side` runs two methods at the same tim
 process early. What counts are rounds in which every task was answered, and what is compared those that both have.
 With `--answers` a run goes on where an earlier one with that folder stopped, and with `--minutes 0` only counts.
 
-Scores go to docs/results/served_quality.json, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
+Scores go to the rows of `served_quality`, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
 with by how much the backend is above attach and above vLLM's own, with the 95 % interval paired by prompt; and of every
 method and length the median time of a step, `token_ms`, of these very answers. On one H100, expected: a minute to
 start, then 0.5 s a prompt of 16k and 1 s of 30k: of 325 prompts 4 and 8 minutes a method and budget.

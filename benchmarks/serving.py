@@ -364,7 +364,7 @@ def main() -> None:
             if case.startswith("tp2-") and two and one:
                 add_rows("serving", [row(case, method, "same_tokens", same(two, one), "tokens", of=len(one))],
                          options.output)
-    print(options.output / "serving.json")
+    print(options.output)
 
 
 def settings_for(folder: Path, shape: str, method: str = "vllm_sparsekv") -> Path:
