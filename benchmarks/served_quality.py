@@ -3,7 +3,7 @@
     python benchmarks/served_quality.py --model FOLDER --artifacts FOLDER --prompts FILE --name coder-1.5b
         [--lengths 16384 30000] [--budgets 0.01 0.02] [--samples 25] [--side-by-side] [--minutes 4]
 
-Needs vLLM (docs/serving.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
+Needs vLLM (docs/serve.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
 artifacts of one `sparsekv train`, a budget, and that no context is too short, since a small model's 16k would be
 attended to fully; all else is what both have by default. A method with a budget is a process of its own and answers one
 prompt after another, greedily, the first of every task before the second. vLLM's own attention has no budget and

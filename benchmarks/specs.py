@@ -335,10 +335,44 @@ TRAINING = Page(
               words={"router-layer-128k": "Saap's query models, 10,000 steps", "phi-layer-128k": "feature maps"}),
     ])
 
+def ratio(rows: str, of: str, to: str, form: str = "{:.1f} ×", **where: Any) -> Cell:
+    """A row's number over another method's."""
+    return Cell(rows=rows, where={**where, "method": to}, form=form, under={"method": of})
+
+
 SAAP = "saap, long-model, 8192 tokens"
 PAPERS = Page(
     "The papers' settings", "What the papers' own settings give here. What each paper prints, and what differs, is on "
     "[the page of the papers](../papers.md). “The tuned SmolLM2” is SmolLM2-135M tuned to retrieve over 32k tokens.", [
+        Grid("Printed, and here", ["printed", "by the paper", "here", "of"], [
+            ["top-k: score kept at 2 % of the tokens", "95 %", Cell(
+                rows="quality", where={"case": "ruler@16384", "metric": "score", "method": "full", "budget": None},
+                form="{:.0f} %", scale=100, under={"method": "topk", "budget": 0.02}), "the tuned SmolLM2, RULER, 16k"],
+            ["completion: points gained at the same k, 4k", "+4.0", Cell(
+                rows="real", where=real("ruler@4096", machine=H100, metric="difference", method="topk+phi",
+                                        against="topk", budget=0.01), form="{:+.1f}", spread="±"), "the 1.5B, 1 %, 4k"],
+            ["completion: points gained at equal worst-case budgets, 2 %", "+1.3", Cell(
+                rows="real", where=real("worst@16384", metric="difference", method="topk+phi", against="topk",
+                                        budget=0.02), form="{:+.1f}", spread="±"), "the 1.5B, 16k"],
+            ["Saap: one head, 171k tokens, 32 buckets [µs]", "18", Cell(
+                rows="decode", where={"case": "4x1-171k-b1", "method": "sparse_probes", "metric": "us"}),
+             "four query heads, one H200"],
+            ["the same by FlashAttention [µs]", "50", Cell(
+                rows="decode", where={"case": "4x1-171k-b1", "method": "sdpa_flash", "metric": "us"}), "the same"],
+            ["Saap: training", "25 min a head", Cell(
+                rows="training", where={"case": "router-layer-128k", "metric": "seconds"}, form="{:.0f} s"),
+             "eight KV heads, 128k tokens, one H200"],
+            ["LFPS: a token at 128k on a CPU, times as fast", "22.8 ×", Cell(
+                rows="runtime", where={"case": "cpu-128k-8b", "method": "lfps", "metric": "speedup"}, form="{:.1f} ×"),
+             "a layer's step, 8B shape, two cores"],
+            ["LFPS: RULER, 4k", "77.8", Cell(rows="quality-rivals", where={
+                "case": "ruler@4096", "method": RIVALS[1], "budget": 0.02, "metric": "score", "commit": "c04f146"}),
+             "the tuned SmolLM2, 2 %"],
+            ["TokenSelect: a chunk over 1M tokens, times as fast", "23.84 ×", ratio(
+                "papers", "dense", "token_select", metric="ms",
+                case="chunk of 512 after 1048576 tokens, 32/8 heads of 128"),
+             "8B shape, one H200"],
+        ], "Models, texts and machines differ: ours are of 135M and 1.5B parameters."),
         Table("Saap: mass that is read", "papers", {"method": "chosen by"},
               [Cell(percent(b), {"metric": f"mass_share@{b}"}, "{:.2f}") for b in (*FEW, 0.1)],
               {"case": SAAP, "method": ("topk", *(f"{m}, C = 1024, {rope} RoPE" for rope in ("without", "with")
@@ -442,8 +476,8 @@ SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trai
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
 ], origin=False)
 FIRST = Text(
-    "One H200, {} of the context retrieved: a model of 8B shape takes **{} ms per token** after 128k tokens, full attention "
-    "{} ms.\nA 1.5B model loses **{} points** of RULER at 16k tokens by the same setting ({} prompts).",
+    "One H200, {} of the context retrieved: a model of 8B shape takes **{} ms per token** after 128k tokens, full "
+    "attention {} ms.\nA 1.5B model loses **{} points** of RULER at 16k tokens by the same setting ({} prompts).",
     (Cell(rows="generate", where={"case": "8b-128k-b1", "method": "sketch_phi", "metric": "loop_ms"}, form="{:g} %",
           of="budget", scale=100),
      ms("8b-128k-b1", "sketch_phi"), ms("8b-128k-b1", "dense"),
