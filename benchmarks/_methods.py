@@ -16,8 +16,8 @@ from sparsekv.core.registry import ESTIMATOR_ROWS, PAPERS, SELECTOR_ROWS
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.runtime.config import GROUP, SparseConfig
 from sparsekv.runtime.vllm.settings import Serving
-from sparsekv.trainers.estimate import GPU, ModelShape, Work, estimate
-from sparsekv.trainers.pipeline import ON_GPU, TrainConfig, planned
+from sparsekv.trainers.estimate import GPU, ModelShape, estimate
+from sparsekv.trainers.pipeline import ON_GPU, TrainConfig, _work, planned
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -90,8 +90,7 @@ def sizes() -> list[list[str]]:
               "memory, training [GB] (layers at once)", "capture [s]", "router [s]", "φ [s]", "quality cards [s]"]]
     for name, (shape, longest) in SIZES.items():
         plan = planned(TrainConfig("m", "c", "o"), ON_GPU, shape, longest, 80_000_000_000)
-        work = Work(plan.documents, plan.context_length, plan.queries, 1024, 2500, 256, 192, 4096)
-        found, layers = estimate(shape, work, GPU), plan.layer_group or shape.layers
+        found, layers = estimate(shape, _work(plan), GPU), plan.layer_group or shape.layers
         lines.append([name, f"{plan.documents}, {plan.context_length:,}" if plan.context_length >= 10_000
                       else f"{plan.documents}, {plan.context_length}",
                       *(f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in (

@@ -87,8 +87,8 @@ class Table:
     """Rows of a subject: a line for every combination of the fields in `lines`, a column a cell.
 
     lines: fields and their headers. where: fields of all rows; a tuple also gives the order of the lines. words: what
-    values are called, beside `WORDS`. made_by: fields of the rows that make a line, where not all do. chart: `bars` or
-    `lines` draws the columns as the page's picture; axis: its axis.
+    values are called, beside `WORDS`. made_by: fields of the rows that make a line, where not all do. chart: what
+    the axis of the page's picture says, which is bars of the columns; without it there is none.
     """
 
     title: str
@@ -100,7 +100,6 @@ class Table:
     words: Mapping[Any, str] = field(default_factory=dict)
     made_by: Where = field(default_factory=dict)
     chart: str = ""
-    axis: str = ""
 
     def keys(self) -> list[tuple[Any, ...]]:
         """The values of every line, in order."""
@@ -243,8 +242,10 @@ def chart(page: Page) -> Table | None:
 
 
 def picture(table: Table) -> bytes:
-    """A table as SVG: bars, a group a line, or lines, one a line of the table, over the columns."""
+    """A table as SVG: bars of the columns, a group per line."""
     import matplotlib
+
+    from sparsekv.evaluation.canvas import SERIES
 
     matplotlib.use("svg")
     from matplotlib import pyplot
@@ -261,23 +262,17 @@ def picture(table: Table) -> bytes:
     titles = [c.title for c in columns]
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": table.title, "font.family": "sans-serif",
                             "axes.spines.top": False, "axes.spines.right": False}):
-        if table.chart == "bars":
-            figure, axes = pyplot.subplots(figsize=(7.2, 0.5 + 0.16 * len(names) * (len(titles) + 1)))
-            for i, title in enumerate(titles):
-                axes.barh([n + (i - (len(titles) - 1) / 2) / (len(titles) + 1) for n in range(len(names))],
-                          [v[i] for v in values], 1 / (len(titles) + 1), label=title)
-            axes.set_yticks(range(len(names)), names)
-            axes.invert_yaxis()
-            axes.set_xlabel(table.axis)
-        else:
-            figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
-            for name, line in zip(names, values, strict=True):
-                axes.plot(titles, line, marker="o", markersize=4, label=name)
-            axes.set_ylabel(table.axis)
+        figure, axes = pyplot.subplots(figsize=(7.2, 0.5 + 0.16 * len(names) * (len(titles) + 1)))
+        for i, title in enumerate(titles):
+            axes.barh([n + (i - (len(titles) - 1) / 2) / (len(titles) + 1) for n in range(len(names))],
+                      [v[i] for v in values], 1 / (len(titles) + 1), label=title, color=SERIES[i])
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel(table.chart)
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.25)
         out = io.BytesIO()
-        figure.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(out, format="svg", bbox_inches="tight", facecolor="white", metadata={"Date": None})
         pyplot.close(figure)
     return out.getvalue()
 

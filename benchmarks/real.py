@@ -35,7 +35,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
 from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows
@@ -80,8 +79,8 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 @dataclass(frozen=True)
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
-    turns, worst (budgets that pay for all that is fetched), kvpress (rivals by another package's code) or prefill
-    (prompts read sparsely; of each text `TEXTS` windows), or kl (the distance to full attention on such prompts)."""
+    turns, worst (budgets that pay for all that is fetched), prefill (prompts read sparsely; of each text `TEXTS`
+    windows), or kl (the distance to full attention on such prompts)."""
 
     name: str
     kind: str
@@ -136,7 +135,6 @@ def all_stages() -> list[Stage]:
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
         Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
         Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
-        Stage("kvpress16", "kvpress", 16_384, (), one, 0, 4),
         Stage("prefill16", "prefill", 16_384, READINGS, one, 0, 4),
         Stage("prefill32", "prefill", 32_768, READINGS, one, 0, 4),
         Stage("next-prefill32", "prefill", 32_768, READINGS, one, 4, 8),
@@ -233,9 +231,6 @@ def work(options: argparse.Namespace) -> None:
             if stage.kind == "long":
                 return long_generation(model, windows, methods, placed, lines, **given)
             return turns(model, tokenizer, windows, methods, placed, lines, **given)
-        if stage.kind == "kvpress":
-            return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
-                                   stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
         place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST, KL: KL}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
@@ -501,9 +496,8 @@ def main() -> None:
         return put(options.collect)
     if options.list:
         for s in all_stages():
-            methods = PRESSES if s.kind == "kvpress" else s.methods
-            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task: {' '.join(methods)} at "
-                  f"{s.budgets}")
+            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task: {' '.join(s.methods)} "
+                  f"at {s.budgets}")
         return None
     return work(options) if options.shard else lead(options)
 

@@ -76,7 +76,7 @@ QUALITY = Page(
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
               real("ruler@16384", method=(*OURS, *RIVALS)),
               "Thirteen tasks. Bytes are those that a step of a sparse layer reads, of its keys and values.",
-              chart="bars", axis="points to full attention"),
+              chart="points to full attention"),
         Table("Another training of the same recipe", "real", {"method": "method"},
               [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
               real("ruler@16384", machine=H100, method=MORE)),
@@ -166,7 +166,7 @@ STEPS = ("32x8-8k-b1", "32x8-32k-b1", "32x8-64k-b1", "32x8-128k-b1", "32x8-512k-
 DENSE = tuple(f"dense-{heads}-d128-{n}-b{b}" for heads in ("32x8", "12x2") for n in ("8k", "30k", "128k")
               for b in (1, 8))
 TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-16k-b16", "8b-32k-b16", "coder-30k-b1",
-          "coder-30k-b8", "coder-30k-b24", "coder-16k-b64", "coder-32k-b64", "smollm2-8k-b1")
+          "coder-30k-b8", "coder-30k-b24", "coder-16k-b64", "coder-32k-b64")
 TIMED = (("full attention", "dense"), ("sketch", "sketch"), ("sketch + φ", "sketch_phi"))
 SPEED = Page(
     "Speed", "By `attachment.generate`, full attention too. The budget is 1 % of the context. “8B shape” is Llama 3.1 "
@@ -176,7 +176,12 @@ SPEED = Page(
             *(Cell(f"{title} [ms]", {"method": m}, "{:.2f}") for title, m in TIMED),
             Cell("sketch + φ, times as fast", {"method": "sketch_phi"}, "{:.2f} ×", under={"method": "dense"}),
             Cell("default [ms]", {"method": "default"}, "{:.2f}")], {"metric": "loop_ms", "case": TOKENS},
-              chart="bars", axis="ms per token"),
+              chart="ms per token"),
+        Table("Time of a token on a CPU", "generate", {"case": "model, requests"}, [
+            *(Cell(f"{title} [ms]", {"method": m}, "{:.0f}") for title, m in (
+                ("full attention", "dense"), ("sketch + φ", "sketch_phi"), ("default", "default"))),
+            Cell("sketch + φ, times as fast", {"method": "sketch_phi"}, "{:.2f} ×", under={"method": "dense"})],
+              {"metric": "loop_ms", "case": ("smollm2-8k-b1",)}, "Two cores."),
         Table("First token and memory", "generate", {"case": "model, requests"}, [
             *(Cell(f"first token, {title} [s]", {"method": m, "metric": "first_token_s"}, "{:.2f}")
               for title, m in TIMED[::2]),
@@ -245,7 +250,7 @@ SERVING = Page(
         Table("Time of a token", "serving", {"case": "model, requests"}, [
             *(Cell(f"{title} [ms]", {"method": m}, "{:.2f}") for title, m in BOTH),
             Cell("times as fast", {"method": "vllm_sparsekv"}, "{:.2f} ×", under={"method": "vllm_fa3"})],
-              {"metric": "token_ms", "case": SERVED}, chart="bars", axis="ms per token"),
+              {"metric": "token_ms", "case": SERVED}, chart="ms per token"),
         Table("First token of the last request", "serving", {"case": "model, requests", "commit": "commit"}, [
             *(Cell(f"{title} [s]", {"method": m, "metric": "first_s"}, "{:.2f}") for title, m in BOTH),
             Cell("a request's index [s]", {"method": "vllm_sparsekv", "metric": "index_s"}, "{:.2f}"),
@@ -284,7 +289,7 @@ TRAINING = Page(
               for title, case in (("prose, 16k", "prose@16384"), ("program text, 16k", "code@16384"),
                                   ("prose, 32k", "prose@32768"))),
             Cell("seconds", {"case": "training", "method": "phi", "metric": "seconds"}, "{:.0f}")],
-              note="Four layers, two held-out windows of each text, one seed.", chart="bars", axis="relative error"),
+              note="Four layers, two held-out windows of each text, one seed.", chart="relative error"),
         Table("Heads by entropy of their attention", "phi-training", {"quarter": "quarter of the heads, least first"}, [
             Cell("without φ", {"method": "topk"}, "{:.3f}"), Cell("with φ", {"method": "topk+phi"}, "{:.3f}")],
               {"case": "entropy@16384", "metric": "rel_err", "budget": 0.01, "windows": 24, "length": 16384,

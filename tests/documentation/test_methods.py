@@ -54,7 +54,7 @@ def test_a_table_has_a_line_for_every_value_and_none_for_nothing(monkeypatch) ->
         {"method": ("a", "b", "c")})
     assert table.drawn() == ["## T", "", "H200, commits a, b.", "", "| method | 1 % | ratio |", "| --- | ---: | ---: |",
                              "| a | 2.0 | 2 × |", "| b | 4.0 | – |", ""]
-    assert b"<svg" in pages.picture(dataclasses.replace(table, chart="bars", axis="ms"))
+    assert b"<svg" in pages.picture(dataclasses.replace(table, chart="ms"))
     assert dataclasses.replace(table, where={"method": "none"}).drawn() == []
 
 
