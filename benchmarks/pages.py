@@ -47,14 +47,16 @@ class Cell:
     under: Where | None = None
     rows: str = ""
 
-    def drawn(self, rows: str, where: Where, used: list[Row] | None = None) -> str:
-        """The cell's text; a dash where no row is. Raises ValueError where several rows differ."""
-        found = self.found(self.rows or rows, {**where, **self.where}, used)
+    def drawn(self, rows: Sequence[Row], where: Where, used: list[Row] | None = None) -> str:
+        """The cell's text; a dash where no row is. rows: where the cell names no subject. Raises ValueError where
+        several rows differ."""
+        rows = subject(self.rows) if self.rows else rows
+        found = self.found(rows, {**where, **self.where}, used)
         if found is None:
             return MISSING
         value = found[self.of]
         if self.under is not None:
-            other = self.found(self.rows or rows, {**where, **self.where, **self.under}, used)
+            other = self.found(rows, {**where, **self.where, **self.under}, used)
             if other is None:
                 return MISSING
             value = other[self.of] / value
@@ -72,10 +74,10 @@ class Cell:
             value = self.scale * (value - self.less)
         return re.sub(r"-(?=[\d.])", "−", self.form.format(value))
 
-    def found(self, rows: str, where: Where, used: list[Row] | None = None) -> Row | None:
-        chosen = [r for r in subject(rows) if selects(where, r) and r.get(self.of) is not None]
+    def found(self, rows: Sequence[Row], where: Where, used: list[Row] | None = None) -> Row | None:
+        chosen = [r for r in rows if selects(where, r) and r.get(self.of) is not None]
         if len({(r[self.of], r.get("low"), r.get("high")) for r in chosen}) > 1:
-            raise ValueError(f"{rows} has {len(chosen)} rows of {dict(where)}, expected one: "
+            raise ValueError(f"{len(chosen)} rows of {dict(where)}, expected one: "
                              f"{[(r.get('machine'), r.get('commit'), r[self.of]) for r in chosen[:4]]}")
         if chosen and used is not None:
             used.append(chosen[0])
@@ -101,10 +103,16 @@ class Table:
     made_by: Where = field(default_factory=dict)
     chart: str = ""
 
+    def pool(self) -> list[Row]:
+        """The rows that fields select which no column overrides."""
+        other = {name for c in self.columns for name in (*c.where, *(c.under or ()))}
+        fixed = {name: value for name, value in self.where.items() if name not in other}
+        return [r for r in subject(self.rows) if selects(fixed, r)]
+
     def keys(self) -> list[tuple[Any, ...]]:
         """The values of every line, in order."""
         found = dict.fromkeys(
-            tuple(freeze(r.get(f)) for f in self.lines) for r in subject(self.rows)
+            tuple(freeze(r.get(f)) for f in self.lines) for r in self.pool()
             if selects({**self.where, **self.made_by}, r)
             and any(selects({**self.where, **c.where}, r) for c in self.columns))
         places = [self.where.get(f) if isinstance(self.where.get(f), tuple) else None for f in self.lines]
@@ -116,18 +124,18 @@ class Table:
 
     def cells(self, used: list[Row] | None = None) -> list[list[str]]:
         """Names and cells of every line."""
-        made = []
+        made, rows = [], self.pool()
         for key in self.keys():
             where = {**self.where, **dict(zip(self.lines, map(thaw, key), strict=True))}
             names = [named(k, self.words) for k in key]
-            made.append([*names, *(c.drawn(self.rows, where, used) for c in self.columns)])
+            made.append([*names, *(c.drawn(rows, where, used) for c in self.columns)])
         return [line for line in made if set(line[len(self.lines):]) != {MISSING}]
 
     def drawn(self) -> list[str]:
         used: list[Row] = []
-        if not self.cells():
+        if not (cells := self.cells(used)):
             return []
-        table = grid([*self.lines.values(), *(c.title for c in self.columns)], self.cells(used), len(self.lines))
+        table = grid([*self.lines.values(), *(c.title for c in self.columns)], cells, len(self.lines))
         return section(self.title, self.note, table, used)
 
 
@@ -143,7 +151,7 @@ class Grid:
 
     def drawn(self) -> list[str]:
         used: list[Row] = []
-        lines = [[c if isinstance(c, str) else c.drawn("", {}, used) for c in line] for line in self.lines]
+        lines = [[c if isinstance(c, str) else c.drawn((), {}, used) for c in line] for line in self.lines]
         return section(self.title, self.note, grid(self.header, lines, 1), used if self.origin else [])
 
 
@@ -155,7 +163,7 @@ class Text:
     cells: Sequence[Cell]
 
     def drawn(self) -> list[str]:
-        return [self.text.format(*(c.drawn("", {}) for c in self.cells))]
+        return [self.text.format(*(c.drawn((), {}) for c in self.cells))]
 
 
 @dataclass(frozen=True)
@@ -167,9 +175,8 @@ class Page:
     parts: Sequence[Table | Grid]
 
     def drawn(self, name: str) -> str:
-        lines = [f"# {self.title}", "", self.intro, ""]
-        if chart(self) is not None:
-            lines += [f"<!-- picture: {name} -->", ""]
+        picture = [f"<!-- picture: {name} -->", ""] if chart(self) is not None else []
+        lines = [f"# {self.title}", "", self.intro, "", *picture]
         return "\n".join(lines + [line for part in self.parts for line in part.drawn()]).rstrip() + "\n"
 
 
@@ -186,9 +193,7 @@ def grid(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> li
     return [f"| {' | '.join(line)} |" for line in (header, rule, *lines)]
 
 
-@functools.cache
-def subject(name: str) -> list[Row]:
-    return load(name)
+subject = functools.cache(load)
 
 
 def selects(where: Where, r: Row) -> bool:
@@ -254,7 +259,7 @@ def picture(table: Table) -> bytes:
     names, values = [], []
     for key in table.keys():
         where = {**table.where, **dict(zip(table.lines, map(thaw, key), strict=True))}
-        found = [c.found(c.rows or table.rows, {**where, **c.where}) for c in columns]
+        found = [c.found(table.pool(), {**where, **c.where}) for c in columns]
         if any(r is not None for r in found):
             names.append(", ".join(named(k, table.words) for k in key if k is not None))
             values.append([float("nan") if r is None else c.scale * (r["value"] - c.less)
@@ -302,7 +307,8 @@ def pages() -> dict[Path, str]:
     for path, parts in PLACES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for name, part in parts.items():
-            text = filled(text, ["", *part.drawn()] if part.drawn()[-1] == "" else part.drawn(), name)
+            lines = part.drawn()
+            text = filled(text, ["", *lines] if lines[-1] == "" else lines, name)
         made[ROOT / path] = text
     return made
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.pages import Cell, Grid, Page, Table, Text
+from sparsekv.evaluation.methods import percent
 
 H200, H100 = "NVIDIA H200, torch 2.11.0+cu130", "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130"
 MODEL = "coder-1.5b"
@@ -33,10 +34,6 @@ RIVALS = ("token_select", "lfps:alpha=0.1:fills=true", "quest", "magicpig", "pyr
           "snapkv:observation_window=16:kernel_size=5:pooling=avg", "streaming_llm")
 FULL = {"metric": "difference", "against": "full"}
 FEW = (0.01, 0.02, 0.05)
-
-
-def percent(budget: float) -> str:
-    return f"{100 * budget:g} %"
 
 
 def by_budget(budgets: Sequence[float], **where: Any) -> list[Cell]:
@@ -335,15 +332,7 @@ TRAINING = Page(
             Cell("peak memory [GB]", {"method": "capture", "metric": "peak_gb"}),
             Cell("stored [GB]", {"method": "capture", "metric": "stored_gb"}, "{:.2f}")], note="Seconds per window.",
               words={"x86_64 CPU, 2 threads, torch 2.13.0+cpu": "CPU, 2 threads"}),
-        Table("Time of one layer, 128k tokens", "training", {"case": "trainer"},
-              [Cell("seconds", {"metric": "seconds"}, "{:.0f}")], {"method": "all heads"},
-              words={"router-layer-128k": "Saap's query models, 10,000 steps", "phi-layer-128k": "feature maps"}),
     ])
-
-def ratio(rows: str, of: str, to: str, form: str = "{:.1f} ×", **where: Any) -> Cell:
-    """A row's number over another method's."""
-    return Cell(rows=rows, where={**where, "method": to}, form=form, under={"method": of})
-
 
 SAAP = "saap, long-model, 8192 tokens"
 PAPERS = Page(
@@ -373,9 +362,10 @@ PAPERS = Page(
             ["LFPS: RULER, 4k", "77.8", Cell(rows="quality-rivals", where={
                 "case": "ruler@4096", "method": RIVALS[1], "budget": 0.02, "metric": "score", "commit": "c04f146"}),
              "the tuned SmolLM2, 2 %"],
-            ["TokenSelect: a chunk over 1M tokens, times as fast", "23.84 ×", ratio(
-                "papers", "dense", "token_select", metric="ms",
-                case="chunk of 512 after 1048576 tokens, 32/8 heads of 128"),
+            ["TokenSelect: a chunk over 1M tokens, times as fast", "23.84 ×", Cell(
+                rows="papers", form="{:.1f} ×", under={"method": "dense"}, where={
+                    "method": "token_select", "metric": "ms",
+                    "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}),
              "8B shape, one H200"],
         ], "Models, texts and machines differ: ours are of 135M and 1.5B parameters."),
         Table("Saap: mass that is read", "papers", {"method": "chosen by"},
@@ -486,10 +476,8 @@ FIRST = Text(
     (Cell(rows="generate", where={"case": "8b-128k-b1", "method": "sketch_phi", "metric": "loop_ms"}, form="{:g} %",
           of="budget", scale=100),
      ms("8b-128k-b1", "sketch_phi"), ms("8b-128k-b1", "dense"),
-     Cell(rows="real", where=real("ruler@16384", method="sketch+phi", budget=0.01, against="full", metric="difference"),
-          form="{:.1f}", scale=-1),
-     Cell(rows="real", where=real("ruler@16384", method="sketch+phi", budget=0.01, against="full", metric="difference"),
-          form="{}", of="samples")))
+     replace(points("sketch+phi", 0.01, form="{:.1f}", spread=""), scale=-1),
+     replace(points("sketch+phi", 0.01, form="{}", spread=""), of="samples")))
 PLACES: dict[str, dict[str, Any]] = {
     "README.md": {"figures": FIRST, "summary": SUMMARY}, "docs/start.md": {"demo": Table(
         "", "demo", {"method": "what a step reads", "budget": "budget"}, [
