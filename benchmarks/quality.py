@@ -1,4 +1,4 @@
-r"""RULER under every method and budget: the rows of docs/results/quality.json, the tables of quality.md, the figures.
+r"""RULER under every method and budget: the rows of `quality`.
 
     python3 benchmarks/quality.py --model MODEL --lengths 4096,16384,32768 --samples 50,50,24 --make-prompts FILE
     sparsekv train MODEL TEXT -o TRAINED
@@ -11,7 +11,7 @@ prefilled once, in batches, and answered by every method and budget. Shards are 
 and write into one folder; a step waits for Python more than for the GPU, so several to a GPU are faster (--batch-tokens
 then says how much memory each may take: keys and values of so many tokens, and about as much again for what a method
 builds; OMP_NUM_THREADS=1). After --minutes nothing is begun; --resume goes on after that, or after an interruption:
-finished cells are kept. --collect draws the tables of what is there, with --samples of the first prompts of each task
+finished cells are kept. --collect writes the rows of what is there, with --samples of the first prompts of each task
 alone, so that systems that answered fewer stand beside the others on the same ones.
 """
 
@@ -30,16 +30,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._lanes import lanes_markdown
 from benchmarks._peers import PEERS
-from benchmarks._rows import RESULTS
+from benchmarks._rows import RESULTS, write_rows
 from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
-from sparsekv.evaluation.figures import score_by_budget, score_by_bytes
-from sparsekv.evaluation.methods import parse_methods, plain
+from sparsekv.evaluation.methods import parse_methods
 from sparsekv.evaluation.own_tasks import continuations, spread_windows
 from sparsekv.evaluation.requests import (
     RULER_OFFLINE,
@@ -50,9 +48,8 @@ from sparsekv.evaluation.requests import (
     make_requests,
     save_requests,
 )
-from sparsekv.evaluation.rows import as_text
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.evaluation.tables import in_order, lane_b, markdown, table
+from sparsekv.evaluation.tables import lane_b, markdown, table
 from sparsekv.util.progress import progress
 
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
@@ -133,39 +130,15 @@ def first_cells(cells: Sequence[dict[str, Any]], counts: dict[int, int]) -> list
 
 
 def write_tables(options: argparse.Namespace) -> None:
-    """quality.json, quality.md and a figure a length in the output folder, from all shards' cells."""
+    """The rows of all shards' cells in the output folder; a table of every mean on the terminal."""
     cells = collect(options.output)
     if options.samples:
         lengths = options.lengths or sorted({int(c["case"].rpartition("@")[2]) for c in cells})
         cells = first_cells(cells, by_length(lengths, options.samples))
     rows = score_rows(cells)
-    (options.output / "quality.json").write_text(as_text(rows), encoding="utf-8")
-    (options.output / "quality.md").write_text(page(rows), encoding="utf-8")
-    figures(rows, options.output)
+    print(write_rows("quality", rows, options.output))
     for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
         print(f"\n{case}\n" + markdown(*table(rows, case, lane_b())))
-
-
-def page(rows: Sequence[dict[str, Any]], title: str = "Quality on RULER", name: str = "quality") -> str:
-    """The page of rows that lie in `<name>.json`."""
-    machines, commits = ("; ".join(sorted({r[key] for r in rows})) for key in ("machine", "commit"))
-    samples = sorted({r["samples"] for r in rows if "@" in r["case"] and not r["case"].startswith("ruler@")
-                      and r["value"] is not None})
-    return (f"# {title}\n\n{machines}; commits {commits}; every row of {name}.json has its command.\n\n"
-            "Points of 100 ± half the 95 % bootstrap interval; columns are budgets: the share of the context a query "
-            "may retrieve. Prompts are prefilled densely but for their last token; layer 0 stays dense in every "
-            f"sparse row; anchors 4 + 16 tokens. Samples of a task: {', '.join(map(str, samples))}. "
-            "“–”: the budget cannot pay for what is always read.\n\n" + lanes_markdown(rows))
-
-
-def figures(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """A figure of the systems a length, `quality-<length>.png`."""
-    shown = [m for m in in_order({r["method"] for r in rows}, ["full", *lane_b()])
-             if plain(m) not in PEERS or m in PEERS.values()]  # a rival as it is served best
-    for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
-        charged = any("bytes_share" in r for r in rows if r["case"] == case)
-        drawn = (score_by_bytes if charged else score_by_budget)(rows, case, shown)
-        (folder / f"quality-{case.partition('@')[2]}.png").write_bytes(drawn.png)
 
 
 def pair(text: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ FILE of --prompts is of `quality.py --make-prompts --ruler-data ... --text prose
 prompts under some methods; every cell is on disk when it is measured, so that the same command goes on where it
 stopped. Cells of another card go to another folder: a table is of one card, full attention included. --back gets one
 archive of all that, anew every minute. The rows say which model, quantisation and file they are of, and what the
-artifacts were trained on. --collect writes what is there into docs/results/real.json.
+artifacts were trained on. --collect writes what is there into the subject `real`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._kvpress import PRESSES, measure_presses
 from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
 from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows
-from benchmarks._real_page import continued, prompts_read
-from benchmarks._rows import RESULTS
+from benchmarks._rows import RESULTS, load, write_rows
 from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -49,7 +47,7 @@ from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
-from sparsekv.evaluation.rows import as_text, origin
+from sparsekv.evaluation.rows import origin
 from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.evaluation.tables import every_method, kl_tables, markdown, table
 
@@ -81,8 +79,8 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 @dataclass(frozen=True)
 class Stage:
     """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
-    turns, worst (budgets that pay for all that is fetched), kvpress (rivals by another package's code) or prefill
-    (prompts read sparsely; of each text `TEXTS` windows), or kl (the distance to full attention on such prompts)."""
+    turns, worst (budgets that pay for all that is fetched), prefill (prompts read sparsely; of each text `TEXTS`
+    windows), or kl (the distance to full attention on such prompts)."""
 
     name: str
     kind: str
@@ -137,7 +135,6 @@ def all_stages() -> list[Stage]:
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
         Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
         Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
-        Stage("kvpress16", "kvpress", 16_384, (), one, 0, 4),
         Stage("prefill16", "prefill", 16_384, READINGS, one, 0, 4),
         Stage("prefill32", "prefill", 32_768, READINGS, one, 0, 4),
         Stage("next-prefill32", "prefill", 32_768, READINGS, one, 4, 8),
@@ -234,9 +231,6 @@ def work(options: argparse.Namespace) -> None:
             if stage.kind == "long":
                 return long_generation(model, windows, methods, placed, lines, **given)
             return turns(model, tokenizer, windows, methods, placed, lines, **given)
-        if stage.kind == "kvpress":
-            return measure_presses(model, tokenizer, requests, folder / f"cells-kvpress-{shard}of{shards}.jsonl",
-                                   stage.budgets, said, lambda: time.perf_counter() >= until)
         control = stage.kind == "control"
         place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST, KL: KL}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
@@ -317,7 +311,7 @@ def lead(options: argparse.Namespace) -> None:
             file.close()
             print(f"process {i}: {workers[i].returncode}\n" + (options.output / f"log-{i}.txt").read_text()[-1500:])
     rows = rows_of(options.output, options.against)
-    (options.output / "real.json").write_text(as_text(rows), encoding="utf-8")
+    write_rows("real", rows, options.output)
     pack(options)
     show(rows)
     print(f"{time.monotonic() - began:.0f} s")
@@ -438,26 +432,25 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     shown = [r for r in mine if r["metric"] == metric and r.get("against", "full") == "full"]
                     print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
             elif case.startswith(TEXT):
-                print(f"\n{name} {case}\n{continued(mine, case)}")
+                for metric in ("perplexity", "perplexity_ratio", "rel_err"):
+                    shown = [r for r in mine if r["metric"] == metric]
+                    print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
         for made in kl_tables([r for r in mine if r["metric"].startswith("kl") and "task" in r]):
             print(f"\n{name} {made.title}\n{made.text()}")
-        for length in sorted({r["length"] for r in mine if r["case"].startswith("prefill")}):
-            print(f"\n{name}, prompts of {length} tokens\n" + prompts_read(mine, length))
         for r in mine:
-            if r["case"].startswith(("long@", "second_turn@")) and r["metric"] in ("kl", "agrees", "score"):
+            if r["case"].startswith(("long@", "second_turn@", "prefill")) and r["metric"] in (
+                    "kl", "agrees", "score", "perplexity_ratio"):
                 where = {k: r[k] for k in ("quarter", "past_window") if k in r}
                 print(f"{name} {r['case']} {r['method']} {r['budget']} {r['metric']} {where or ''}: {r['value']:.4f} "
                       f"({r['low']:.4f} to {r['high']:.4f}, {r['samples']})")
 
 
 def put(folders: Sequence[Path], results: Path = RESULTS) -> None:
-    """The rows of output folders into docs/results/real.json, in place of those of the same model, card and case."""
-    path = results / "real.json"
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    """The rows of output folders into the subject `real`, in place of those of the same model, card and case."""
     new = [r for folder in folders for r in rows_of(folder)]
     there = {(r["case"], r["machine"]) for r in new}
-    path.write_text(as_text([*(r for r in kept if (r["case"], r["machine"]) not in there), *new]), encoding="utf-8")
-    print(f"{len(new)} rows: {path}")
+    kept = [r for r in load("real", results) if (r["case"], r["machine"]) not in there]
+    print(f"{len(new)} rows: {write_rows('real', [*kept, *new], results)}")
 
 
 def pair(text: str) -> tuple[int, int]:
@@ -503,9 +496,8 @@ def main() -> None:
         return put(options.collect)
     if options.list:
         for s in all_stages():
-            methods = PRESSES if s.kind == "kvpress" else s.methods
-            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task: {' '.join(methods)} at "
-                  f"{s.budgets}")
+            print(f"{s.name}: {s.kind}@{s.length}, prompts {s.first} to {s.last - 1} of a task: {' '.join(s.methods)} "
+                  f"at {s.budgets}")
         return None
     return work(options) if options.shard else lead(options)
 

@@ -1,11 +1,10 @@
-"""The attacks of tests/reliability in their long forms: `docs/results/reliability.json`, cases and passed by group.
+"""The attacks of tests/reliability in their long forms: rows of `reliability`, cases and passed by group.
 
 `python benchmarks/reliability.py [GROUP ...]`; without groups all but the soak, an hour on one core. Rows of groups
 that are not run stay as they are."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ sys.path += [str(Path(__file__).resolve().parent.parent / room) for room in (
 import attacks
 import families
 
-from benchmarks._rows import RESULTS, fill, row, take_over
+from benchmarks._rows import row, take_over
 
 GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "flipped bits, every format": lambda folder: attacks.flip_bits(folder, 1100),
@@ -52,17 +51,6 @@ def main() -> None:
             row(name, "attacked", "cases", found.cases, "cases", seed=0, seconds=seconds),
             row(name, "passed", "cases", found.cases - len(found.failed), "cases", seed=0, seconds=seconds)])
         print(f"{name}: {found.cases - len(found.failed)} of {found.cases} passed, {seconds} s", flush=True)
-    table()
-
-
-def table() -> None:
-    """The page's table from all rows there are."""
-    rows = json.loads((RESULTS / "reliability.json").read_text())
-    passed = {r["case"]: int(r["value"]) for r in rows if r["method"] == "passed"}
-    lines = [f"| {r['case']} | {int(r['value']):,} | {passed[r['case']]:,} |"
-             for r in rows if r["method"] == "attacked"]
-    head = ["| attack | cases | passed |", "| --- | ---: | ---: |"]
-    fill(RESULTS.parent / "reliability.md", ["", *head, *lines, ""], "attacks")
 
 
 if __name__ == "__main__":

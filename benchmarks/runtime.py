@@ -1,7 +1,7 @@
 """Attention step and index build of every selector against dense attention.
 
 `python benchmarks/runtime.py cpu` measures on the CPU, `python benchmarks/runtime.py offload --output DIR` on a CUDA
-device, `report` writes the page's tables. Every selector is checked first: where it may read everything its output must
+device. Every selector is checked first: where it may read everything its output must
 be dense attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a
 model, so that attention is peaked and what was read before is worth reading again.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._phi import random_phi
-from benchmarks._rows import RESULTS, fill, row, take_over
+from benchmarks._rows import RESULTS, row, take_over
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.estimators import Estimator, PhiEstimator
@@ -262,65 +261,19 @@ def offload_one(case: str, name: str, length: int, steps: int) -> list[dict[str,
             row(case, f"{name}-on-gpu", "peak_gb", everything / gigabyte, "GiB")]
 
 
-def report(rows: list[dict[str, Any]], page: Path) -> None:
-    """Draw the memory figure and write the tables of `docs/results/cpu.md` between its markers."""
-    found = {(r["case"], r["method"], r["metric"]): r["value"] for r in rows}
-    cases = list(dict.fromkeys(r["case"] for r in rows))
-    cpu_cases = sorted((c for c in cases if c.startswith("cpu")),
-                       key=lambda c: (c.count("-"), int(c.split("-")[1][:-1])))
-    methods = list(dict.fromkeys(r["method"] for r in rows if r["case"] in cpu_cases))
-    lines = ["Time of an attention step on 2 CPU cores, float32, budget 2 % of the context, µs for one layer (times "
-             "faster than torch's attention over everything). A build is of the 128k index of one layer, in seconds "
-             "per 100k tokens."]
-    for shape, heads in (("", "9 query and 3 KV heads of 64"), ("-8b", "32 query and 8 KV heads of 128")):
-        mine = [c for c in cpu_cases if c.endswith("-8b") == bool(shape)]
-        lines += ["", f"{heads}:", "", "| selector | " + " | ".join(c.split("-")[1] for c in mine) + " | build [s] |",
-                  "| --- |" + " ---: |" * (len(mine) + 1)]
-        for method in methods:
-            cells = []
-            for case in mine:
-                us, times = found.get((case, method, "us")), found.get((case, method, "speedup"))
-                cells.append("" if us is None else f"{us:,.0f}" + ("" if times is None else f" ({times:.1f}×)"))
-            built = found.get((f"cpu-128k{shape}", method, "build_seconds"))
-            lines.append(f"| {method} | {' | '.join(cells)} | {'' if built is None else f'{built:.2f}'} |")
-    machines = dict.fromkeys(r["machine"].partition(",")[0] for r in rows if r["case"].startswith("offload"))
-    lines += ["", f"Keys and values in CPU memory: a layer of the 8B shape in bfloat16 on an {', '.join(machines)}. "
-              "Buckets (`router`) are read at 2 %, sketches at several budgets, with φ at the least. A token is 32 "
-              "such layers one by one, none of them in a graph.", "",
-              "| context | method | ms a token | over the bus, MB a layer | GPU memory, GiB a layer | keys on the GPU: "
-              "ms a token | GiB a layer |", "| ---: | --- | ---: | ---: | ---: | ---: | ---: |"]
-    for case in (c for c in cases if c.startswith("offload")):
-        for method in (m for c, m, metric in found if c == case and metric == "us" and not m.endswith("-on-gpu")):
-            here = [found.get((case, f"{method}-on-gpu", metric)) for metric in ("us", "peak_gb")]
-            moved, peak = (found.get((case, method, metric)) for metric in ("bytes", "peak_gb"))
-            lines.append(f"| {case.removeprefix('offload-')} | {method} | {found[case, method, 'us'] * 0.032:.1f} | "
-                         f"{moved / 1e6:,.1f} | {'' if peak is None else f'{peak:.2f}'} | "
-                         f"{'' if here[0] is None else f'{here[0] * 0.032:.1f}'} | "
-                         f"{'' if here[1] is None else f'{here[1]:.2f}'} |")
-        dense = found.get((case, "sdpa-on-gpu", "us"))
-        if dense is not None:
-            lines.append(f"| {case.removeprefix('offload-')} | full attention | | | | {dense * 0.032:.1f} | |")
-    fill(page, lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cpu", "offload", "report"])
+    parser.add_argument("what", choices=["cpu", "offload"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="keys [tokens]")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--selectors", nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON file")
-    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="with report: folders whose rows join")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
-    if options.what != "report":
-        check()
+    check()
     if options.what == "cpu":
         rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
-    elif options.what == "report":
-        new = [r for folder in options.rows for r in json.loads((folder / "runtime.json").read_text())]
-        return report(take_over("runtime", new), RESULTS / "cpu.md")
     else:
         rows = offload(options.lengths, options.selectors, options.steps)
     if not options.dry:

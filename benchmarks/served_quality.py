@@ -3,7 +3,7 @@
     python benchmarks/served_quality.py --model FOLDER --artifacts FOLDER --prompts FILE --name coder-1.5b
         [--lengths 16384 30000] [--budgets 0.01 0.02] [--samples 25] [--side-by-side] [--minutes 4]
 
-Needs vLLM (docs/serving.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
+Needs vLLM (docs/serve.md) and prompts of `benchmarks/quality.py --make-prompts`. Served and attached are given the
 artifacts of one `sparsekv train`, a budget, and that no context is too short, since a small model's 16k would be
 attended to fully; all else is what both have by default. A method with a budget is a process of its own and answers one
 prompt after another, greedily, the first of every task before the second. vLLM's own attention has no budget and
@@ -11,7 +11,7 @@ answers once. With two devices `--side-by-side` runs two methods at the same tim
 process early. What counts are rounds in which every task was answered, and what is compared those that both have.
 With `--answers` a run goes on where an earlier one with that folder stopped, and with `--minutes 0` only counts.
 
-Scores go to docs/results/served_quality.json, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
+Scores go to the rows of `served_quality`, in points, cases `NAME:TASK@LENGTH` and their mean `NAME:ruler@LENGTH`,
 with by how much the backend is above attach and above vLLM's own, with the 95 % interval paired by prompt; and of every
 method and length the median time of a step, `token_ms`, of these very answers. On one H100, expected: a minute to
 start, then 0.5 s a prompt of 16k and 1 s of 30k: of 325 prompts 4 and 8 minutes a method and budget.

@@ -3,7 +3,7 @@ the plugin locks-kv, in one run.
 
     python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--side-by-side]
 
-Needs vLLM (docs/serving.md). Prompts are random, and weights are random of a size that scores of a query with its keys
+Needs vLLM (docs/serve.md). Prompts are random, and weights are random of a size that scores of a query with its keys
 have the standard deviation SPREAD, which is a trained model's. sparsekv reads 1 % by sketches and completes by feature
 maps, with artifacts of the form that `sparsekv train` makes, random; `vllm_sparse_prompts` and `…_tenth`, where
 they are named, also read prompts sparsely. A method's cases of one `ENGINES` entry share an engine, a process of its
@@ -184,7 +184,7 @@ def environment(method: str) -> dict[str, str]:
 def lacks(method: str) -> str | None:
     """What a method needs and does not find here, in one sentence."""
     if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed: nothing is measured (docs/serving.md says how)"
+        return "vLLM is not installed: nothing is measured (docs/serve.md says how)"
     if method == "locks_kv" and (importlib.util.find_spec("locks") is None or not torch.cuda.is_available()):
         return "locks_kv is left out: it needs a CUDA device and `pip install --no-deps locks-kv`, with nvcc and ninja"
     if method == "locks_kv" and not version("vllm").startswith("0.24."):
@@ -364,7 +364,7 @@ def main() -> None:
             if case.startswith("tp2-") and two and one:
                 add_rows("serving", [row(case, method, "same_tokens", same(two, one), "tokens", of=len(one))],
                          options.output)
-    print(options.output / "serving.json")
+    print(options.output)
 
 
 def settings_for(folder: Path, shape: str, method: str = "vllm_sparsekv") -> Path:

@@ -221,7 +221,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(options.methods) if options.side_by_side else 1) as pool:
         list(pool.map(lambda x: _in_a_process(x[1], x[0] if options.side_by_side else None, options),
                       enumerate(options.methods)))
-    print(options.output / "serving.json")
+    print(options.output)
 
 
 def _in_a_process(method: str, device: int | None, options: argparse.Namespace) -> None:

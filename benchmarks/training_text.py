@@ -2,7 +2,7 @@
 
     python3 benchmarks/training_text.py PROSE OUTPUT [--characters 6000000]
 
-PROSE is any long text (docs/results/quality.json: the State of the Union addresses). Program text is Python's own
+PROSE is any long text (the rows of `quality`: the State of the Union addresses). Program text is Python's own
 standard library, records are lines of JSON, CSV and logs with random UUIDs, hashes, numbers and words. Half of the
 text is prose, a quarter each of the others. What a router, a sketch or a feature map has never seen keys of it tells
 apart badly: text of one kind leaves identifiers out.

@@ -1,4 +1,4 @@
-"""Codes of keys: a few bytes a key, from which scores with it are estimated (docs/sketch.md).
+"""Codes of keys: a few bytes a key, from which scores with it are estimated (docs/concepts.md).
 
 A code is `round(k·keys − centre)`, small integers in `r` channels; a query's side is `q·queries`, and the sum of their
 products is the score `q·k` up to a number that is the query's alone.

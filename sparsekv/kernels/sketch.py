@@ -1,4 +1,4 @@
-"""The best tokens by the sketches of their keys: the second stage of the selector `sketch` (docs/sketch.md).
+"""The best tokens by the sketches of their keys: the second stage of the selector `sketch` (docs/concepts.md).
 
 The scores of a group of query heads are normalised over the candidates and summed, and the best tokens are those of the
 largest sum, found by the bins of a histogram (`histogram.py`). Nothing waits for the host, and no shape depends on

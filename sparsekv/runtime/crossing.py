@@ -32,7 +32,7 @@ MOST_BYTES = 1 << 29
 MEASURED_BYTES = {"cuda": (190_000_000, 4), "cpu": (32_000_000, 1)}
 """What a layer's keys and values of a batch take from which on its decode step is faster sparse, all requests together,
 where that cannot be timed, and the part of it that a request holds at least: on one H200, beside FlashAttention 3, 32/8
-heads of 128; on a CPU of every request (docs/results/runtime.json, router at 2 %)."""
+heads of 128; on a CPU of every request (docs/results/speed.md, router at 2 %)."""
 NEVER = 1 << 62
 KEPT = Kept("crossing.json")
 

@@ -34,12 +34,12 @@ class Rates(NamedTuple):
 
 
 DISK = 8.7e8
-"""Bytes a second of a store (docs/results/capture.json, the slower machine's)."""
+"""Bytes a second of a store (docs/results/training.md, the slower machine's)."""
 GPU = Rates(2.2e14, 5.6e14, 6e12, 1.3e13, 2.4e5, 1e7, "one H200: a capture of SmolLM2-135M at 32k and of an 8B shape "
-            "at 128k (docs/results/capture.json); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B "
+            "at 128k (docs/results/training.md); one H100: buckets, maps and cards of Qwen2.5-Coder-1.5B "
             "(docs/train.md); quality on text is a guess")
 CPU_THREAD = Rates(8.0e10, 8.0e10, 2.0e10, 9.1e9, 6e3, 1.5e5, "two threads of an x86-64 CPU: a capture of "
-                   "SmolLM2-135M (docs/results/capture.json); buckets, maps and cards of its shape (docs/train.md)")
+                   "SmolLM2-135M (docs/results/training.md); buckets, maps and cards of its shape (docs/train.md)")
 
 
 @dataclass(frozen=True)

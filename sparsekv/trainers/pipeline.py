@@ -52,10 +52,10 @@ class Sizes(NamedTuple):
 
 
 ON_GPU = Sizes(None, 16_384, 768, {}, {}, "the recipe measured with Qwen2.5-Coder-1.5B at 16384 tokens "
-               "(docs/results/real.md); on larger models its quality was not measured")
+               "(docs/results/quality.md); on larger models its quality was not measured")
 ON_CPU = Sizes(26, 2048, 128, {"num_buckets": 256},
                {"max_steps": 200, "width": 64, "batch_size": 48, "keys_per_step": 352, "optimizer": "adam", "lr": 3e-3},
-               "maps of the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/results/demo.json); a GPU has "
+               "maps of the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/start.md); a GPU has "
                "others")
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from benchmarks._rows import RESULTS, add_rows, write_rows
+from benchmarks._rows import RESULTS, SUFFIX, add_rows, load, read_rows, write_rows
 from benchmarks.run import Job, Runner, all_jobs, collect
 
 WRITE = "from{space}pathlib{space}import{space}Path;Path(r'{out}/ran').write_text('1')"
@@ -60,14 +60,13 @@ def test_rows_take_the_place_of_those_they_repeat(tmp_path) -> None:
     results = tmp_path / "results"
     add_rows("decode", [found("a", 1.0), found("b", 2.0), found("a", 9.0, "a CPU"), {**found("a", 5.0), "case": "d"}],
              results)
-    (tmp_path / "jobs" / "decode-1").mkdir(parents=True)
-    (tmp_path / "jobs" / "decode-1" / "decode.json").write_text(json.dumps([found("a", 3.0), found("new", 4.0)]))
+    write_rows("decode", [found("a", 3.0), found("new", 4.0)], tmp_path / "jobs" / "decode-1")
     (tmp_path / "jobs" / "decode-1" / "config.json").write_text('{"no": "rows"}')
     collect(tmp_path / "jobs", results)
-    rows = json.loads((results / "decode.json").read_text())
+    rows = load("decode", results)
     assert [(r["case"], r["method"], r["value"]) for r in rows] == [
         ("c", "a", 3.0), ("c", "b", 2.0), ("c", "a", 9.0), ("c", "new", 4.0), ("d", "a", 5.0)]
-    assert not (results / "config.json").exists()
+    assert sorted(f.name for f in results.glob("[!.]*")) == ["decode.jsonl.gz"]
 
 
 def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
@@ -80,10 +79,16 @@ def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
         assert script == "-m" or (RESULTS.parents[1] / script).is_file()
 
 
-def test_a_row_is_a_line(tmp_path) -> None:
-    for file in sorted(RESULTS.glob("*.json")):
-        first, *lines, last = file.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line.removesuffix(",")) for line in lines]
-        assert (first, last) == ("[", "]") and all("metric" in r for r in rows), file
-        assert write_rows(file.stem, rows, tmp_path).read_text() == file.read_text(encoding="utf-8")
-    assert json.loads(write_rows("none", [], tmp_path).read_text()) == []
+def test_rows_are_read_as_they_were_written(tmp_path) -> None:
+    for file in sorted(RESULTS.glob(f"*{SUFFIX}")):
+        rows = read_rows(file)
+        assert rows and all({"case", "method", "metric", "value", "machine", "command", "commit"} <= set(r)
+                            for r in rows), file
+        assert write_rows(file.name.removesuffix(SUFFIX), rows, tmp_path).read_bytes() == file.read_bytes()
+    assert load("none", tmp_path) == []
+    (tmp_path / "plain.json").write_text(json.dumps([{"case": "c"}]))
+    assert read_rows(tmp_path / "plain.json") == [{"case": "c"}]
+
+
+def test_rows_take_little_room() -> None:
+    assert sum(f.stat().st_size for f in RESULTS.iterdir()) < 3e6

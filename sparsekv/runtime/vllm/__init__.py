@@ -1,4 +1,4 @@
-"""Serving inside vLLM: an attention backend that decodes long requests sparsely (docs/serving.md).
+"""Serving inside vLLM: an attention backend that decodes long requests sparsely (docs/serve.md).
 
 `plugin` is what vLLM loads; it, `stock` and `backend` alone import vLLM. The others are plain torch: `settings` (the
 file and what it names), `checks` (what of an engine is served), `index` (a layer's buckets and codes by slot,

@@ -27,7 +27,7 @@ def plan_for(config: Any) -> ServedModel:
     path = settings_path()
     if path is None:
         raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
-                            "settings file (docs/serving.md), or choose another backend")
+                            "settings file (docs/serve.md), or choose another backend")
     check_engine(config)
     shape = served_shape(config.model_config)
     if (path, shape) not in _PLANS:
